@@ -1,0 +1,122 @@
+"""Finds ``libpygdist_native.so``, loads it once and states the types of its functions.
+
+The library is optional: where no compiler was found at install time there is none, :func:`load` says so once and
+returns ``None``, and callers take their slower path. It needs an OpenMP runtime; torch must be imported first, so that
+the two share one (the loader knows it by its name, ``libgomp.so.1``) and their threads do not compete.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import warnings
+from enum import IntEnum
+from pathlib import Path
+
+import torch  # noqa: F401  # brings its OpenMP runtime along, see above
+
+__all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "load", "set_isa"]
+
+LIBRARY_NAME = "libpygdist_native.so"
+ABI_VERSION = 1
+"""``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
+
+
+class Isa(IntEnum):
+    """Instruction sets that the kernels are built for, in ascending order."""
+
+    BEST = -1
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class NativeCsr(ctypes.Structure):
+    """``pygdist_csr``: a sparse matrix, the dense rows it meets, and the threads to use."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_features", ctypes.c_int64),
+        ("indptr", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("index_bits", ctypes.c_int32),
+        ("value_bits", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+_CSR = ctypes.POINTER(NativeCsr)
+_INT = ctypes.c_int32
+_ARRAY = ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
+    "pygdist_set_isa": (_INT,),
+    "pygdist_spmm": (_CSR, _INT, _ARRAY, _ARRAY),
+    "pygdist_share_ties": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_extremum_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_sddmm": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+}
+"""Argument types of each function; all return an ``int32_t``."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Load the native library.
+
+    Returns:
+        The library with typed functions, the same object each time, or ``None`` if there is none that works; the
+        first call then warns and says what to do.
+    """
+    path = _find()
+    if path is None:
+        _warn("was not built: no C++ compiler was found when pygdist was installed")
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        library.pygdist_abi_version.restype = _INT
+        found = library.pygdist_abi_version()
+        if found != ABI_VERSION:
+            _warn(f"at {path} is another build: it has ABI version {found}, this pygdist needs {ABI_VERSION}")
+            return None
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = _INT
+    except (OSError, AttributeError) as error:  # not loadable here, or a function is missing
+        _warn(f"at {path} cannot be loaded ({error})")
+        return None
+    return library
+
+
+def set_isa(level: Isa) -> Isa:
+    """Choose the instruction set of later calls, for tests and measurements.
+
+    Args:
+        level: The set to use. One that this machine lacks is replaced by the best that it has.
+
+    Returns:
+        The set now in use.
+
+    Raises:
+        RuntimeError: If there is no native library.
+    """
+    library = load()
+    if library is None:
+        raise RuntimeError(f"cannot choose the instruction set {level.name}: there is no native library")
+    return Isa(library.pygdist_set_isa(level))
+
+
+def _find() -> Path | None:
+    # An editable install has two folders here: the sources, and the one in site-packages that holds the build.
+    folders = sys.modules[__package__].__path__
+    return next((path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()), None)
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(
+        f"pygdist's native library {problem}. Aggregation falls back to torch's sparse product, which is several times "
+        "slower. Install a C++17 compiler (Debian, Ubuntu: `apt install g++`) and reinstall pygdist.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
