@@ -1,0 +1,12 @@
+"""Aggregation on one rank: the product of a sparse matrix and dense rows, and its gradients.
+
+Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On the CPU the native library
+(:mod:`pygdist.native`) does the work, on CUDA and where the library is missing torch's own operators do.
+"""
+
+from __future__ import annotations
+
+from pygdist.kernels.csr import CSR, transpose
+from pygdist.kernels.spmm import Reduce, spmm
+
+__all__ = ["CSR", "Reduce", "spmm", "transpose"]

@@ -1,0 +1,348 @@
+"""The sparse product against the obvious: lift rows to edges, scale, scatter, and let autograd do the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pygdist.kernels._spmm_ops as ops
+from pygdist.kernels import CSR, spmm, transpose
+from pygdist.native import Isa, library, load, set_isa
+from tests.kernels.oracle import random_csr, scatter_oracle
+
+REDUCES = ("sum", "mean", "max", "min")
+WIDTHS = (1, 3, 8, 17, 64, 130)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # sums of a few dozen values in another order
+
+needs_library = pytest.mark.skipif(load() is None, reason="the native library was not built here")
+
+
+def with_int64(csr: CSR) -> CSR:
+    return CSR(csr.indptr, csr.index.long(), csr.num_cols, csr.perm)
+
+
+def values_and_gradients(
+    product: Callable[..., Tensor], csr: CSR, x: Tensor, weight: Tensor | None, reduce: str
+) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight) if tensor is not None]
+    out = product(csr, leaves[0], leaves[1] if weight is not None else None, reduce)
+    upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def assert_matches_oracle(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) -> None:
+    found = values_and_gradients(spmm, csr, x, weight, reduce)
+    expected = values_and_gradients(scatter_oracle, csr, x, weight, reduce)
+    for name, a, b in zip(("out", "grad_x", "grad_weight"), found, expected, strict=False):
+        tolerance = TOLERANCE[a.dtype] * max(1.0, float(b.abs().max()) if b.numel() else 1.0)
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with the native library and with torch's operators in its place."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "load", lambda: None)
+    elif load() is None:
+        pytest.skip("the native library was not built here")
+    return str(request.param)
+
+
+@pytest.fixture
+def restored_isa() -> Iterator[None]:
+    yield
+    set_isa(Isa.BEST)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("int64", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_values_and_gradients_match_scatter(reduce: str, dtype: torch.dtype, int64: bool, weighted: bool) -> None:
+    torch.manual_seed(1)
+    csr = with_int64(random_csr()) if int64 else random_csr()
+    weight = torch.randn(csr.num_entries, dtype=dtype) if weighted else None
+    for width in WIDTHS:
+        assert_matches_oracle(csr, torch.randn(csr.num_cols, width, dtype=dtype), weight, reduce)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_every_width_around_a_tile(reduce: str) -> None:
+    csr = random_csr(12, 9, 50)
+    for width in [*range(1, 36), 63, 65, 127, 129]:
+        x = torch.randn(csr.num_cols, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
+        assert_matches_oracle(csr, x, None, reduce)
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.usefixtures("path")
+def test_ties_share_the_gradient_as_scatter_reduce_does(reduce: str, weighted: bool) -> None:
+    # Few distinct values: ties everywhere, many at 0, where scatter_reduce counts its initial zero as well.
+    torch.manual_seed(2)
+    csr = random_csr()
+    x = torch.randint(-1, 2, (csr.num_cols, 17)).double()
+    weight = torch.randint(-1, 2, (csr.num_entries,)).double() if weighted else None
+    assert_matches_oracle(csr, x, weight, reduce)
+
+
+def test_tie_test_can_fail() -> None:
+    # The whole gradient to the first of two equal maxima, as torch_scatter does, is not what the oracle says.
+    csr = CSR(torch.tensor([0, 2]), torch.tensor([0, 1]), 2)
+    _, grad_x = values_and_gradients(scatter_oracle, csr, torch.ones(2, 1, dtype=torch.float64), None, "max")
+    assert torch.equal(grad_x[0], grad_x[1])
+    assert grad_x[0] != 0
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "num_entries"),
+    [
+        pytest.param(5, 4, 0, id="no-edges"),
+        pytest.param(0, 4, 0, id="no-rows"),
+        pytest.param(3, 0, 0, id="no-columns"),
+        pytest.param(0, 0, 0, id="nothing"),
+        pytest.param(1, 1, 9, id="one-node-nine-loops"),
+    ],
+)
+@pytest.mark.usefixtures("path")
+def test_degenerate_shapes(reduce: str, num_rows: int, num_cols: int, num_entries: int) -> None:
+    zeros = torch.zeros(num_entries, dtype=torch.int64)
+    csr = CSR.from_coo(zeros, zeros, num_rows=num_rows, num_cols=num_cols).validate()
+    for width in (0, 1, 5):
+        weight = torch.randn(num_entries, dtype=torch.float64)
+        assert_matches_oracle(csr, torch.randn(num_cols, width, dtype=torch.float64), weight, reduce)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_empty_rows_are_zero(reduce: str) -> None:
+    csr = CSR(torch.tensor([0, 0, 2, 2]), torch.tensor([0, 1]), 2)
+    out = spmm(csr, torch.full((2, 3), -5.0), None, reduce)
+    assert torch.equal(out[[0, 2]], torch.zeros(2, 3))
+    assert (out[1] < 0).all()
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.usefixtures("path")
+def test_nan_is_not_lost(reduce: str) -> None:
+    csr = CSR(torch.tensor([0, 3, 6]), torch.tensor([0, 1, 2, 2, 1, 0]), 3)
+    out = spmm(csr, torch.tensor([[1.0], [float("nan")], [3.0]]), None, reduce)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_non_contiguous_inputs(reduce: str) -> None:
+    csr = random_csr()
+    strided = CSR(csr.indptr.repeat_interleave(2)[::2], csr.index.repeat_interleave(2)[::2], csr.num_cols)
+    x = torch.randn(17, csr.num_cols, dtype=torch.float64).t()
+    weight = torch.randn(csr.num_entries, 2, dtype=torch.float64)[:, 0]
+    assert not any(tensor.is_contiguous() for tensor in (strided.indptr, strided.index, x, weight))
+    expected = spmm(csr, x.contiguous(), weight.contiguous(), reduce)
+    torch.testing.assert_close(spmm(strided, x, weight, reduce), expected, rtol=0, atol=1e-12)
+    x.requires_grad_()
+    out = spmm(strided, x, weight, reduce)
+    out.sum().backward()  # the gradient that arrives is expanded: its strides are 0
+    (expected,) = torch.autograd.grad(scatter_oracle(csr, x, weight, reduce), x, torch.ones_like(out))
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)], ids=["vector", "matrix", "heads"])
+@pytest.mark.usefixtures("path")
+def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    csr = random_csr()
+    assert_matches_oracle(csr, torch.randn(csr.num_cols, *shape, dtype=torch.float64), None, "sum")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_random_shapes(data: st.DataObject) -> None:
+    num_rows, num_cols = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    edges = data.draw(st.lists(st.tuples(st.integers(0, num_rows - 1), st.integers(0, num_cols - 1)), max_size=40))
+    row, col = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).t()
+    csr = CSR.from_coo(row, col, num_rows=num_rows, num_cols=num_cols).validate()
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    x = torch.randn(num_cols, data.draw(st.integers(0, 70)), dtype=torch.float64, generator=generator)
+    weighted = data.draw(st.booleans())
+    weight = torch.randn(len(edges), dtype=torch.float64, generator=generator) if weighted else None
+    assert_matches_oracle(csr, x, weight, data.draw(st.sampled_from(REDUCES)))
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_gradcheck(reduce: str, weighted: bool) -> None:
+    torch.manual_seed(3)
+    csr = random_csr(6, 5, 14)
+    inputs = [torch.randn(csr.num_cols, 3, dtype=torch.float64, requires_grad=True)]
+    if weighted:
+        inputs.append(torch.randn(csr.num_entries, dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(lambda x, weight=None: spmm(csr, x, weight, reduce), inputs)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_second_derivative_of_a_linear_product(reduce: str) -> None:
+    csr = random_csr(6, 5, 14)
+    x = torch.randn(csr.num_cols, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: spmm(csr, x, None, reduce), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    # 2000 + 1 + ... + 1: in half precision the ones would vanish one by one.
+    csr = CSR(torch.tensor([0, 4097]), torch.tensor([0] + [1] * 4096, dtype=torch.int32), 2)
+    x = torch.tensor([[4096.0], [1.0]], dtype=dtype, requires_grad=True)
+    out = spmm(csr, x)
+    assert out.dtype == dtype
+    assert out.item() == 8192
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert x.grad.flatten().tolist() == [1, 4096]
+
+
+def test_dtypes_promote_as_in_multiplication() -> None:
+    csr = random_csr()
+    x = torch.randn(csr.num_cols, 3)
+    assert spmm(csr, x.bfloat16(), torch.ones(csr.num_entries)).dtype == torch.float32
+    assert spmm(csr, x, torch.ones(csr.num_entries, dtype=torch.float64)).dtype == torch.float64
+
+
+@needs_library
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_same_bits_for_any_number_of_threads(reduce: str) -> None:
+    csr = random_csr(3000, 2000, 60_000)
+    x, weight = torch.randn(csr.num_cols, 33), torch.randn(csr.num_entries)
+    expected = values_and_gradients(spmm, csr, x, weight, reduce)
+    for num_threads in (2, 3, 7):
+        torch.set_num_threads(num_threads)
+        for a, b in zip(values_and_gradients(spmm, csr, x, weight, reduce), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_library
+@pytest.mark.parametrize("level", [Isa.PORTABLE, Isa.AVX2, Isa.AVX512], ids=lambda level: level.name.lower())
+@pytest.mark.usefixtures("restored_isa")
+def test_each_instruction_set(level: Isa) -> None:
+    if set_isa(level) != level:
+        pytest.skip(f"this machine lacks {level.name}")
+    csr = random_csr()
+    for dtype in (torch.float32, torch.float64):
+        for reduce in REDUCES:
+            for width in WIDTHS:
+                weight = torch.randn(csr.num_entries, dtype=dtype)
+                assert_matches_oracle(csr, torch.randn(csr.num_cols, width, dtype=dtype), weight, reduce)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_operators_are_well_formed(reduce: str) -> None:
+    csr, weight = random_csr(6, 5, 14), torch.randn(14, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    back = transpose(csr)
+    torch.library.opcheck(ops.spmm_op, (csr.indptr, csr.index, x, weight, reduce, back.indptr, back.index, back.perm))
+    if reduce in ("max", "min"):
+        x, weight = x.detach(), weight.detach()
+        out, grad = spmm(csr, x, weight, reduce), torch.randn(6, 3, dtype=torch.float64)
+        torch.library.opcheck(ops.share_ties_op, (csr.indptr, csr.index, x, weight, out, grad))
+        torch.library.opcheck(ops.extremum_grad_op, (back.indptr, back.index, x, weight[back.perm], out, grad))
+        torch.library.opcheck(ops.sddmm_op, (csr.indptr, csr.index, x, grad, weight, out))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    csr = random_csr()
+    back = transpose(csr)
+
+    def layer(x: Tensor) -> Tensor:
+        return spmm(csr, x * 2, None, "mean", transposed=back).relu()
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(csr.num_cols, 8, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    (found,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_transpose_is_made_only_when_needed() -> None:
+    csr = random_csr()
+    made: list[CSR] = []
+
+    def make() -> CSR:
+        made.append(transpose(csr))
+        return made[-1]
+
+    x, weight = torch.randn(csr.num_cols, 3), torch.ones(csr.num_entries)
+    spmm(csr, x, transposed=make)
+    spmm(csr, x, weight.requires_grad_(), transposed=make).sum().backward()
+    with torch.no_grad():
+        spmm(csr, x.requires_grad_(), transposed=make)
+    assert not made
+    spmm(csr, x, transposed=make).sum().backward()
+    assert len(made) == 1
+
+
+def test_plain_sum_does_not_keep_the_features() -> None:
+    csr = random_csr()
+    x = torch.randn(csr.num_cols, 3, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        spmm(csr, x, transposed=transpose(csr))
+    assert saved
+    assert all(tensor.dim() == 1 for tensor in saved)
+
+
+def test_without_library_nothing_but_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(ops._spmm_native, "spmm", lambda *_: pytest.fail("called the native library"))
+    csr = random_csr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's notes on its sparse tensors are not for our users
+        spmm(csr, torch.randn(csr.num_cols, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"x": torch.ones(4, 2)}, r"one row per column of the matrix \(5\), got shape \(4, 2\)", id="rows"),
+        pytest.param({"x": torch.tensor(1.0)}, "one row per column", id="scalar"),
+        pytest.param({"x": torch.ones(5, 2, dtype=torch.int64)}, "x must be a floating-point", id="integer"),
+        pytest.param({"weight": torch.ones(3)}, r"weight must have shape \(14,\), got \(3,\)", id="weight-length"),
+        pytest.param({"weight": torch.ones(14, dtype=torch.bool)}, "weight must be a floating", id="weight-dtype"),
+        pytest.param({"reduce": "prod"}, "reduce must be one of sum, mean, max, min, got 'prod'", id="reduce"),
+        pytest.param({"x": torch.ones(5, 2, device="meta")}, "x is on meta, the matrix on cpu", id="device"),
+        pytest.param({"transposed": random_csr(6, 5, 14)}, "transposed must have", id="transposed"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, object], match: str) -> None:
+    arguments: dict[str, object] = {"x": torch.ones(5, 2, requires_grad=True), "weight": None, "reduce": "sum"} | change
+    with pytest.raises(ValueError, match=match):
+        spmm(random_csr(6, 5, 14), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_cuda_matches_cpu(reduce: str, weighted: bool) -> None:
+    csr = random_csr()
+    on_gpu = CSR(csr.indptr.cuda(), csr.index.cuda(), csr.num_cols)
+    x = torch.randn(csr.num_cols, 17, dtype=torch.float64)
+    weight = torch.randn(csr.num_entries, dtype=torch.float64) if weighted else None
+    expected = values_and_gradients(scatter_oracle, csr, x, weight, reduce)
+    leaves = [tensor.cuda().requires_grad_() for tensor in (x, weight) if tensor is not None]
+    out = spmm(on_gpu, leaves[0], leaves[1] if weighted else None, reduce)
+    upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).cuda()
+    for a, b in zip([out, *torch.autograd.grad(out, leaves, upstream)], expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-11)
