@@ -1,0 +1,44 @@
+# `make help` lists the targets. Each builds .venv first, unless VENV names an environment of your own.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+ifdef VENV
+# An environment that the caller looks after: used as it is.
+READY :=
+else
+VENV := .venv
+READY := $(VENV)/.installed
+endif
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check build venv clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two, and compare
+	$(BIN)/python -m pygdist.demo
+
+test: $(READY)  ## run the tests (PYTEST_ARGS="-k spmm" picks some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+build: $(READY)  ## install into .venv, with the native library; again if its sources changed
+venv: $(READY)  ## the same
+
+# The stamp is touched last, so an installation that broke off is made again.
+.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard pygdist/native/src/*)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pygdist needs Python 3.11 or newer: make PYTHON=python3.x")'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:  ## remove .venv and everything that was built
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f pygdist/native/*.so
+	find pygdist tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
