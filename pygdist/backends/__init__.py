@@ -1,0 +1,8 @@
+"""How neighbours arrive: one file per idea, behind :class:`Backend`; :func:`distribute` puts a model on one."""
+
+from pygdist.backends.base import Backend, backends, resolve_backend
+from pygdist.backends.comm import CommBackend
+from pygdist.backends.routing import distribute, undistribute
+from pygdist.backends.single import SingleBackend
+
+__all__ = ["Backend", "CommBackend", "SingleBackend", "backends", "distribute", "resolve_backend", "undistribute"]

@@ -1,0 +1,184 @@
+"""The plug point of the systems: how a layer's neighbours reach the rank that aggregates them.
+
+A new system subclasses :class:`Backend` in one file. It is found by its registered name or by class path, and the
+exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the command line work with it as they stand.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard
+from pygdist.registry import Registry
+
+__all__ = ["Backend", "Inner", "Placement", "backends", "resolve_backend"]
+
+Placement = Literal["nodes", "replicas", "edges", "rows", "columns"]
+Inner = Callable[..., Tensor]
+T = TypeVar("T")
+
+_UNPICKLED = ("_shard", "_communicator", "routing")
+_LIVE: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
+
+
+class Backend(ABC):
+    """How the neighbours that a layer asks for in ``propagate`` arrive.
+
+    A subclass states what it is in class attributes, and implements :meth:`propagate` and :meth:`source_rows`.
+    :meth:`bind` gives it the rank's shard and communicator before the first forward pass. A subclass that keeps
+    state per forward pass resets it in :meth:`begin_forward`.
+
+    Attributes:
+        name: Registered name, as in ``--model.backend=comm``. A subclass without a name of its own is found by class
+            path only.
+        exact: Same loss, outputs, gradients and updated parameters as one process on the whole graph.
+        approximation: What an inexact backend gives up, in one clause.
+        placement: How the graph must be placed on the ranks; asking for another is an error that names this one.
+    """
+
+    name: ClassVar[str] = ""
+    exact: ClassVar[bool] = True
+    approximation: ClassVar[str] = ""
+    placement: ClassVar[Placement] = "nodes"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("name"):
+            backends.register(cls.name, cls)
+
+    def __init__(self) -> None:
+        self._shard: Shard | None = None
+        self._communicator: Communicator | None = None
+        self.routing: Any = None  # the classes that distribute() made for this backend
+        self._token = uuid.uuid4().hex  # a pickle of this backend finds it again in this process
+        _LIVE[self._token] = self
+
+    def bind(self, shard: Shard, communicator: Communicator) -> None:
+        """Place the backend on a rank. Called before the first forward pass, and again for another graph.
+
+        Args:
+            shard: What the rank holds.
+            communicator: The ranks that take part, on a process group of the backend's own.
+
+        Raises:
+            InputError: If the shard was made for another number of ranks.
+        """
+        if shard.num_parts != communicator.world_size:
+            raise InputError(
+                f"the graph is partitioned into {shard.num_parts} parts but {communicator.world_size} ranks take part; "
+                f"partition it again with num_parts={communicator.world_size}"
+            )
+        self.unbind()
+        self._shard, self._communicator = shard, communicator
+
+    def unbind(self) -> None:
+        """Let go of the shard, the communicator and what was computed for them."""
+        self._shard = self._communicator = None
+        if self.routing is not None:
+            self.routing.forget()
+
+    @property
+    def shard(self) -> Shard:
+        """The rank's shard; an error that says what to do before :meth:`bind`."""
+        return self._bound(self._shard)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The rank's communicator; an error that says what to do before :meth:`bind`."""
+        return self._bound(self._communicator)
+
+    def _bound(self, value: T | None) -> T:
+        if value is None:
+            raise InputError(
+                f"backend '{self.name or type(self).__name__}' is not bound to a graph; call "
+                "backend.bind(shard, communicator), or undistribute(model) to run the model on one process"
+            )
+        return value
+
+    def refuse(self, layer: MessagePassing) -> str | None:
+        """Why this backend cannot run ``layer``, naming the backends that can; ``None`` if it can."""
+        return None
+
+    def begin_forward(self) -> None:
+        """Called before each forward pass of the distributed model."""
+
+    @abstractmethod
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run one hop: give ``inner``, the layer's own ``propagate``, the rows it needs.
+
+        Args:
+            layer: The layer that propagates.
+            inner: Its own ``propagate``, called as ``inner(edge_index, size=size, **kwargs)``.
+            edge_index: In local ids of the shard; the :class:`~pygdist.graph.Adjacency` itself, or edges derived from
+                it, with self-loops for example.
+            size: What the layer passed; usually ``None``.
+            kwargs: The arguments of the hop; tensors hold one row per owned node.
+
+        Returns:
+            One row per owned node.
+        """
+
+    def edge_updater(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Like :meth:`propagate`, for the layer's ``edge_updater``; returns one row per edge."""
+        return self.propagate(layer, inner, edge_index, size, kwargs)
+
+    @abstractmethod
+    def source_rows(self, x: Tensor) -> Tensor:
+        """One row per owned node in, one row per source of the adjacency out; differentiable. Used by normalisation."""
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""
+        return x
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all ranks; differentiable. Used by norms over nodes."""
+        return self.communicator.sum_over_ranks(x, label="norm statistics")
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole graph."""
+        return self.shard.num_nodes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        # copies of a model share its backend: weight averaging copies modules, not shards and process groups
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {key: value for key, value in vars(self).items() if key not in _UNPICKLED}
+        return _revive, (type(self), state)
+
+
+backends: Registry[Backend] = Registry("backend")
+
+
+def _revive(cls: type[Backend], state: dict[str, Any]) -> Backend:
+    """The same backend if it still lives in this process, else an unbound one with the same arguments."""
+    live = _LIVE.get(state["_token"])
+    if live is not None:
+        return live
+    backend = cls.__new__(cls)
+    vars(backend).update(state, **dict.fromkeys(_UNPICKLED))
+    _LIVE[backend._token] = backend
+    return backend
+
+
+def resolve_backend(backend: str | Backend, **arguments: Any) -> Backend:
+    """A backend from its registered name, its class path in any package, or itself.
+
+    Raises:
+        InputError: If the name is unknown; the message lists the known ones.
+    """
+    return backends.resolve(backend, Backend, **arguments)

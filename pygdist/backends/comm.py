@@ -1,0 +1,135 @@
+"""``comm``: every hop fetches exactly the halo rows it needs from their owners (DepComm of NeutronStar, Sec. 2.2).
+
+Exact. One differentiable exchange per hop, whatever the number of tensors that the layer reads from its neighbours;
+gradients flow back the same way and are summed at the owner. Nothing is computed twice, everything is communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from pygdist.backends.base import Backend, Inner
+from pygdist.backends.layers import fused_adjacency, neighbour_arguments, plain, with_phantom_edge
+from pygdist.errors import InputError
+
+__all__ = ["CommBackend"]
+
+
+class CommBackend(Backend):
+    """Fetch halo rows in every hop (DepComm; NeutronStar, SIGMOD 2022, Sec. 2.2 and 4.3)."""
+
+    name = "comm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # rows fetched for the layer that is running: GATv2 reads the same rows in edge_updater and in propagate
+        self._fetched_for: MessagePassing | None = None
+        self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._hop = 0
+
+    @override
+    def begin_forward(self) -> None:
+        self._hop = 0
+        self._forget()
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        self._hop += 1
+        fused = fused_adjacency(layer, edge_index, kwargs)
+        rows = self._with_sources(layer, kwargs, edges=False, fused=fused is not None)
+        return self._run(layer, inner, plain(edge_index) if fused is None else fused, rows, edges=False)
+
+    @override
+    def edge_updater(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        rows = self._with_sources(layer, kwargs, edges=True, fused=False)
+        return self._run(layer, inner, plain(edge_index), rows, edges=True)
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.communicator.exchange_rows(x, self.shard.plan, label="node values")])
+
+    @override
+    def unbind(self) -> None:
+        self._forget()
+        super().unbind()
+
+    def _run(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, rows: dict[str, Any], *, edges: bool
+    ) -> Tensor:
+        size = (self.shard.num_owned + self.shard.num_halo, self.shard.num_owned)
+        if edge_index.size(1) == 0:
+            return with_phantom_edge(layer, inner, size, rows, edges=edges)
+        return inner(edge_index, size=size, **rows)
+
+    def _forget(self) -> None:
+        self._fetched_for = None
+        self._fetched.clear()
+
+    def _with_sources(
+        self, layer: MessagePassing, kwargs: dict[str, Any], *, edges: bool, fused: bool
+    ) -> dict[str, Any]:
+        """The arguments of the hop, with (source rows, destination rows) where the layer reads its neighbours."""
+        if layer is not self._fetched_for:
+            self._forget()
+            self._fetched_for = layer
+        sources: dict[str, Tensor] = {}
+        for name in neighbour_arguments(layer, edges=edges):
+            value = kwargs.get(name)
+            value = value[0] if isinstance(value, (tuple, list)) else value
+            if isinstance(value, Tensor):
+                sources[name] = value
+        fetched = self._fetch(layer, sources)
+        out = dict(kwargs)
+        for name, rows in fetched.items():
+            value = kwargs[name]
+            if isinstance(value, (tuple, list)):
+                out[name] = (rows, value[1])
+            else:
+                # PyG's fused path multiplies the one tensor it gets; the message path looks both ends up
+                out[name] = rows if fused else (rows, value)
+        return out
+
+    def _fetch(self, layer: MessagePassing, sources: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Owned and halo rows of each tensor; those not fetched yet travel together, one exchange per dtype."""
+        missing: dict[torch.dtype, list[Tensor]] = {}
+        for name, value in sources.items():
+            self._check_rows(layer, name, value)
+            if self._known(value) is None and all(value is not other for other in missing.get(value.dtype, [])):
+                missing.setdefault(value.dtype, []).append(value)
+        for tensors in missing.values():
+            self._exchange(layer, tensors)
+        return {name: self._known(value) for name, value in sources.items()}  # type: ignore[misc]
+
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
+        plan, label = self.shard.plan, f"hop {self._hop} of {type(layer).__name__}"
+        # layers keep nodes in another dimension than the first (ARMA stacks, static graphs)
+        rows = [tensor.movedim(layer.node_dim, 0) for tensor in tensors]
+        flat = [row.reshape(row.size(0), math.prod(row.shape[1:])) for row in rows]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+        halo = self.communicator.exchange_rows(packed, plan, label=label)
+        for tensor, row, part in zip(tensors, rows, halo.split([f.size(1) for f in flat], dim=1), strict=True):
+            full = torch.cat([row, part.reshape(part.size(0), *row.shape[1:])])
+            self._fetched[id(tensor)] = (tensor, tensor._version, full.movedim(0, layer.node_dim))
+
+    def _known(self, value: Tensor) -> Tensor | None:
+        entry = self._fetched.get(id(value))
+        return entry[2] if entry is not None and entry[1] == value._version else None
+
+    def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
+        if value.size(layer.node_dim) != self.shard.num_owned:
+            raise InputError(
+                f"{type(layer).__name__}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
+                f"rank {self.shard.rank} owns {self.shard.num_owned} nodes; a tensor that holds a row for every node "
+                "of the graph (an embedding table, say) cannot be distributed this way"
+            )
+

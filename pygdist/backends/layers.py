@@ -1,0 +1,80 @@
+"""What a PyG layer says of itself: which arguments it reads from neighbours, and whether PyG fuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
+
+from pygdist.graph import Adjacency
+
+__all__ = ["fused_adjacency", "neighbour_arguments", "plain", "with_phantom_edge"]
+
+
+def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
+    """Arguments of ``propagate`` (of ``edge_updater`` if ``edges``) whose source rows the layer reads, sorted.
+
+    PyG lifts an argument ``x`` to the sources of the edges where ``message``, ``aggregate``, ``update`` or
+    ``edge_update`` ask for ``x_j``; the layer's inspector knows these names.
+    """
+    names = layer._edge_user_args if edges else layer._user_args
+    return sorted(name[:-2] for name in names if name.endswith("_j"))
+
+
+def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
+    """The adjacency, carrying the layer's edge weights, if the hop is one sparse product; else ``None``.
+
+    That is so for layers that implement ``message_and_aggregate`` and whose message is the neighbour's row, scaled
+    by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` (an attention layer
+    that added self-loops) takes PyG's message path.
+    """
+    if not (layer.fuse and isinstance(edge_index, Adjacency)):
+        return None
+    if not (set(layer._user_args) <= {"x_j", "edge_weight"} and set(layer._fused_user_args) <= {"x", "edge_weight"}):
+        return None
+    x, weight = kwargs.get("x"), kwargs.get("edge_weight")
+    x = x[0] if isinstance(x, (tuple, list)) else x
+    if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point() and not layer.explain):
+        return None
+    if weight is None:
+        return edge_index
+    return edge_index.with_value(weight) if weight.dim() == 1 else None
+
+
+def plain(edge_index: Tensor) -> Tensor:
+    """The edges as an ordinary tensor, so that the layer runs the same message path as on one process."""
+    return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+
+
+def with_phantom_edge(
+    layer: MessagePassing, inner: Callable[..., Tensor], size: tuple[int, int], kwargs: Mapping[str, Any], *, edges: bool
+) -> Tensor:
+    """Run a hop on a rank that has no edge, with one edge between two rows that do not exist, and drop its result.
+
+    Many layers cannot reshape or reduce zero messages (``view(0, heads, -1)``, the maximum of nothing). They need not:
+    the phantom rows are ones, their outputs are cut off, and so their gradients are zero.
+    """
+    num_src, num_dst = size
+    dim = layer.node_dim
+
+    def padded(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(padded(part) for part in value)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        by_node = value.size(dim) in (num_src, num_dst) if value.dim() >= abs(dim) else False
+        axis = dim if by_node else 0
+        if not by_node and value.size(0) != 0:  # neither per node nor per edge
+            return value
+        shape = list(value.shape)
+        shape[axis] = 1
+        return torch.cat([value, value.new_ones(shape)], dim=axis)
+
+    device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), None)
+    edge = torch.tensor([[num_src], [num_dst]], device=device)
+    out = inner(edge, size=(num_src + 1, num_dst + 1), **{name: padded(value) for name, value in kwargs.items()})
+    return out[:0] if edges else out.narrow(dim, 0, num_dst)

@@ -1,0 +1,69 @@
+"""What cannot be distributed, and why. Everything listed here would run and give wrong numbers without this file."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
+
+from pygdist.backends.base import Backend
+
+__all__ = ["REFUSED_LAYERS", "refusals"]
+
+#: Class names of PyG (they may be looked up in a base class too) and the reason.
+REFUSED_LAYERS: dict[str, str] = {
+    "ChebConv": "scales its Laplacian by a maximum over all edges",
+    "DirGNNConv": "needs the out-edges of each node; a shard holds the in-edges",
+    "DynamicEdgeConv": "builds its edges inside the layer from a search over all nodes",
+    "GPSConv": "attends over all nodes",
+    "GravNetConv": "builds its edges inside the layer from a search over all nodes",
+    "HANConv": "works on heterogeneous graphs",
+    "HGTConv": "works on heterogeneous graphs",
+    "HeteroConv": "works on heterogeneous graphs",
+    "HypergraphConv": "takes an incidence matrix of nodes and hyperedges, not edges between nodes",
+    "LabelPropagation": "passes the labels of all nodes, with no parameter to train",
+    "LightGCN": "holds an embedding of every node of the graph",
+    "Node2Vec": "holds an embedding of every node of the graph",
+    "PANConv": "multiplies powers of the whole adjacency matrix inside the layer",
+    "PointNetConv": "needs node positions, which a shard does not hold",
+    "PointTransformerConv": "needs node positions, which a shard does not hold",
+    "PPFConv": "needs node positions, which a shard does not hold",
+    "SparseLinear": "holds a row of weights for every node of the graph (LINKX)",
+    "SuperGATConv": "samples negative edges among all nodes inside the layer",
+    "WLConv": "numbers the colours that occur in the whole graph inside the layer",
+    "XConv": "builds its edges inside the layer from a search over all nodes",
+}
+
+_BATCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def refusals(model: nn.Module, backend: Backend) -> list[str]:
+    """One clause for each module of ``model`` that cannot run: its path, class and the reason."""
+    found = []
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        reason = _reason(module, backend, inside)
+        if reason is not None:
+            found.append(f"'{path or 'model'}' ({type(module).__name__}): it {reason}")
+        if isinstance(module, MessagePassing):
+            inside.update(module.modules())
+    return found
+
+
+def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str | None:
+    for cls in type(module).__mro__:
+        if cls.__name__ in REFUSED_LAYERS and cls.__module__.startswith("torch_geometric."):
+            return REFUSED_LAYERS[cls.__name__]
+    if isinstance(module, MessagePassing):
+        if module.flow != "source_to_target":
+            return f"has flow='{module.flow}'; a shard holds the in-edges of its nodes, so only source_to_target runs"
+        if module.explain:
+            return "is in explain mode"
+        return backend.refuse(module)
+    if isinstance(module, _BATCH_NORMS):
+        return "takes statistics over more than nodes and channels"
+    if isinstance(module, Aggregation) and module not in inside:
+        return "reads out all nodes at once outside of a message passing layer"
+    if type(module).__module__.startswith(("torch_geometric.nn.pool", "torch_geometric.nn.unpool")):
+        return "pools nodes of the whole graph"
+    return None

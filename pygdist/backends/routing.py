@@ -1,0 +1,243 @@
+"""Rerouting ``propagate``: each layer gets a subclass made on the fly, and the backend decides what it sees.
+
+As with PyTorch's ``fully_shard`` the module object, its parameters, ``state_dict`` keys and ``isinstance`` stay as
+they are; only ``__class__`` changes, to a class that puts routing in front of the layer's own. Three things are
+routed: hops (``propagate``, ``edge_updater``), degree normalisation (``gcn_norm`` as the layer's own code names it),
+and norms over nodes (:mod:`pygdist.nn.norms`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from pygdist.backends.base import Backend
+from pygdist.backends.refusals import refusals
+from pygdist.errors import InputError
+from pygdist.nn.normalization import GlobalGCNNorm
+from pygdist.nn.norms import GLOBAL_NORMS
+
+__all__ = ["distribute", "undistribute"]
+
+_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
+_BASE, _BACKEND, _HOOK = "_pygdist_base", "_pygdist_backend", "_pygdist_hook"
+
+
+def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
+    """Reroute every PyG layer of ``model`` through ``backend``, in place.
+
+    Args:
+        model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
+        backend: How neighbours arrive; bound to a shard before the first forward pass.
+
+    Returns:
+        ``model`` itself. Call it as ``model(shard.x, shard.adjacency)`` with the rank's own rows.
+
+    Raises:
+        InputError: If the model is distributed already, or holds layers that cannot be: all of them are named, each
+            with the reason.
+
+    Example:
+        >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=CommBackend())
+        >>> out = model(shard.x, shard.adjacency)  # one row per owned node
+    """
+    if hasattr(model, _HOOK):
+        raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    refused = refusals(model, backend)
+    if refused:
+        raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
+    routed = _routing_of(backend)
+    for module in list(model.modules()):
+        base = type(module)
+        if isinstance(module, MessagePassing):
+            _forget_local_state(module)
+            module.__class__ = routed.layer_class(base)
+        elif _norm_of(base) is not None:
+            module.__class__ = routed.norm_class(base)
+    model.__dict__[_HOOK] = model.register_forward_pre_hook(_BeginForward(backend))
+    return model
+
+
+def undistribute(model: nn.Module) -> nn.Module:
+    """Give every layer of ``model`` its own class back, in place; the inverse of :func:`distribute`."""
+    hook = model.__dict__.pop(_HOOK, None)
+    if hook is not None:
+        hook.remove()
+    for module in model.modules():
+        base = getattr(type(module), _BASE, None)
+        if base is None:
+            continue
+        module.__class__ = base
+        if isinstance(module, MessagePassing):
+            _forget_local_state(module)
+            if module._decomposed_layers != 1:
+                module.propagate = base._orig_propagate.__get__(module)
+    return model
+
+
+class _BeginForward:
+    """Forward pre-hook on the model's root; an object, so that it can be pickled with the model."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.backend.begin_forward()
+
+
+class _Routing:
+    """Makes the classes of one backend; each layer class is made once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.gcn_norm = GlobalGCNNorm(backend)
+        self.replacements: dict[str, tuple[Any, Any]] = {"gcn_norm": (gcn_norm, self.gcn_norm)}
+        self.classes: dict[type, type] = {}
+
+    def forget(self) -> None:
+        """Drop what was computed for one graph."""
+        self.gcn_norm.clear()
+
+    def layer_class(self, base: type[MessagePassing]) -> type:
+        """``base`` with its hops handed to the backend."""
+        if base not in self.classes:
+            body: dict[str, Any] = {
+                _BASE: base,
+                _BACKEND: self.backend,
+                "SUPPORTS_FUSED_EDGE_INDEX": True,
+                "__reduce_ex__": _reduce,
+                "__module__": base.__module__,
+                "__doc__": base.__doc__,
+            }
+            for name in ("propagate", "edge_updater"):
+                # PyG assigns these three on the class when it unpickles, deep-copies or decomposes a layer; a class
+                # that defines them itself keeps its routing
+                body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
+            self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), body)
+        return self.classes[base]
+
+    def norm_class(self, base: type[nn.Module]) -> type:
+        """A norm over nodes with its statistics taken over all ranks."""
+        if base not in self.classes:
+            forward = _norm_of(base)
+            assert forward is not None
+            body = {
+                _BASE: base,
+                _BACKEND: self.backend,
+                "forward": _with_backend(forward, self.backend),
+                "__reduce_ex__": _reduce,
+                "__module__": base.__module__,
+                "__doc__": base.__doc__,
+            }
+            self.classes[base] = type(f"Distributed{base.__name__}", (base,), body)
+        return self.classes[base]
+
+    def _rebound_bases(self, base: type) -> tuple[type, ...]:
+        """The bases of the generated class: each class whose code calls ``gcn_norm``, with that name rebound.
+
+        Each rebound class is put in front of its original in the method resolution order, so that a user's subclass
+        that calls ``super().forward()`` reaches the rebound code too.
+        """
+        bases = []
+        for cls in base.__mro__:
+            methods = {
+                name: _rebind(value, self.replacements)
+                for name, value in vars(cls).items()
+                if isinstance(value, types.FunctionType) and _uses(value, self.replacements)
+            }
+            if methods:
+                bases.append(type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__}))
+        if not bases or not issubclass(bases[0], base):
+            bases.insert(0, base)
+        return tuple(bases)
+
+
+def _with_backend(forward: Callable[..., Tensor], backend: Backend) -> Callable[..., Tensor]:
+    """``forward(module, backend, ...)`` as a method ``forward(self, ...)``."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(self, backend, *args, **kwargs)
+
+    return method
+
+
+def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
+    def hop(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        backend: Backend = getattr(type(self), _BACKEND)
+        if self.explain:
+            raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
+        decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
+        try:
+            # not the class's templated version: PyG writes that for the first instance's options
+            inner = partial(getattr(base, f"_orig_{name}", getattr(base, name)), self)
+            result: Tensor = getattr(backend, name)(self, inner, edge_index, size, kwargs)
+        finally:
+            self._decomposed_layers = decomposed
+        return result
+
+    hop.__name__ = name
+    return hop
+
+
+def _uses(function: types.FunctionType, replacements: dict[str, tuple[Any, Any]]) -> bool:
+    return any(
+        name in function.__code__.co_names and function.__globals__.get(name) is original
+        for name, (original, _) in replacements.items()
+    )
+
+
+def _rebind(function: types.FunctionType, replacements: dict[str, tuple[Any, Any]]) -> types.FunctionType:
+    """The same code with other globals; PyG's module stays untouched."""
+    names = {
+        name: new
+        for name, (original, new) in replacements.items()
+        if function.__globals__.get(name) is original
+    }
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    return copy
+
+
+def _norm_of(cls: type) -> Callable[..., Tensor] | None:
+    return next((GLOBAL_NORMS[base] for base in cls.__mro__ if base in GLOBAL_NORMS), None)
+
+
+def _forget_local_state(layer: MessagePassing) -> None:
+    """Drop what the layer cached on another topology, and methods that PyG hung on the instance."""
+    for name in _CACHES:
+        if getattr(layer, name, None) is not None:
+            setattr(layer, name, None)
+    layer.__dict__.pop("propagate", None)
+    layer.__dict__.pop("edge_updater", None)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    # generated classes have no importable name: rebuild from the layer's own class and the backend
+    cls = type(self)
+    state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+    return _rebuild, (getattr(cls, _BASE), getattr(cls, _BACKEND)), state
+
+
+def _rebuild(base: type[nn.Module], backend: Backend) -> nn.Module:
+    routing = _routing_of(backend)
+    cls = routing.layer_class(base) if issubclass(base, MessagePassing) else routing.norm_class(base)
+    module: nn.Module = cls.__new__(cls)
+    return module
+
+
+def _routing_of(backend: Backend) -> _Routing:
+    """The classes made for ``backend``; kept with it, so that copies of a layer share their class."""
+    if backend.routing is None:
+        backend.routing = _Routing(backend)
+    routing: _Routing = backend.routing
+    return routing

@@ -1,0 +1,285 @@
+"""The communicator of a backend: paired exchanges of rows and sums over ranks, both differentiable.
+
+Rows travel by pairs: in step *s* rank *r* sends to *r + s* and receives from *r - s*, all posted at once. On one link
+pairs carry about twice what gloo's all-to-all does. A backend gets its communicator passed in and never looks one up;
+without a process group the same code runs on one process and sends nothing.
+
+Every rank makes every call in the same order, with zero rows if it has none. ``check_order=True`` verifies that
+before each call (slow, for debugging). The communicator's process group is its own, never that of DDP.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pygdist.comm.meter import TrafficMeter
+from pygdist.comm.plan import ExchangePlan
+from pygdist.comm.watchdog import Watchdog
+from pygdist.errors import InputError, LostRankError
+
+__all__ = ["Communicator"]
+
+_LABEL_BYTES = 128
+
+
+class Communicator:
+    """What a backend needs of the other ranks.
+
+    Args:
+        group: The ranks that take part; ``None`` is one process alone.
+        timeout_s: Seconds after which an exchange gives up and names the rank that did not answer.
+        check_order: Compare, before every call, what each rank is about to do, and raise on all of them if they
+            differ.
+        watchdog: Told where this rank is; names late and lost ranks.
+
+    Example:
+        >>> communicator = Communicator()  # one process
+        >>> communicator.world_size
+        1
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 600.0,
+        check_order: bool = False,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.meter = TrafficMeter()
+        self.epoch = 0
+        self.check_order = check_order
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._watchdog = watchdog
+        self._calls = 0
+        self._nccl = group is not None and dist.get_backend(group) == "nccl"
+        if group is not None and self._nccl:
+            # nccl wants every rank in the first call of a group; later pairs may then involve any two
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    def exchange_rows(self, x: Tensor, plan: ExchangePlan, *, label: str = "rows") -> Tensor:
+        r"""Fetch the halo rows of one hop from their owners. Exact; one call, its backward is one call.
+
+        Args:
+            x: Rows that this rank owns.
+            plan: Which of them go where.
+            label: Named when something goes wrong.
+
+        Shapes:
+            ``x`` is :math:`(n, *)`, the result :math:`(h, *)` with :math:`h` = ``plan.num_received``, in rank order.
+            The backward returns, for each owned row, the sum of the gradients of all its copies, added in rank order
+            so that runs repeat bit for bit.
+        """
+        if self.world_size == 1:
+            return x.new_empty((0, *x.shape[1:]))
+        result: Tensor = _ExchangeRows.apply(x, self, plan, label)  # type: ignore[no-untyped-call]
+        return result
+
+    def return_rows(self, halo: Tensor, plan: ExchangePlan, *, num_owned: int, label: str = "rows") -> Tensor:
+        r"""Give halo rows back to their owners, who add them up: the adjoint of :meth:`exchange_rows`, and its backward.
+
+        Shapes:
+            ``halo`` is :math:`(h, *)`, the result :math:`(n, *)` with :math:`n` = ``num_owned``. The copies of a row
+            are added in rank order, so that runs repeat bit for bit.
+        """
+        out = halo.new_zeros((num_owned, *halo.shape[1:]))
+        if self.world_size == 1:
+            return out
+        arrived = halo.new_empty((plan.num_sent, *halo.shape[1:]))
+        parts = list(arrived.split(list(plan.send_counts)))
+        self.send_and_receive(list(halo.contiguous().split(list(plan.recv_counts))), parts, label)
+        for peer, rows in enumerate(parts):
+            # rank by rank: no row repeats within a peer, so plain indexed writes add up in a fixed order
+            if rows.numel():
+                index = plan.send_index_of(peer)
+                out[index] = out[index] + rows
+        return out
+
+    def sum_over_ranks(self, x: Tensor, *, label: str = "sum") -> Tensor:
+        """The sum of ``x`` over all ranks, on every rank; the backward sums the gradients in the same way."""
+        if self.world_size == 1:
+            return x
+        result: Tensor = _SumOverRanks.apply(x, self, label)  # type: ignore[no-untyped-call]
+        return result
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """``values`` of every rank as a float64 tensor ``(world_size, len(values))``; for logs, not for gradients."""
+        own = torch.tensor(values, dtype=torch.float64, device="cuda" if self._nccl else "cpu")
+        if self.world_size == 1:
+            return own[None].cpu()
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._announce("gather numbers")
+        try:
+            dist.all_gather(rows, own, group=self.group)
+        except RuntimeError as error:
+            raise self._lost("gather numbers", error) from error
+        self._done()
+        return torch.stack(rows).cpu()
+
+    def agree(self, error: str | None) -> None:
+        """Raise on all ranks or on none: every rank says what is wrong on its side, or ``None``.
+
+        Raises:
+            InputError: On every rank, with the message of the lowest rank that has one.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise InputError(error)
+            return
+        for rank, text in enumerate(self._gather_text(error or "", 1024)):
+            if text:
+                raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
+
+    def send_to(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
+        """Send contiguous tensors to one rank, which calls :meth:`receive_from`; for results, not for gradients."""
+        self._one_sided(dist.send, "group_dst", rank, tensors, label)
+
+    def receive_from(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
+        """Fill contiguous tensors of the sender's shapes and dtypes from one rank, which calls :meth:`send_to`."""
+        self._one_sided(dist.recv, "group_src", rank, tensors, label)
+
+    def _one_sided(
+        self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str
+    ) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter(self.epoch, label)
+        try:
+            for tensor in tensors:
+                if tensor.numel():
+                    op(tensor.view(-1).view(torch.uint8), group=self.group, **{end: rank})
+        except RuntimeError as error:
+            raise self._lost(label, error, rank) from error
+        self._done()
+
+    # -- what the autograd functions call -------------------------------------------------------------------------
+
+    def send_and_receive(self, outgoing: list[Tensor], incoming: list[Tensor], label: str) -> None:
+        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every p, all pairs posted at once."""
+        self._announce(label)
+        device = incoming[0].device
+        with self.meter.call(device):
+            peer: int | None = None
+            try:
+                for peer, work in self._post(outgoing, incoming):
+                    work.wait() if self._nccl else work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._lost(label, error, peer) from error
+        self._done()
+
+    def reduce_in_place(self, x: Tensor, label: str) -> None:
+        """Sum the contiguous tensor ``x`` over all ranks into itself."""
+        self._announce(label)
+        with self.meter.call(x.device):
+            try:
+                dist.all_reduce(x, group=self.group)
+            except RuntimeError as error:
+                raise self._lost(label, error) from error
+        # what a ring all-reduce sends per rank
+        num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
+        self.meter.sent(num_bytes)
+        self.meter.received(num_bytes)
+        self._done()
+
+    def _post(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[tuple[int | None, Any]]:
+        ranks = range(1, self.world_size)
+        receives = [(self.rank - step) % self.world_size for step in ranks]
+        sends = [(self.rank + step) % self.world_size for step in ranks]
+        # as bytes: every dtype travels on every transport
+        todo = [(dist.irecv, peer, incoming[peer].view(torch.uint8)) for peer in receives if incoming[peer].numel()]
+        todo += [(dist.isend, peer, outgoing[peer].view(torch.uint8)) for peer in sends if outgoing[peer].numel()]
+        for op, _, tensor in todo:
+            (self.meter.sent if op is dist.isend else self.meter.received)(tensor.numel())
+        if not todo:
+            return []
+        if self._nccl:
+            ops = [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, peer, tensor in todo]
+            return [(None, work) for work in dist.batch_isend_irecv(ops)]
+        return [
+            (peer, op(tensor, group=self.group, **{"group_dst" if op is dist.isend else "group_src": peer}))
+            for op, peer, tensor in todo
+        ]
+
+    # -- order, place, loss ---------------------------------------------------------------------------------------
+
+    def _announce(self, label: str) -> None:
+        self._calls += 1
+        if self._watchdog is not None:
+            self._watchdog.enter(self.epoch, label)
+        if self.check_order:
+            texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)
+            if len(set(texts)) > 1:
+                said = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
+                raise RuntimeError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {said}")
+
+    def _done(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.leave()
+
+    def _lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
+        where = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
+        who = "" if peer is None else f" with rank {peer}"
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
+        return LostRankError(f"{where}: the exchange{who} failed{found} [{cause}]")
+
+    def _gather_text(self, text: str, size: int) -> list[str]:
+        """The text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""
+        device = "cuda" if self._nccl else "cpu"
+        raw = text.encode()[:size].ljust(size, b"\0")
+        own = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(rows, own, group=self.group)
+        except RuntimeError as error:
+            raise self._lost("agreement", error) from error
+        return [bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: Communicator, plan: ExchangePlan, label: str) -> Tensor:
+        ctx.communicator, ctx.plan, ctx.label, ctx.num_rows = communicator, plan, label, x.size(0)
+        packed = x.detach().index_select(0, plan.send_index)  # the one copy: each peer's rows end up contiguous
+        halo = x.new_empty((plan.num_received, *x.shape[1:]))
+        communicator.send_and_receive(
+            list(packed.split(list(plan.send_counts))),
+            list(halo.split(list(plan.recv_counts))),
+            f"{label}, forward, {_describe(x)}",
+        )
+        return halo
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        out = ctx.communicator.return_rows(
+            grad, ctx.plan, num_owned=ctx.num_rows, label=f"{ctx.label}, backward, {_describe(grad)}"
+        )
+        return out, None, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: Communicator, label: str) -> Tensor:
+        ctx.communicator, ctx.label = communicator, label
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        communicator.reduce_in_place(out, f"{label}, forward, {_describe(x)}")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {_describe(grad)}")
+        return grad, None, None
+
+
+def _describe(x: Tensor) -> str:
+    """Width and dtype, which must be equal on all ranks (the number of rows need not be)."""
+    return f"{'x'.join(map(str, x.shape[1:])) or '1'} {str(x.dtype).removeprefix('torch.')}"

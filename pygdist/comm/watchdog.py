@@ -1,0 +1,155 @@
+"""The watchdog: knows where every rank is, so that a late or lost one is named instead of waited for in silence.
+
+Each rank writes a heartbeat with its place (epoch and exchange) into the job's rendezvous store, from a thread of its
+own. A rank that has waited long reads the others' places and says who is behind; a rank whose exchange failed finds
+out which heartbeat has stopped without a farewell: that rank was lost, the others are only its consequence.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Place", "Watchdog"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: the epoch, the number of the exchange since the start, and what that exchange does."""
+
+    epoch: int = 0
+    exchange: int = 0
+    label: str = "before the first exchange"
+    waiting: bool = False
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
+
+
+class Watchdog:
+    """Heartbeats of one rank and the reading of the others'.
+
+    Args:
+        store: The job's key-value store; cloned, so that the heartbeat never blocks other users of it.
+        rank: This rank.
+        world_size: Number of ranks.
+        warn_after_s: Seconds in one exchange after which the late ranks are named in the log, once per exchange.
+        beat_s: Seconds between heartbeats.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, *, warn_after_s: float = 60.0, beat_s: float = 1.0
+    ) -> None:
+        self._store = dist.PrefixStore("pygdist-watchdog", store.clone())
+        self.rank, self.world_size = rank, world_size
+        self.warn_after_s, self.beat_s = warn_after_s, beat_s
+        self.place = Place()
+        self._since = time.monotonic()
+        self._warned = -1
+        self._beats = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # the store's connection is shared by the thread and diagnose()
+        self._thread = threading.Thread(target=self._run, name="pygdist-watchdog", daemon=True)
+        self._beat()
+        self._thread.start()
+
+    def enter(self, epoch: int, label: str) -> None:
+        """Note that this rank starts to wait in an exchange."""
+        self._since = time.monotonic()
+        self.place = Place(epoch, self.place.exchange + 1, label, waiting=True)
+
+    def leave(self) -> None:
+        """Note that the exchange is over."""
+        self.place = replace(self.place, waiting=False)
+
+    def close(self, farewell: str = "finished") -> None:
+        """Stop the heartbeat and tell the others that this rank left on its own account."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        self._ask(self._store.set, f"left/{self.rank}", farewell)
+
+    def diagnose(self) -> str:
+        """Name the ranks that are gone (heartbeat stopped, no farewell); takes three heartbeats.
+
+        Returns:
+            One clause such as ``"rank 2 is lost (last seen in epoch 3, exchange 7 (...))"``.
+        """
+        before = self._read_all()
+        # a wait, not a poll: a live rank beats at least twice in this time
+        threading.Event().wait(3 * self.beat_s)
+        after = self._read_all()
+        if before is None or after is None:
+            return "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
+        lost = [
+            f"rank {rank} is lost (last seen in {after[rank][1]})"
+            for rank in range(self.world_size)
+            if rank != self.rank and after[rank][0] == before[rank][0] and not self._has_left(rank)
+        ]
+        return "; ".join(lost) or "every other rank is alive or left on its own account"
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.beat_s):
+            self._beat()
+            place = self.place
+            late = time.monotonic() - self._since
+            if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
+                self._warned = place.exchange
+                self._warn(place, late)
+
+    def _warn(self, place: Place, late_s: float) -> None:
+        places = self._read_all()
+        if places is None:
+            return
+        behind = [
+            f"rank {rank} is at {text}"
+            for rank, (_, text, exchange) in enumerate(places)
+            if rank != self.rank and exchange < place.exchange
+        ]
+        log.warning(
+            "rank %d has waited %.0f s in %s; %s",
+            self.rank,
+            late_s,
+            place,
+            "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause",
+        )
+
+    def _beat(self) -> None:
+        self._beats += 1
+        place = self.place
+        self._ask(self._store.set, f"beat/{self.rank}", f"{self._beats}|{place.exchange}|{place}")
+
+    def _read_all(self) -> list[tuple[int, str, int]] | None:
+        """(beats, place, exchange) of every rank, or None when the store no longer answers."""
+        places = []
+        for rank in range(self.world_size):
+            known, exists = self._ask(self._store.check, [f"beat/{rank}"])
+            raw = b"0|0|start"  # a rank that has not reported yet
+            if exists:  # get() of a missing key would block
+                known, raw = self._ask(self._store.get, f"beat/{rank}")
+            if not known:
+                return None
+            beats, exchange, text = raw.decode().split("|", 2)
+            places.append((int(beats), text, int(exchange)))
+        return places
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._ask(self._store.check, [f"left/{rank}"])[1])
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+        """(True, result), or (False, None) when the store's host is gone, which is itself a finding."""
+        with self._lock:
+            try:
+                return True, call(*args)
+            except RuntimeError as error:
+                log.debug("the rendezvous store does not answer: %s", error)
+                return False, None

@@ -1,0 +1,133 @@
+"""What one rank holds of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pygdist.comm import ExchangePlan
+from pygdist.graph.adjacency import Adjacency
+from pygdist.graph.store import open_part, read_meta
+
+__all__ = ["Shard"]
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    r"""One rank's rows, their in-edges, and the plan that fetches what they need (placement *nodes*).
+
+    Attributes:
+        rank: The part held.
+        num_parts: Parts in all.
+        n_id: Global ids of the rows, owned first, then halo grouped by owner; ``(n + h,)`` int64.
+        num_owned: Number of owned rows, :math:`n`.
+        adjacency: In-edges of the owned rows in local ids, from :math:`n + h` sources to :math:`n` destinations.
+        e_id: Global position of each edge, in the order of ``adjacency``.
+        plan: Who sends which rows to whom.
+        x: Features of the owned rows, ``(n, num_features)``.
+        y: Labels of the owned rows, ``(n,)`` int64 with -1 for unlabelled, or ``(n, num_classes)`` float.
+        train_mask, val_mask, test_mask: Owned rows that count in each stage, ``(n,)`` bool.
+        edge_weight, edge_attr: Per edge, in the order of ``adjacency``.
+        num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
+        counts: Labelled nodes of the whole graph by mask name.
+    """
+
+    rank: int
+    num_parts: int
+    n_id: Tensor
+    num_owned: int
+    adjacency: Adjacency
+    e_id: Tensor
+    plan: ExchangePlan
+    x: Tensor
+    y: Tensor | None
+    train_mask: Tensor | None
+    val_mask: Tensor | None
+    test_mask: Tensor | None
+    edge_weight: Tensor | None
+    edge_attr: Tensor | None
+    num_nodes: int
+    num_edges: int
+    num_classes: int
+    multi_label: bool
+    counts: Mapping[str, int]
+
+    @property
+    def num_halo(self) -> int:
+        """Copies of other ranks' rows that one hop needs."""
+        return self.n_id.numel() - self.num_owned
+
+    @property
+    def owned_id(self) -> Tensor:
+        """Global ids of the owned rows, ascending."""
+        return self.n_id[: self.num_owned]
+
+    @staticmethod
+    def load(folder: str | Path, rank: int, *, num_parts: int | None = None) -> Shard:
+        """Map one part of an on-disk store (:mod:`pygdist.graph.store`); features stay memory-mapped.
+
+        Raises:
+            InputError: If the store is missing, corrupted, or was made for another number of parts.
+        """
+        meta = read_meta(folder)
+        arrays = open_part(folder, rank, num_parts=num_parts)
+        return Shard.from_arrays(arrays, meta, rank)
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int) -> Shard:
+        """A shard over the arrays of one part, as :func:`pygdist.graph.store.open_part` gives them."""
+        indptr, n_id = _tensor(arrays["indptr"]), _tensor(arrays["n_id"])
+        num_owned = indptr.numel() - 1
+        src = _tensor(arrays["src"]).long()
+        dst = torch.repeat_interleave(torch.arange(num_owned), indptr.diff(), output_size=src.numel())
+        optional = {
+            name: _tensor(arrays[name]) if name in arrays else None
+            for name in ("x", "y", *MASKS, "edge_weight", "edge_attr")
+        }
+        if optional["x"] is None:
+            optional["x"] = torch.empty(num_owned, 0)
+        plan = ExchangePlan(
+            send_index=_tensor(arrays["send_index"]).long(),
+            send_counts=tuple(arrays["send_counts"].tolist()),
+            recv_counts=tuple(arrays["recv_counts"].tolist()),
+        )
+        return Shard(
+            rank=rank,
+            num_parts=int(meta["num_parts"]),
+            n_id=n_id,
+            num_owned=num_owned,
+            adjacency=Adjacency(torch.stack([src, dst]), num_src=n_id.numel(), num_dst=num_owned),
+            e_id=_tensor(arrays["e_id"]),
+            plan=plan,
+            num_nodes=int(meta["num_nodes"]),
+            num_edges=int(meta["num_edges"]),
+            num_classes=int(meta["num_classes"]),
+            multi_label=bool(meta["multi_label"]),
+            counts={mask: int(meta["counts"].get(mask, 0)) for mask in MASKS},
+            **optional,  # type: ignore[arg-type]
+        )
+
+    def to(self, device: torch.device | str, **_: Any) -> Shard:
+        """The shard on ``device``; itself if it is there. Lightning calls this for each batch."""
+        device = torch.device(device)
+        if self.x.device == device or (self.x.device.type == device.type and device.index is None):
+            return self
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and not isinstance(value, Adjacency)
+        }
+        return replace(self, adjacency=self.adjacency.to_device(device), plan=self.plan.to(device), **moved)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    # the store maps copy-on-write: an in-place operation of a user stays in this process and never reaches the file
+    return torch.from_numpy(np.asarray(array))

@@ -1,0 +1,91 @@
+"""Degree normalisation over the whole graph, for the layers that normalise their own edges (GCN and its relatives).
+
+A rank holds all in-edges of its nodes, so it knows their degrees; those of halo rows come from their owners. The
+result is kept: on a fixed graph the weights are computed, and the degrees exchanged, once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import add_remaining_self_loops, scatter
+
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency
+from pygdist.nn.norms import Ranks
+
+__all__ = ["GlobalGCNNorm"]
+
+_KEPT = 8  # graphs that one model normalises: a few kinds of self-loops, dtypes and weights
+
+
+class GlobalGCNNorm:
+    r"""PyG's ``gcn_norm``, :math:`\hat{D}^{-1/2} \hat{A} \hat{D}^{-1/2}`, with the degrees of the whole graph.
+
+    Same arguments and results as :func:`torch_geometric.nn.conv.gcn_conv.gcn_norm`, on the local edges of a shard;
+    differentiable in ``edge_weight``.
+
+    Args:
+        ranks: Where the degrees of halo rows come from.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._kept: list[tuple[tuple[object, ...], tuple[Tensor, Tensor | None], tuple[Adjacency, Tensor]]] = []
+
+    def clear(self) -> None:
+        """Forget what was kept; called when the backend gets another graph."""
+        self._kept.clear()
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        edge_weight: Tensor | None = None,
+        num_nodes: int | None = None,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Adjacency, Tensor]:
+        """The normalised edges, sorted by destination, and their weights ``(num_edges,)``."""
+        if flow != "source_to_target":
+            raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node; a shard holds in-edges")
+        key = (
+            id(edge_index), id(edge_weight), None if edge_weight is None else edge_weight._version, num_nodes,
+            improved, add_self_loops, dtype,
+        )  # fmt: skip
+        for known, _, result in self._kept:
+            if known == key:
+                return result
+        result = self._normalise(edge_index, edge_weight, num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
+        if not result[1].requires_grad and isinstance(edge_index, Adjacency):
+            # the inputs are kept too, so that their ids stay theirs
+            self._kept.append((key, (edge_index, edge_weight), result))
+            del self._kept[:-_KEPT]
+        return result
+
+    def _normalise(
+        self,
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        num_nodes: int | None,
+        fill_value: float,
+        add_self_loops: bool,
+        dtype: torch.dtype | None,
+    ) -> tuple[Adjacency, Tensor]:
+        if num_nodes is None:
+            if not isinstance(edge_index, Adjacency):
+                raise InputError("gcn_norm on edges that are not the shard's adjacency needs num_nodes")
+            num_nodes = edge_index.num_dst
+        edges = edge_index.as_tensor() if isinstance(edge_index, Adjacency) else edge_index
+        if add_self_loops:
+            edges, edge_weight = add_remaining_self_loops(edges, edge_weight, fill_value, num_nodes)
+        if edge_weight is None:
+            edge_weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
+        degree = scatter(edge_weight, edges[1], dim=0, dim_size=num_nodes, reduce="sum")
+        scale = degree.pow(-0.5)
+        scale = scale.masked_fill(scale == float("inf"), 0)
+        source_scale = self._ranks.source_rows(scale)
+        weight = source_scale[edges[0]] * edge_weight * scale[edges[1]]
+        adjacency, perm = Adjacency.from_unsorted(edges, num_src=source_scale.size(0), num_dst=num_nodes)
+        return adjacency, weight[perm]

@@ -1,0 +1,177 @@
+"""Norms over nodes, with statistics over the nodes of all ranks: what one process computes, to the last digits.
+
+Each function is the ``forward`` of one norm class, with the backend as a second argument; :func:`distribute` puts it
+in front of the class's own. Means and squared deviations are summed over ranks in two rounds, as a one-round formula
+would lose digits. The gradients of both sums travel back the same way, so results hold on CPU and CUDA alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import norm as pyg
+
+from pygdist.errors import InputError
+
+__all__ = ["GLOBAL_NORMS", "Ranks"]
+
+
+class Ranks(Protocol):
+    """What norms and normalisation need of a backend."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole graph."""
+
+    def source_rows(self, x: Tensor) -> Tensor:
+        """One row per owned node in, one per source of the adjacency out."""
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """The rows that this rank owns."""
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Sum over all ranks; differentiable."""
+
+
+def _mean(ranks: Ranks, x: Tensor) -> Tensor:
+    """Mean over all nodes, per channel."""
+    return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
+
+
+def _full(x: Tensor) -> Tensor:
+    """Statistics in at least single precision, as PyTorch takes them under autocast."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _no_batch(module: nn.Module, batch: Tensor | None) -> None:
+    if batch is not None:
+        raise InputError(
+            f"{type(module).__name__}: a 'batch' vector (several graphs in one) cannot be used on a distributed graph"
+        )
+
+
+def _update_running(module: Any, mean: Tensor, var: Tensor, num_nodes: int, momentum: float) -> None:
+    """Running statistics as PyTorch keeps them, with the unbiased variance."""
+    unbiased = var * (num_nodes / max(num_nodes - 1, 1))
+    module.running_mean.lerp_(mean.detach().to(module.running_mean.dtype), momentum)
+    module.running_var.lerp_(unbiased.detach().to(module.running_var.dtype), momentum)
+
+
+def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, momentum: float | None) -> Tensor:
+    """(x - mean) / sqrt(var + eps) per channel, with batch or running statistics, then the affine map.
+
+    ``momentum`` is that of the running statistics; ``None`` leaves them alone.
+    """
+    dtype, x = x.dtype, _full(x)
+    if use_batch:
+        mean = _mean(ranks, x)
+        centred = x - mean
+        var = _mean(ranks, centred.square())
+        if momentum is not None:
+            _update_running(module, mean, var, ranks.num_nodes, momentum)
+    else:
+        mean, var = module.running_mean, module.running_var
+        centred = x - mean
+    out = centred * (var + module.eps).rsqrt()
+    if module.weight is not None:
+        out = out * module.weight + module.bias
+    return out.to(dtype)
+
+
+def _batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
+    """:class:`torch.nn.BatchNorm1d` and :class:`torch.nn.SyncBatchNorm`."""
+    if x.dim() != 2:
+        raise InputError(f"{type(module).__name__}: expected rows of nodes (n, channels), got {tuple(x.shape)}")
+    use_batch = module.training or module.running_mean is None
+    if module.training and ranks.num_nodes == 1:
+        raise ValueError("Expected more than 1 value per channel when training, got a graph of one node")
+    momentum = None
+    if module.training and module.running_mean is not None:
+        module.num_batches_tracked.add_(1)
+        # without a momentum PyTorch keeps the cumulative average
+        momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    return _channel_norm(module, ranks, x, use_batch=use_batch, momentum=momentum)
+
+
+def _pyg_batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
+    """PyG's wrapper; its inner BatchNorm1d is distributed too. One *local* row is no special case, one node is."""
+    if module.allow_single_element and ranks.num_nodes <= 1:
+        inner = module.module
+        return nn.functional.batch_norm(
+            x, inner.running_mean, inner.running_var, inner.weight, inner.bias, False, 0.0, inner.eps
+        )
+    result: Tensor = module.module(x)
+    return result
+
+
+def _instance_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+) -> Tensor:
+    _no_batch(module, batch)
+    use_batch = module.training or not module.track_running_stats
+    momentum = module.momentum if module.training and module.track_running_stats else None
+    return _channel_norm(module, ranks, x, use_batch=use_batch, momentum=momentum)
+
+
+def _graph_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+) -> Tensor:
+    _no_batch(module, batch)
+    centred = x - _mean(ranks, x) * module.mean_scale
+    std = (_mean(ranks, centred.square()) + module.eps).sqrt()
+    return module.weight * centred / std + module.bias
+
+
+def _pair_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+) -> Tensor:
+    _no_batch(module, batch)
+    x = x - _mean(ranks, x)
+    if module.scale_individually:
+        return module.scale * x / (module.eps + x.norm(2, -1, keepdim=True))
+    mean_square = _mean(ranks, x.square().sum(-1, keepdim=True))
+    return module.scale * x / (module.eps + mean_square).sqrt()
+
+
+def _layer_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+) -> Tensor:
+    """PyG's LayerNorm; ``mode="node"`` acts on each row by itself."""
+    if module.mode == "node":
+        return nn.functional.layer_norm(x, (module.in_channels,), module.weight, module.bias, module.eps)
+    _no_batch(module, batch)
+    x = x - _mean(ranks, x).mean()
+    std = _mean(ranks, x.square()).mean().sqrt()
+    out = x / (std + module.eps)
+    return out if module.weight is None else out * module.weight + module.bias
+
+
+def _mean_subtraction_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
+) -> Tensor:
+    _no_batch(module, batch)
+    return x - _mean(ranks, x)
+
+
+def _graph_size_norm(
+    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+) -> Tensor:
+    _no_batch(module, batch)
+    return x * ranks.num_nodes**-0.5
+
+
+#: Norm class -> ``forward(module, ranks, x, ...)``; subclasses are found through their bases.
+GLOBAL_NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.BatchNorm1d: _batch_norm,
+    nn.SyncBatchNorm: _batch_norm,
+    pyg.BatchNorm: _pyg_batch_norm,
+    pyg.InstanceNorm: _instance_norm,
+    pyg.GraphNorm: _graph_norm,
+    pyg.PairNorm: _pair_norm,
+    pyg.LayerNorm: _layer_norm,
+    pyg.MeanSubtractionNorm: _mean_subtraction_norm,
+    pyg.GraphSizeNorm: _graph_size_norm,
+}

@@ -1,0 +1,19 @@
+"""For those who write a backend: real ranks in a test, and the exactness suite that our own backends pass."""
+
+from pygdist.testing.exactness import Difference, Step, assert_exact, without_dropout
+from pygdist.testing.graphs import GRAPHS, random_graph
+from pygdist.testing.layers import LAYERS
+from pygdist.testing.ranks import RankError, RankPool, run_ranks
+
+__all__ = [
+    "GRAPHS",
+    "LAYERS",
+    "Difference",
+    "RankError",
+    "RankPool",
+    "Step",
+    "assert_exact",
+    "random_graph",
+    "run_ranks",
+    "without_dropout",
+]

@@ -1,0 +1,220 @@
+"""The exactness suite: one step on N ranks against one step of plain PyG on one process, number by number.
+
+``exact = True`` on a backend means that this passes: same loss, outputs, gradients and updated parameters, for every
+world size, with empty parts, isolated nodes and parts without training nodes. :func:`assert_exact` holds any backend
+to it; ``pygdist verify`` runs the same comparison on a user's model and graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from pygdist.backends import Backend, distribute, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, write_store
+from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.loss import summed_loss
+from pygdist.testing.graphs import GRAPHS, random_graph
+from pygdist.testing.layers import LAYERS, build
+from pygdist.testing.ranks import RankPool
+
+__all__ = ["Difference", "Step", "assert_exact", "distributed_step", "largest_differences", "reference_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one training step computed.
+
+    Attributes:
+        loss: The mean loss over all labelled training nodes.
+        output: One row per node (per owned node on a rank), before the step.
+        gradients: By parameter name.
+        parameters: By name, after one step of SGD with learning rate 0.1.
+        buffers: By name, after the step; running statistics of norms.
+    """
+
+    loss: float
+    output: Tensor
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference."""
+
+    absolute: float
+    relative: float
+
+
+def reference_step(model: nn.Module, data: Data) -> Step:
+    """One step of plain PyG on the whole graph; ``model`` is changed by it."""
+    return _step(model, model(data.x, data.edge_index, **edge_inputs(model, data)), data.y, data.train_mask, None)
+
+
+def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator) -> Step:
+    """One step of a distributed model on this rank's shard; gradients are averaged as DDP does."""
+    output = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
+    return _step(model, output, shard.y, shard.train_mask, communicator)
+
+
+def _step(
+    model: nn.Module, output: Tensor, y: Tensor | None, mask: Tensor | None, communicator: Communicator | None
+) -> Step:
+    if y is None or mask is None:
+        raise ValueError("a training step needs labels and a train_mask")
+    total, count = summed_loss(output, y, mask)
+    world_size = 1 if communicator is None else communicator.world_size
+    own = (float(total.detach()), float(count))
+    table = torch.tensor([own], dtype=torch.float64) if communicator is None else communicator.gather(own)
+    loss_sum, count = float(table[:, 0].sum()), int(table[:, 1].sum())
+    (total * (world_size / count)).backward()  # type: ignore[no-untyped-call]
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if communicator is not None and world_size > 1:
+            dist.all_reduce(gradient, group=communicator.group)
+            gradient /= world_size
+        parameter.grad = gradient
+        gradients[name] = gradient.clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return Step(
+        loss=loss_sum / count,
+        output=output.detach(),
+        gradients=gradients,
+        parameters={name: value.detach().clone() for name, value in model.named_parameters()},
+        buffers={name: value.clone() for name, value in model.named_buffers()},
+    )
+
+
+def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
+    """Largest difference of loss, output, each gradient, updated parameter and buffer.
+
+    Args:
+        ours: The step on a rank.
+        reference: The step of one process.
+        rows: Which rows of the reference's output ``ours`` holds.
+    """
+    pairs = {"loss": (torch.tensor(ours.loss), torch.tensor(reference.loss))}
+    pairs["output"] = (ours.output, reference.output[rows])
+    for kind in ("gradients", "parameters", "buffers"):
+        mine, theirs = getattr(ours, kind), getattr(reference, kind)
+        if mine.keys() != theirs.keys():
+            raise AssertionError(f"{kind} differ in name: {sorted(mine.keys() ^ theirs.keys())}")
+        pairs |= {f"{kind} of {name}": (mine[name], theirs[name]) for name in mine}
+    return {name: _difference(*pair) for name, pair in pairs.items()}
+
+
+def _difference(ours: Tensor, reference: Tensor) -> Difference:
+    if ours.shape != reference.shape:
+        raise AssertionError(f"shapes differ: {tuple(ours.shape)} and {tuple(reference.shape)}")
+    if ours.numel() == 0:
+        return Difference(0.0, 0.0)
+    ours, reference = ours.double(), reference.double()
+    absolute = float((ours - reference).abs().max())
+    if absolute != absolute:  # NaN on one side only, or on both
+        return Difference(float("inf"), float("inf"))
+    return Difference(absolute, absolute / max(float(reference.abs().max()), 1e-30))
+
+
+def assert_exact(
+    backend: str | Backend,
+    *,
+    layers: Iterable[str] | None = None,
+    world_sizes: Sequence[int] = (1, 2, 3, 4),
+    graphs: Iterable[str] = GRAPHS,
+    num_nodes: int = 37,
+    seed: int = 0,
+    tolerance: float = 1e-10,
+    pool: RankPool | None = None,
+) -> dict[str, float]:
+    """Hold a backend to the contract: layers x world sizes x graphs, in float64, against plain PyG on one process.
+
+    Args:
+        backend: Registered name, class path, or an instance.
+        layers: Names of :data:`~pygdist.testing.layers.LAYERS`; all by default.
+        world_sizes: Numbers of ranks; each is launched once.
+        graphs: Kinds of :func:`~pygdist.testing.graphs.random_graph`.
+        num_nodes: Nodes of each graph.
+        seed: Everything is drawn from it.
+        tolerance: Largest absolute difference allowed.
+        pool: Processes to use; by default they are started for the call.
+
+    Returns:
+        The largest difference by layer.
+
+    Raises:
+        AssertionError: Naming the layer, world size, graph, rank and quantity of each difference that is too large.
+
+    Example:
+        >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
+    """
+    names, worst, wrong = list(LAYERS if layers is None else layers), {}, []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-exact-")))
+        pool = stack.enter_context(RankPool(max(world_sizes))) if pool is None else pool
+        for world_size in world_sizes:
+            jobs = []
+            for kind in graphs:
+                data, parts = random_graph(kind, num_nodes=num_nodes, seed=seed)
+                store = folder / f"{kind}-{world_size}"
+                write_store(data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[])
+                jobs.append((kind, str(store)))
+            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, seed)
+            for rank, found in enumerate(ranks):
+                for (name, kind), (quantity, difference) in found.items():
+                    worst[name] = max(worst.get(name, 0.0), difference)
+                    if not difference <= tolerance:
+                        wrong.append(
+                            f"{name} on {world_size} ranks, graph {kind}: {quantity} of rank {rank} differs by "
+                            f"{difference:.1e}"
+                        )
+    if wrong:
+        raise AssertionError(f"{len(wrong)} differences beyond {tolerance:.0e}:\n" + "\n".join(wrong))
+    return worst
+
+
+def _check_exact(
+    rank: int, world_size: int, backend: str | Backend, names: list[str], jobs: list[tuple[str, str]], num_nodes: int,
+    seed: int,
+) -> dict[tuple[str, str], tuple[str, float]]:
+    """On one rank: the worst quantity and its difference, by layer and graph."""
+    communicator = Communicator(dist.new_group(), check_order=True)
+    found = {}
+    for kind, store in jobs:
+        data, _ = random_graph(kind, num_nodes=num_nodes, seed=seed)
+        shard = Shard.load(store, rank)
+        for name in names:
+            num_features, num_classes = data.x.size(1), int(data.y.max()) + 1
+            reference = reference_step(build(name, num_features, num_classes), data)
+            bound = resolve_backend(backend)
+            bound.bind(shard, communicator)
+            model = distribute(build(name, num_features, num_classes), backend=bound)
+            differences = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id)
+            quantity = max(differences, key=lambda key: differences[key].absolute)
+            found[name, kind] = (quantity, differences[quantity].absolute)
+            bound.unbind()
+    return found
+
+
+@contextlib.contextmanager
+def without_dropout() -> Iterator[None]:
+    """Dropout of any kind does nothing: its random numbers depend on the number of ranks, its absence does not."""
+
+    def identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+    with mock.patch("torch.nn.functional.dropout", identity), mock.patch("torch.dropout", identity):
+        yield

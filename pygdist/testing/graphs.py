@@ -1,0 +1,66 @@
+"""Small graphs that find mistakes: directed, skewed, with isolated nodes, empty parts, parts without training nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+
+__all__ = ["GRAPHS", "random_graph"]
+
+
+def random_graph(
+    kind: str = "directed", *, num_nodes: int = 37, num_features: int = 5, num_classes: int = 3, seed: int = 0
+) -> tuple[Data, dict[int, np.ndarray]]:
+    """A graph and, for each world size up to 4, the part of each node.
+
+    Args:
+        kind: One of :data:`GRAPHS`. ``directed``: uniform random edges with self-loops and duplicates; ``power-law``:
+            symmetric with hubs; ``isolated``: a third of the nodes has no edge; ``empty-part``: the last part of each
+            partition owns nothing; ``no-train-part``: the last part owns no training node.
+        num_nodes: Number of nodes.
+        num_features: Width of ``x``, float64.
+        num_classes: Labels are drawn from these; some nodes are unlabelled (-1).
+        seed: Everything is drawn from it.
+
+    Returns:
+        The graph, with ``edge_weight`` ``(E,)`` and ``edge_attr`` ``(E, 4)``, edges sorted by destination as
+        order-dependent aggregations want them, and ``{world_size: part}`` with ``part`` of shape ``(num_nodes,)``.
+    """
+    rng = np.random.default_rng([seed, GRAPHS.index(kind)])
+    num_edges = 4 * num_nodes
+    if kind == "power-law":
+        skew = np.arange(1, num_nodes + 1) ** -0.8
+        ends = rng.choice(num_nodes, (2, num_edges // 2), p=skew / skew.sum())
+        edges = np.concatenate([ends, ends[::-1]], axis=1)
+    else:
+        nodes = num_nodes * 2 // 3 if kind == "isolated" else num_nodes
+        edges = rng.integers(0, max(nodes, 1), (2, num_edges))
+    edges = edges[:, np.argsort(edges[1], kind="stable")]
+    part = {world_size: rng.integers(0, world_size, num_nodes) for world_size in (1, 2, 3, 4)}
+    train = rng.random(num_nodes) < 0.6
+    train[rng.integers(num_nodes)] = True
+    y = rng.integers(0, num_classes, num_nodes)
+    y[(rng.random(num_nodes) < 0.1) & ~train] = -1
+    for world_size, owner in part.items():
+        if kind == "empty-part" and world_size > 1:
+            owner[owner == world_size - 1] = 0
+    if kind == "no-train-part":
+        for world_size in (2, 3, 4):
+            part[world_size] = np.where(train, part[world_size] % (world_size - 1), world_size - 1)
+    data = Data(
+        x=torch.from_numpy(rng.standard_normal((num_nodes, num_features))),
+        edge_index=torch.from_numpy(edges),
+        edge_weight=torch.from_numpy(rng.random(num_edges) + 0.1),
+        edge_attr=torch.from_numpy(rng.standard_normal((num_edges, 4))),
+        y=torch.from_numpy(y),
+        train_mask=torch.from_numpy(train),
+        val_mask=torch.from_numpy(~train & (y >= 0)),
+        test_mask=torch.from_numpy(~train & (y >= 0)),
+        num_nodes=num_nodes,
+    )
+    return data, part
+
+
+#: The kinds that :func:`random_graph` makes.
+GRAPHS = ("directed", "power-law", "isolated", "empty-part", "no-train-part")

@@ -1,0 +1,259 @@
+"""The layers that the exactness suite runs, by name: each makes a small model of unmodified PyG layers.
+
+Every model is called as ``model(x, edge_index, edge_weight=..., edge_attr=...)`` and uses what its layers take. The
+README's list of supported layers is generated from :data:`LAYERS` and checked by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+
+__all__ = ["LAYERS", "LayerCase", "build"]
+
+HIDDEN = 6
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One entry of the suite.
+
+    Args:
+        layer: The PyG class that the entry is about.
+        make: ``make(in_channels, out_channels) -> nn.Module``.
+        note: A limit that users should know; printed in the list of supported layers.
+        takes: Edge inputs that the layer's forward takes: ``edge_weight``, ``edge_attr``, ``edge_type``, ``x_0``.
+        whole: ``make`` gives a whole model, not one layer to be stacked.
+    """
+
+    layer: type[nn.Module]
+    make: Callable[[int, int], nn.Module]
+    note: str = ""
+    takes: tuple[str, ...] = ()
+    whole: bool = False
+
+
+class Stack(nn.Module):
+    """Two layers with a non-linearity between them, each given the edge inputs that it takes."""
+
+    def __init__(self, case: LayerCase, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.takes = case.takes
+        if "x_0" in case.takes:  # layers that mix in the first features keep one width
+            self.lin_in, self.lin_out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
+            self.first, self.second = case.make(HIDDEN, HIDDEN), case.make(HIDDEN, HIDDEN)
+        else:
+            self.lin_in = self.lin_out = nn.Identity()
+            self.first, self.second = case.make(in_channels, HIDDEN), case.make(HIDDEN, out_channels)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        edge_type = None if edge_attr is None else (edge_attr[:, 0] > 0).long()
+        given = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
+        extra = {name: given[name] for name in self.takes if name in given}
+        x = self.lin_in(x)
+        if "x_0" in self.takes:
+            return self.lin_out(self.second(self.first(x, x, edge_index, **extra).tanh(), x, edge_index, **extra))
+        return self.lin_out(self.second(self.first(x, edge_index, **extra).tanh(), edge_index, **extra))
+
+
+class Around(nn.Module):
+    """A layer that keeps the width, between linear maps that change it."""
+
+    def __init__(self, layer: nn.Module, width: int, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin_in, self.layer, self.lin_out = nn.Linear(in_channels, width), layer, nn.LazyLinear(out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor, **extra: Tensor) -> Tensor:
+        out: Tensor = self.lin_out(self.layer(self.lin_in(x), edge_index, **extra))
+        return out
+
+
+class Twice(nn.Module):
+    """One layer used twice in a forward pass, and a jump over it."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin, self.conv = nn.Linear(in_channels, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)
+        self.jump, self.out = pyg.JumpingKnowledge("cat"), nn.Linear(3 * HIDDEN, out_channels)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        first = self.lin(x)
+        second = self.conv(first, edge_index).tanh()
+        out: Tensor = self.out(self.jump([first, second, self.conv(second, edge_index)]))
+        return out
+
+
+class Dna(nn.Module):
+    """Dynamic neighbourhood aggregation, whose input has a dimension of layers between nodes and channels."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin_in, self.conv = nn.Linear(in_channels, 8), pyg.DNAConv(8, heads=2)
+        self.lin_out = nn.Linear(8, out_channels)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        first = self.lin_in(x)
+        second = self.conv(first[:, None], edge_index, edge_weight)
+        out: Tensor = self.lin_out(self.conv(torch.stack([first, second], dim=1), edge_index, edge_weight))
+        return out
+
+
+class Normed(nn.Module):
+    """SAGE with a norm over all nodes between the layers."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first, self.norm = pyg.SAGEConv(in_channels, HIDDEN), norm(HIDDEN)
+        self.second = pyg.SAGEConv(HIDDEN, out_channels)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.second(self.norm(self.first(x, edge_index)).tanh(), edge_index)
+        return out
+
+
+class DerivedGCN(pyg.GCNConv):
+    """A user's subclass that calls its parent's forward."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        out: Tensor = super().forward(x, edge_index, edge_weight)
+        return 0.5 * out
+
+
+def _mlp(in_channels: int, out_channels: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(in_channels, out_channels), nn.Tanh(), nn.Linear(out_channels, out_channels))
+
+
+def _case(
+    layer: type[nn.Module],
+    *takes: str,
+    note: str = "",
+    make: Callable[[int, int], nn.Module] | None = None,
+    around: Callable[[], nn.Module] | None = None,
+    whole: bool = False,
+    **arguments: Any,
+) -> LayerCase:
+    """A case from the layer's class and arguments, or from ``make``, or from a layer of constant width ``around``."""
+    if around is not None:
+        make = lambda i, o: Around(around(), HIDDEN, i, o)  # noqa: E731
+    return LayerCase(layer, make or partial(layer, **arguments), note, takes, whole)
+
+
+def _pna(in_channels: int, out_channels: int) -> nn.Module:
+    histogram = torch.tensor([3, 5, 8, 6, 4, 2, 1])
+    scalers = ["identity", "amplification", "attenuation"]
+    return pyg.PNAConv(in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4)
+
+
+def _norm(norm: type[nn.Module], **arguments: Any) -> LayerCase:
+    return LayerCase(norm, partial(Normed, lambda width: norm(width, **arguments)), whole=True)
+
+
+def _scale_norm(norm: Callable[[], nn.Module]) -> LayerCase:
+    return LayerCase(type(norm()), partial(Normed, lambda _: norm()), whole=True)
+
+
+_WEIGHT, _ATTR, _TYPE = "edge_weight", "edge_attr", "edge_type"
+
+#: Name -> case. A name is a PyG class, with the option that makes it a case of its own after a dash.
+LAYERS: dict[str, LayerCase] = {
+    "AGNNConv": _case(pyg.AGNNConv, around=pyg.AGNNConv),
+    "APPNP": _case(pyg.APPNP, _WEIGHT, around=lambda: pyg.APPNP(K=3, alpha=0.2)),
+    "ARMAConv": _case(pyg.ARMAConv, _WEIGHT, num_stacks=2, num_layers=2),
+    "AntiSymmetricConv": _case(pyg.AntiSymmetricConv, around=lambda: pyg.AntiSymmetricConv(HIDDEN)),
+    "CGConv": _case(pyg.CGConv, _ATTR, around=lambda: pyg.CGConv(HIDDEN, dim=4)),
+    "ClusterGCNConv": _case(pyg.ClusterGCNConv, diag_lambda=0.3),
+    "DNAConv": _case(
+        pyg.DNAConv, _WEIGHT, make=lambda i, o: Dna(i, o), whole=True, note="x holds the rows of all earlier layers"
+    ),
+    "EGConv": _case(pyg.EGConv, around=lambda: pyg.EGConv(HIDDEN, 8, ["symnorm", "mean", "max"], num_heads=2)),
+    "EdgeConv": _case(pyg.EdgeConv, make=lambda i, o: pyg.EdgeConv(_mlp(2 * i, o), aggr="max")),
+    "FAConv": _case(pyg.FAConv, "x_0", make=lambda i, o: pyg.FAConv(i)),
+    "FastRGCNConv": _case(pyg.FastRGCNConv, _TYPE, num_relations=2),
+    "FeaStConv": _case(pyg.FeaStConv, heads=2),
+    "FiLMConv": _case(pyg.FiLMConv),
+    "GATConv": _case(pyg.GATConv, note="attention dropout draws its own numbers on each rank"),
+    "GATConv-edges": _case(pyg.GATConv, _ATTR, heads=3, concat=False, edge_dim=4),
+    "GATv2Conv": _case(pyg.GATv2Conv, heads=2, concat=False, note="attention dropout as GATConv"),
+    "GATv2Conv-edges": _case(pyg.GATv2Conv, _ATTR, edge_dim=4),
+    "GCN2Conv": _case(pyg.GCN2Conv, "x_0", _WEIGHT, make=lambda i, o: pyg.GCN2Conv(i, 0.1, 0.5, layer=1)),
+    "GCNConv": _case(pyg.GCNConv, _WEIGHT, note="degrees of the whole graph, exchanged once"),
+    "GCNConv-cached": _case(pyg.GCNConv, cached=True),
+    "GCNConv-derived": _case(pyg.GCNConv, _WEIGHT, make=DerivedGCN),
+    "GCNConv-improved": _case(pyg.GCNConv, _WEIGHT, improved=True),
+    "GCNConv-no-loops": _case(pyg.GCNConv, add_self_loops=False),
+    "GENConv": _case(pyg.GENConv, _ATTR, edge_dim=4, aggr="softmax", learn_t=True),
+    "GINConv": _case(pyg.GINConv, make=lambda i, o: pyg.GINConv(_mlp(i, o), train_eps=True)),
+    "GINEConv": _case(pyg.GINEConv, _ATTR, make=lambda i, o: pyg.GINEConv(_mlp(i, o), edge_dim=4)),
+    "GMMConv": _case(pyg.GMMConv, _ATTR, dim=4, kernel_size=2),
+    "GatedGraphConv": _case(pyg.GatedGraphConv, _WEIGHT, around=lambda: pyg.GatedGraphConv(HIDDEN, num_layers=2)),
+    "GeneralConv": _case(pyg.GeneralConv, _ATTR, in_edge_channels=4, attention=True),
+    "GraphConv": _case(pyg.GraphConv, _WEIGHT),
+    "GraphConv-max": _case(pyg.GraphConv, _WEIGHT, aggr="max"),
+    "LEConv": _case(pyg.LEConv, _WEIGHT),
+    "LGConv": _case(pyg.LGConv, _WEIGHT, around=pyg.LGConv),
+    "MFConv": _case(pyg.MFConv, max_degree=4),
+    "MixHopConv": _case(pyg.MixHopConv, _WEIGHT, around=lambda: pyg.MixHopConv(HIDDEN, 4)),
+    "NNConv": _case(pyg.NNConv, _ATTR, make=lambda i, o: pyg.NNConv(i, o, nn.Linear(4, i * o), aggr="mean")),
+    "PDNConv": _case(pyg.PDNConv, _ATTR, edge_dim=4, hidden_channels=5),
+    "PNAConv": _case(pyg.PNAConv, _ATTR, make=_pna),
+    "RGATConv": _case(pyg.RGATConv, _TYPE, num_relations=2),
+    "RGCNConv": _case(pyg.RGCNConv, _TYPE, num_relations=2, note="one set of nodes, edge_type per edge"),
+    "ResGatedGraphConv": _case(pyg.ResGatedGraphConv, _ATTR, edge_dim=4),
+    "SAGEConv-jk": _case(pyg.SAGEConv, make=Twice, whole=True),
+    "SAGEConv-lstm": _case(pyg.SAGEConv, aggr="lstm", note="lstm: edges sorted by destination, as PyG asks"),
+    "SAGEConv-many": _case(pyg.SAGEConv, aggr=["mean", "max", "std"], project=True),
+    "SAGEConv-max": _case(pyg.SAGEConv, aggr="max"),
+    "SAGEConv-mean": _case(pyg.SAGEConv),
+    "SAGEConv-min": _case(pyg.SAGEConv, aggr="min"),
+    "SAGEConv-softmax": _case(pyg.SAGEConv, aggr="softmax", aggr_kwargs={"learn": True}),
+    "SGConv": _case(pyg.SGConv, _WEIGHT, K=2),
+    "SSGConv": _case(pyg.SSGConv, _WEIGHT, alpha=0.1, K=2),
+    "SimpleConv": _case(pyg.SimpleConv, _WEIGHT, around=lambda: pyg.SimpleConv("sum")),
+    "TAGConv": _case(pyg.TAGConv, _WEIGHT, K=2),
+    "TransformerConv": _case(pyg.TransformerConv, _ATTR, heads=2, concat=False, edge_dim=4, beta=True),
+    # norms over nodes, between two SAGE layers
+    "BatchNorm": _norm(pyg.BatchNorm),
+    "BatchNorm1d": _norm(nn.BatchNorm1d),
+    "DiffGroupNorm": _norm(pyg.DiffGroupNorm, groups=2),
+    "GraphNorm": _norm(pyg.GraphNorm),
+    "GraphSizeNorm": _scale_norm(pyg.GraphSizeNorm),
+    "InstanceNorm": _norm(pyg.InstanceNorm, affine=True, track_running_stats=True),
+    "LayerNorm-graph": _norm(pyg.LayerNorm, mode="graph"),
+    "MeanSubtractionNorm": _scale_norm(pyg.MeanSubtractionNorm),
+    "PairNorm": _scale_norm(pyg.PairNorm),
+    "PairNorm-rows": _scale_norm(lambda: pyg.PairNorm(scale_individually=True)),
+}
+
+
+def build(name: str, in_channels: int, out_channels: int, *, seed: int = 0) -> nn.Module:
+    """The model of one case in float64, with parameters drawn from ``seed``.
+
+    Called as ``model(x, edge_index, edge_weight=..., edge_attr=...)``; gives ``(n, out_channels)``.
+    """
+    case = LAYERS[name]
+    torch.manual_seed(seed)
+    model = case.make(in_channels, out_channels) if case.whole else Stack(case, in_channels, out_channels)
+    model = model.double()
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        x, attr = torch.zeros(2, in_channels, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
+        with torch.no_grad():
+            model(x, torch.tensor([[0, 1], [0, 1]]), edge_weight=attr[:, 0], edge_attr=attr)
+    with torch.no_grad():
+        # zero biases would hide one that is added twice, and some layers leave parameters uninitialised
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4)
+    return model

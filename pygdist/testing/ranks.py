@@ -1,0 +1,166 @@
+"""Real ranks for tests: spawned processes, gloo, a file store. No ports, no launcher, errors reach the caller.
+
+Starting processes costs seconds, so :class:`RankPool` keeps them for many calls of any world size up to its own;
+:func:`run_ranks` is a pool for one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "RankPool", "run_ranks"]
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its rank and its own traceback."""
+
+
+class RankPool:
+    """Processes that run functions as ranks of a gloo group.
+
+    Args:
+        size: Largest world size that :meth:`run` will be asked for.
+        timeout_s: Seconds after which a call counts as hung: all processes are killed and the silent ranks named.
+
+    Example:
+        >>> with RankPool(4) as pool:
+        ...     sums = pool.run(add_up, 3, torch.ones(2))  # add_up(rank, world_size, tensor) on ranks 0, 1, 2
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 300.0) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="pygdist-ranks-")
+        self._calls = 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Call ``function(rank, world_size, *args)`` on each rank; returns what each returned, in rank order.
+
+        Args:
+            function: Importable by name (the processes are spawned); runs with the default process group set up.
+            world_size: Ranks that take part, at most the pool's size.
+            args: Picklable.
+
+        Raises:
+            RankError: With the traceback of the lowest rank that failed, or the names of the ranks that hang.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size must be between 1 and the pool's {self.size}, got {world_size}")
+        self._start(world_size)
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        for rank in range(world_size):
+            self._pipes[rank].send((function, rank, world_size, store, args))
+        answers = self._collect(world_size)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        if failed:
+            self.close()  # the others' group is broken; the next call starts afresh
+            # a rank that only lost its neighbour says less than the one that failed first
+            rank = min(failed, key=lambda r: ("LostRankError" in failed[r] or "Connection" in failed[r], r))
+            raise RankError(f"rank {rank} of {world_size} failed:\n{failed[rank]}")
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes; a later :meth:`run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(len(self._processes), world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in answers}
+            # once a rank has failed the others lose their neighbour and need only a moment to say so
+            failed = any(not ok for ok, _ in answers.values())
+            ready = wait(list(waiting), timeout=20.0 if failed else self.timeout_s)
+            if not ready:
+                if failed:
+                    return answers
+                self.close()
+                raise RankError(f"no answer within {self.timeout_s:.0f} s from ranks {sorted(waiting.values())}")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, f"the process ended (exit code {self._exit_code(rank)})")
+        return answers
+
+    def _exit_code(self, rank: int) -> int | None:
+        self._processes[rank].join(timeout=5)
+        code: int | None = self._processes[rank].exitcode
+        return code
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    """Call ``function(rank, world_size, *args)`` on ``world_size`` spawned processes joined by gloo.
+
+    Args:
+        function: Importable by name; called with the default process group set up.
+        world_size: Number of processes.
+        args: Picklable arguments.
+        timeout_s: Seconds after which the call counts as hung.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RankError: With the traceback of the rank that failed.
+    """
+    with RankPool(world_size, timeout_s=timeout_s) as pool:
+        return pool.run(function, world_size, *args)
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)  # ranks share the cores of one machine
+    with contextlib.suppress(EOFError):  # the parent closed its end
+        while True:
+            function, rank, world_size, store, args = pipe.recv()
+            pipe.send(_call(function, rank, world_size, store, args))
+
+
+def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> tuple[bool, Any]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        try:
+            return True, function(rank, world_size, *args)
+        finally:
+            dist.destroy_process_group()
+    except BaseException:
+        # everything, also a KeyboardInterrupt or an exit, belongs to the caller
+        return False, traceback.format_exc()
