@@ -1,0 +1,112 @@
+"""A whole graph as a folder of plain ``.npy`` arrays: the way in for graphs that no dataset class knows.
+
+Files, all but the first optional; shapes as in PyG:
+
+============================  ====================================================================
+``edge_index.npy``            ``(2, E)`` or ``(E, 2)`` integers, sources and targets
+``x.npy``                     ``(N, F)`` features
+``y.npy``                     ``(N,)`` classes, -1 = unlabelled, or ``(N, C)`` for several labels
+``train_mask.npy``            ``(N,)`` bool, or ``(N, S)`` for S splits; ``val_mask``, ``test_mask``
+``train_idx.npy``             ids instead of a mask; ``val_idx`` (or ``valid_idx``), ``test_idx``
+``edge_weight.npy``           ``(E,)``
+``edge_attr.npy``             ``(E, D)``
+============================  ====================================================================
+
+Arrays are memory-mapped, never unpickled, and read when they are used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+
+__all__ = ["load_npy", "save_npy"]
+
+FIELDS = ("edge_index", "edge_weight", "edge_attr", "x", "y", "train_mask", "val_mask", "test_mask")
+_INDEX_FILES = {
+    "train_mask": ("train_idx",),
+    "val_mask": ("val_idx", "valid_idx"),
+    "test_mask": ("test_idx",),
+}
+
+
+def load_npy(folder: str | Path) -> Data:
+    """Read a folder of ``.npy`` arrays.
+
+    Args:
+        folder: The folder; the module's docstring lists its files.
+
+    Returns:
+        The graph, its tensors backed by the files (copy on write: changing one never changes a file).
+
+    Raises:
+        InputError: If ``edge_index.npy`` is missing or a file is no readable array of numbers.
+    """
+    folder = Path(folder)
+    if not (folder / "edge_index.npy").is_file():
+        raise InputError(f"{folder}: there is no edge_index.npy in this folder; a graph folder holds at least that")
+    fields = {name: _read(folder / f"{name}.npy") for name in FIELDS if (folder / f"{name}.npy").is_file()}
+    edge_index = fields["edge_index"]
+    if edge_index.ndim == 2 and edge_index.shape[0] != 2 and edge_index.shape[1] == 2:
+        fields["edge_index"] = edge_index.T
+    data = Data(**{name: _tensor(array, folder / f"{name}.npy") for name, array in fields.items()})
+    for mask, names in _INDEX_FILES.items():
+        for path in (folder / f"{name}.npy" for name in names):
+            if mask not in fields and path.is_file():
+                data[mask] = _mask(_read(path), int(data.num_nodes or 0), path)
+    return data
+
+
+def save_npy(data: Data, folder: str | Path) -> None:
+    """Write the arrays of a graph that :func:`load_npy` reads; other attributes are left out.
+
+    Args:
+        data: The graph.
+        folder: Made if missing; files of the same names are overwritten.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FIELDS:
+        if isinstance(value := data.get(name), Tensor):
+            np.save(folder / f"{name}.npy", value.detach().cpu().numpy(), allow_pickle=False)
+
+
+def _read(path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save") from error
+    if not isinstance(array, np.ndarray):
+        raise InputError(f"{path}: an .npz archive, expected one .npy array; write it with numpy.save")
+    return array
+
+
+def _tensor(array: NDArray[Any], path: Path) -> Tensor:
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise InputError(f"{path}: an array of {array.dtype}, expected numbers; write it as int64 or float32")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
+        array = array.astype(np.int64)
+    return torch.from_numpy(array)
+
+
+def _mask(index: NDArray[Any], num_nodes: int, path: Path) -> Tensor:
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
+    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
+    if len(wrong):
+        raise InputError(
+            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
+        )
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[torch.from_numpy(index.astype(np.int64))] = True
+    return mask

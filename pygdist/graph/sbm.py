@@ -1,0 +1,175 @@
+"""The default graph: communities, power-law degrees, and features that alone do not tell the classes apart.
+
+A model that uses the edges must beat one that does not, or an accuracy measured on the graph says nothing about the
+communication between ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+
+__all__ = ["degree_corrected_sbm"]
+
+_MAX_ROUNDS = 200  # a round draws as many pairs as are still missing; a graph that can be drawn needs a handful
+
+
+def degree_corrected_sbm(
+    num_nodes: int = 20_000,
+    *,
+    num_classes: int = 10,
+    avg_degree: float = 12.0,
+    homophily: float = 0.5,
+    power_law: float = 2.5,
+    num_features: int = 64,
+    feature_noise: float = 0.55,
+    split: tuple[float, float, float] = (0.5, 0.25, 0.25),
+    labels_per_class: int | None = None,
+    seed: int = 0,
+) -> Data:
+    r"""A degree-corrected stochastic block model (Karrer and Newman, 2011) with noisy class features.
+
+    Every node has a class and a weight :math:`\theta_v` with a power-law tail. An undirected edge picks its first end
+    with probability :math:`\propto \theta`, then, with probability ``homophily``, its second end in the same class,
+    otherwise in another one, again :math:`\propto \theta`. Features are the unit vector of the class centre plus
+    Gaussian noise.
+
+    Args:
+        num_nodes: Number of nodes.
+        num_classes: Number of classes, of almost equal size.
+        avg_degree: Mean number of in-edges of a node; there are ``round(num_nodes * avg_degree / 2)`` undirected edges.
+        homophily: Share of edges inside a class.
+        power_law: Exponent of the degree distribution, above 2.
+        num_features: Width of the features.
+        feature_noise: Standard deviation of the noise in each feature.
+        split: Shares of training, validation and test nodes, summing to at most 1.
+        labels_per_class: If given, so many training nodes of each class instead of ``split[0]`` of all nodes; the
+            other nodes are divided between validation and test as ``split`` says.
+        seed: Seed of ``numpy.random.default_rng``; the same arguments give the same graph.
+
+    Returns:
+        ``edge_index`` (int64, both directions of every edge, no duplicates, no self-loops, sorted by target, then
+        source), ``x`` (float32), ``y`` (int64), ``train_mask``, ``val_mask``, ``test_mask``. Low-weight nodes may be
+        isolated, as in real graphs.
+
+    Raises:
+        InputError: If an argument is out of range or so many edges do not fit.
+    """
+    _check(num_nodes, num_classes, avg_degree, homophily, power_law, split)
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.arange(num_nodes) % num_classes)
+    theta = (np.arange(num_nodes) + 10.0) ** (-1.0 / (power_law - 1.0))  # the offset tames the few largest hubs
+    theta = rng.permutation(theta)
+    pairs = _draw_pairs(rng, y, theta, round(num_nodes * avg_degree / 2), homophily)
+    low, high = pairs // num_nodes, pairs % num_nodes
+    source, target = np.concatenate([low, high]), np.concatenate([high, low])
+    order = np.argsort(target * num_nodes + source)
+
+    centres = rng.standard_normal((num_classes, num_features))
+    centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+    x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
+    x *= np.float32(feature_noise)
+    x += centres.astype(np.float32)[y]
+
+    train, val, test = _masks(rng, y, split, labels_per_class)
+    return Data(
+        edge_index=torch.from_numpy(np.stack([source[order], target[order]])),
+        x=torch.from_numpy(x),
+        y=torch.from_numpy(y),
+        train_mask=torch.from_numpy(train),
+        val_mask=torch.from_numpy(val),
+        test_mask=torch.from_numpy(test),
+    )
+
+
+def _check(
+    num_nodes: int,
+    num_classes: int,
+    avg_degree: float,
+    homophily: float,
+    power_law: float,
+    split: tuple[float, float, float],
+) -> None:
+    problem = None
+    if not 1 <= num_classes <= num_nodes:
+        problem = f"num_classes is {num_classes}, expected 1 to num_nodes = {num_nodes}"
+    elif avg_degree < 0:
+        problem = f"avg_degree is {avg_degree}, expected at least 0"
+    elif not 0 <= homophily <= 1:
+        problem = f"homophily is {homophily}, expected a share from 0 to 1"
+    elif power_law <= 2:
+        problem = f"power_law is {power_law}, expected an exponent above 2"
+    elif len(split) != 3 or min(split) < 0 or sum(split) > 1 + 1e-9:
+        problem = f"split is {split}, expected three shares that sum to at most 1"
+    if problem:
+        raise InputError(f"sbm: {problem}")
+
+
+def _draw_pairs(
+    rng: np.random.Generator, y: NDArray[np.int64], theta: NDArray[np.floating], num_pairs: int, homophily: float
+) -> NDArray[np.int64]:
+    """``num_pairs`` different pairs ``low * num_nodes + high``, none of a node with itself."""
+    num_nodes = len(y)
+    # With the nodes in class order a class is an interval of the cumulative weights, so one search in one array
+    # draws from a class, or from all the others.
+    node_at = np.argsort(y, kind="stable")
+    cumulative = np.cumsum(theta[node_at])
+    ends = np.searchsorted(y[node_at], np.arange(y.max() + 1), side="right")
+    high = cumulative[ends - 1]
+    low = np.concatenate([[0.0], high[:-1]])
+    total = cumulative[-1]
+
+    def node(position: NDArray[np.float64]) -> NDArray[np.int64]:
+        return node_at[np.minimum(np.searchsorted(cumulative, position, side="right"), num_nodes - 1)]
+
+    pairs = np.empty(0, dtype=np.int64)
+    for _ in range(_MAX_ROUNDS):
+        missing = num_pairs - len(pairs)
+        if missing <= 0:
+            return pairs
+        draws = missing + missing // 8 + 16
+        one = node(rng.random(draws) * total)
+        first, last = low[y[one]], high[y[one]]
+        inside = first + rng.random(draws) * (last - first)
+        outside = rng.random(draws) * (total - (last - first))
+        outside += np.where(outside >= first, last - first, 0.0)
+        same = rng.random(draws) < homophily
+        other = node(np.where(same, inside, outside))
+        keys = np.minimum(one, other) * num_nodes + np.maximum(one, other)
+        pairs = np.unique(np.concatenate([pairs, keys[one != other]]))
+        if len(pairs) > num_pairs:
+            pairs = rng.permutation(pairs)[:num_pairs]
+    raise InputError(f"sbm: {num_pairs} edges do not fit among {num_nodes} nodes; lower avg_degree or add nodes")
+
+
+def _masks(
+    rng: np.random.Generator, y: NDArray[np.int64], split: tuple[float, float, float], labels_per_class: int | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Random training, validation and test masks that do not overlap."""
+    num_nodes = len(y)
+    order = rng.permutation(num_nodes)
+    if labels_per_class is None:
+        num_train = round(split[0] * num_nodes)
+        num_val = round((split[0] + split[1]) * num_nodes) - num_train
+        num_test = round(sum(split) * num_nodes) - num_train - num_val
+    else:
+        by_class = order[np.argsort(y[order], kind="stable")]
+        start = np.concatenate([[0], np.cumsum(np.bincount(y))[:-1]])
+        position = np.arange(num_nodes) - start[y[by_class]]
+        chosen = position < labels_per_class
+        order = np.concatenate([by_class[chosen], rng.permutation(by_class[~chosen])])
+        num_train = int(chosen.sum())
+        rest = num_nodes - num_train
+        num_val = round(rest * split[1] / max(split[1] + split[2], 1e-12))
+        num_test = rest - num_val
+    bounds = np.cumsum([0, num_train, num_val, num_test])
+    masks = np.zeros((3, num_nodes), dtype=bool)
+    for mask, (first, last) in zip(masks, itertools.pairwise(bounds), strict=True):
+        mask[order[first:last]] = True
+    return masks[0], masks[1], masks[2]

@@ -1,0 +1,209 @@
+"""Where a graph comes from: every source yields the whole graph as one PyG ``Data``.
+
+A source is a name or an object, so that a configuration file and a notebook say the same thing. What a source gives
+is put into one form here (edges in ``edge_index``, one column per mask) and checked in :mod:`pygdist.graph.prepare`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric.datasets
+from torch import Tensor
+from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.utils import to_edge_index
+
+from pygdist.errors import InputError
+from pygdist.graph.npy import load_npy
+from pygdist.graph.power_law import power_law
+from pygdist.graph.sbm import degree_corrected_sbm
+from pygdist.registry import import_path
+
+__all__ = ["GENERATORS", "load_graph", "register_generator"]
+
+GENERATORS: dict[str, Callable[..., Any]] = {
+    "sbm": degree_corrected_sbm,
+    "power-law": power_law,
+    "reference": power_law,  # the graph that timings are quoted on is the one of the default arguments
+}
+_MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+def register_generator(name: str, generator: Callable[..., Any]) -> None:
+    """Make ``load_graph(name, **args)`` call ``generator(**args)``.
+
+    Args:
+        name: A short name without dots or slashes.
+        generator: Returns a PyG ``Data``.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if name in GENERATORS:
+        raise ValueError(f"the generator name '{name}' is taken by {GENERATORS[name]!r}")
+    GENERATORS[name] = generator
+
+
+def load_graph(
+    dataset: str | os.PathLike[str] | Data | Callable[..., Any], *, split_index: int = 0, **args: Any
+) -> Data:
+    """The whole graph of a source.
+
+    Args:
+        dataset: One of
+
+            - the name of a generator: ``sbm``, ``power-law``, ``reference``, or a registered one;
+            - a folder of ``.npy`` arrays (:mod:`pygdist.graph.npy`);
+            - an OGB node dataset, ``ogbn-arxiv`` (extra ``ogb``);
+            - a class in ``torch_geometric.datasets``, ``Planetoid``, or the dotted path of any class or function that
+              gives a ``Data`` or a dataset of one graph;
+            - a PyG ``Data``, or any such callable.
+        split_index: Which column of masks that hold several splits.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``.
+
+    Returns:
+        A graph with ``edge_index``; what else it holds is up to the source. The source's own object is not changed.
+
+    Raises:
+        InputError: If the source is not known or not there, an argument does not fit, or it is not one homogeneous
+            graph.
+
+    Example:
+        >>> load_graph("sbm", num_nodes=1000)
+        >>> load_graph("Planetoid", root="data", name="Cora")
+    """
+    if isinstance(dataset, Data):
+        name, found = "dataset", dataset
+        _no_arguments(args, "a Data object")
+    elif isinstance(dataset, str | os.PathLike):
+        name = os.fspath(dataset)
+        found = _by_name(name, args)
+    elif callable(dataset):
+        name = getattr(dataset, "__name__", type(dataset).__name__)
+        found = _call(dataset, args, name)
+    else:
+        raise InputError(f"dataset: expected a name, a folder, a Data or a callable, got {type(dataset).__name__}")
+    data = copy.copy(_one_graph(found, name))  # shallow: attributes are replaced below, tensors are shared
+    _edges_from_adjacency(data, name)
+    _pick_split(data, split_index)
+    return data
+
+
+def _by_name(name: str, args: Mapping[str, Any]) -> Any:
+    if name in GENERATORS:
+        return _call(GENERATORS[name], args, name)
+    if name.startswith("ogbn-"):
+        return _load_ogb(name, args)
+    if Path(name).is_dir():
+        _no_arguments(args, f"folder {name}")
+        return load_npy(name)
+    if name in torch_geometric.datasets.__all__:
+        return _call(getattr(torch_geometric.datasets, name), args, name)
+    if "." in name and os.sep not in name:
+        return _call(import_path(name, "dataset"), args, name)
+    raise InputError(
+        f"dataset '{name}': no such folder, no generator ({', '.join(GENERATORS)}), and no class in "
+        "torch_geometric.datasets; check the spelling, or give a class path such as my_package.MyDataset"
+    )
+
+
+def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
+    """``factory(**args)``; only arguments that do not fit and files that are not there are the user's mistake."""
+    if not callable(factory):
+        raise InputError(f"dataset '{name}': a {type(factory).__name__}, expected a class or a function")
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise InputError(f"dataset '{name}': {error}; its arguments are: {known}") from None
+    try:
+        return factory(**args)
+    except OSError as error:  # a failed download is one of these, too
+        raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
+
+
+def _no_arguments(args: Mapping[str, Any], source: str) -> None:
+    if args:
+        raise InputError(f"dataset: {source} takes no arguments, got {', '.join(sorted(args))}")
+
+
+def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset
+    except ModuleNotFoundError:
+        raise InputError(f"dataset '{name}' needs the ogb package: pip install 'pygdist[ogb]'") from None
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    # ogb 1.3.6 predates torch's safe loading, and prints where only results belong.
+    safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
+    with safe, contextlib.redirect_stdout(sys.stderr):
+        try:
+            dataset = _call(PygNodePropPredDataset, {"name": name, **args}, name)
+        except EOFError as error:  # it asks on standard input before it downloads more than 1 GB
+            raise InputError(
+                f"dataset '{name}': ogb asks before a large download; run it once at a terminal"
+            ) from error
+        if dataset.is_hetero:
+            raise InputError(f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used")
+        data: Data = dataset[0]
+        split = dataset.get_idx_split()
+    for mask, key in zip(_MASKS, ("train", "valid", "test"), strict=True):
+        data[mask] = torch.zeros(int(data.num_nodes or 0), dtype=torch.bool)
+        data[mask][split[key]] = True
+    return data
+
+
+def _one_graph(found: Any, name: str) -> Data:
+    if isinstance(found, Dataset):
+        if len(found) != 1:
+            raise InputError(f"dataset '{name}' holds {len(found)} graphs: give one graph, such as dataset[0]")
+        found = found[0]
+    if isinstance(found, HeteroData):
+        raise InputError(
+            f"dataset '{name}' is heterogeneous (HeteroData): only graphs of one node and edge type can be used; "
+            "data.to_homogeneous() makes one"
+        )
+    if not isinstance(found, Data):
+        raise InputError(f"dataset '{name}' gave a {type(found).__name__}, expected a torch_geometric Data")
+    return found
+
+
+def _edges_from_adjacency(data: Data, name: str) -> None:
+    """Turn ``adj_t`` (rows are targets) into ``edge_index``, and its values into weights or attributes."""
+    adjacency = data.get("adj_t")
+    if data.get("edge_index") is None and adjacency is not None:
+        if isinstance(adjacency, Tensor):
+            (target, source), value = to_edge_index(adjacency)
+            value = None if bool((value == 1).all()) else value  # torch's layouts hold values where none were given
+        elif hasattr(adjacency, "coo"):
+            target, source, value = adjacency.coo()
+        else:
+            raise InputError(
+                f"dataset '{name}': adj_t is a {type(adjacency).__name__}; install torch_sparse to read it "
+                "(pip install 'pygdist[sparse]'), or give edge_index"
+            )
+        data.edge_index = torch.stack([source, target])
+        if value is not None:
+            data["edge_weight" if value.dim() == 1 else "edge_attr"] = value
+    data.adj_t = None
+    if not isinstance(edge_index := data.get("edge_index"), Tensor):
+        raise InputError(f"dataset '{name}': edge_index is missing; give it, or adj_t")
+    data.edge_index = edge_index.as_subclass(Tensor)
+
+
+def _pick_split(data: Data, split_index: int) -> None:
+    for name in _MASKS:
+        mask = data.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if not 0 <= split_index < mask.size(1):
+                raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
+            data[name] = mask[:, split_index]
