@@ -1,0 +1,167 @@
+"""Is this graph one that can be trained on? Each mistake ends in one line that names the field and the first culprit.
+
+The checks read the data once, in blocks, and change nothing: what a dataset may hold in several forms (labels as
+floats, one-column matrices) passes here and is put into one form by :func:`pygdist.graph.prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+
+__all__ = ["MASKS", "check", "is_multi_label", "rows_of"]
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+_BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
+
+
+def check(data: Data, *, num_classes: int | None = None) -> None:
+    """Raise on the first thing in the graph that cannot be used.
+
+    Args:
+        data: A graph with ``edge_index`` and ``x``; labels, masks and edge values are optional.
+        num_classes: Number of classes, where it is known; labels must lie below it.
+
+    Raises:
+        InputError: Edges that are no ``(2, E)`` integers or point outside the graph; features, edge weights or edge
+            attributes of another length, or that are not finite; labels that are no classes (integers from 0, -1 =
+            unlabelled; floats that hold such integers) and no label matrix (0 to 1, a row of NaN = unlabelled); masks
+            of another length or type.
+    """
+    x = data.get("x")
+    if not isinstance(x, Tensor):
+        raise InputError("x: the graph has no node features; add some, for example torch_geometric.transforms.Constant")
+    if x.dim() != 2 or x.size(1) == 0:
+        raise InputError(f"x: shape {tuple(x.shape)}, expected (number of nodes, number of features)")
+    num_nodes = x.size(0)
+    if num_nodes == 0:
+        raise InputError("x: the graph has no nodes")
+    if num_classes is not None and num_classes < 1:
+        raise InputError(f"num_classes is {num_classes}, expected at least 1")
+    _check_edges(data, num_nodes)
+    _check_finite("x", x, "node")
+    for name in ("edge_weight", "edge_attr"):
+        if isinstance(value := data.get(name), Tensor):
+            _check_edge_values(name, value, data.num_edges)
+    if isinstance(y := data.get("y"), Tensor):
+        _check_labels(y, num_nodes, num_classes)
+    for name in MASKS:
+        if isinstance(mask := data.get(name), Tensor):
+            _check_mask(name, mask, num_nodes)
+
+
+def is_multi_label(y: Tensor) -> bool:
+    """Whether labels are a matrix with one column per class, rather than one class per node."""
+    return y.dim() == 2 and y.size(1) > 1
+
+
+def rows_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of rows and the number of the first one, small enough to compute with temporaries."""
+    step = max(1, _BLOCK_VALUES // max(1, value[:1].numel()))
+    for start in range(0, value.size(0), step):
+        yield start, value[start : start + step]
+
+
+def _check_edges(data: Data, num_nodes: int) -> None:
+    edge_index = data.get("edge_index")
+    if not isinstance(edge_index, Tensor):
+        raise InputError("edge_index: is missing; give a tensor of shape (2, number of edges), without columns if none")
+    edge_index = edge_index.as_subclass(Tensor)  # PyG's EdgeIndex has rules of its own for slices
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise InputError(f"edge_index: shape {tuple(edge_index.shape)}, expected (2, number of edges)")
+    if edge_index.dtype.is_floating_point or edge_index.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise InputError(f"edge_index: {edge_index.dtype}, expected integers (torch.int64)")
+    for start, block in rows_of(edge_index.t()):
+        wrong = ((block < 0) | (block >= num_nodes)).any(dim=1).nonzero()
+        if len(wrong):
+            edge = int(wrong[0])
+            source, target = block[edge].tolist()
+            raise InputError(
+                f"edge_index: edge {start + edge} goes from {source} to {target}, but the graph has nodes 0 to "
+                f"{num_nodes - 1} (the rows of x); number the nodes from 0 or add the missing rows"
+            )
+
+
+def _check_finite(name: str, value: Tensor, what: str) -> None:
+    if value.layout is not torch.strided:
+        value = value.coalesce().values() if value.layout is torch.sparse_coo else value.values()
+        what = "stored value"
+        value = value.view(-1, 1)
+    if value.dtype.is_complex:
+        raise InputError(f"{name}: {value.dtype}, expected real numbers")
+    if not value.dtype.is_floating_point:
+        return
+    count, first = 0, -1
+    for start, block in rows_of(value):
+        wrong = (~torch.isfinite(block)).reshape(block.size(0), -1).any(dim=1).nonzero()
+        if first < 0 and len(wrong):
+            first = start + int(wrong[0])
+        count += len(wrong)
+    if count:
+        raise InputError(
+            f"{name}: {count} of {value.size(0)} {what}s hold NaN or infinite values, the first is {what} {first}; "
+            "replace them"
+        )
+
+
+def _check_edge_values(name: str, value: Tensor, num_edges: int) -> None:
+    if value.dim() == 0 or value.size(0) != num_edges:
+        raise InputError(f"{name}: shape {tuple(value.shape)}, expected one entry for each of {num_edges} edges")
+    if name == "edge_weight" and value.numel() != num_edges:
+        raise InputError(f"edge_weight: shape {tuple(value.shape)}, expected ({num_edges},); use edge_attr for vectors")
+    _check_finite(name, value, "edge")
+
+
+def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
+    if y.dim() not in (1, 2) or y.size(0) != num_nodes:
+        raise InputError(f"y: shape {tuple(y.shape)}, expected one label for each of {num_nodes} nodes (the rows of x)")
+    if y.dtype.is_complex:
+        raise InputError(f"y: {y.dtype}, expected classes or a label matrix")
+    if is_multi_label(y):
+        _check_label_matrix(y, num_classes)
+        return
+    y = y.reshape(-1)
+    if y.dtype.is_floating_point:
+        wrong = (torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y)))).nonzero()
+        if len(wrong):
+            node = int(wrong[0])
+            raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
+    low = torch.nan_to_num(y, nan=-1.0) if y.dtype.is_floating_point else y.to(torch.int64)
+    wrong = (low < -1).nonzero()
+    if len(wrong):
+        node = int(wrong[0])
+        raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
+    if num_classes is not None:
+        wrong = (low >= num_classes).nonzero()
+        if len(wrong):
+            node = int(wrong[0])
+            raise InputError(
+                f"y: {len(wrong)} labels out of range, the first is {int(low[node])} at node {node}, but num_classes"
+                f" is {num_classes} (labels 0 to {num_classes - 1}); correct the labels or num_classes"
+            )
+
+
+def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
+    if num_classes is not None and y.size(1) != num_classes:
+        raise InputError(f"y: {y.size(1)} label columns, but num_classes is {num_classes}")
+    missing = torch.isnan(y)
+    partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
+    if len(partly):
+        raise InputError(
+            f"y: node {int(partly[0])} has NaN in some label columns only; a node is labelled in all columns or in none"
+        )
+    wrong = ((y < 0) | (y > 1)).any(dim=1).nonzero()
+    if len(wrong):
+        raise InputError(f"y: the label matrix of node {int(wrong[0])} holds values outside 0 to 1")
+
+
+def _check_mask(name: str, mask: Tensor, num_nodes: int) -> None:
+    if mask.dim() != 1 or mask.size(0) != num_nodes:
+        raise InputError(f"{name}: shape {tuple(mask.shape)}, expected ({num_nodes},), one entry per node")
+    if mask.dtype is not torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError(f"{name}: {mask.dtype} with values other than 0 and 1, expected a bool mask")
