@@ -1,0 +1,150 @@
+"""Folders of arrays that are whole or absent, whoever dies or writes at the same time.
+
+A folder is filled under a temporary name beside its place, flushed, and renamed; readers see it finished or not at
+all. One writer works at a time (a lock file that the kernel releases with its process), the others wait and find the
+result. File systems without locks are served by the rename alone: the first writer wins, the others drop their copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["checksum", "exclusive", "flush", "fresh_folder", "write_rows"]
+
+log = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 24
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Be the only process that writes this folder, and clear away what killed writers left beside it.
+
+    Args:
+        folder: The place of the finished folder; its parent is made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.parent / f".{folder.name}.lock"
+    descriptor = _lock(path)
+    try:
+        if descriptor is not None:
+            for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # its writer held the lock, and is gone
+                log.info("removing %s, left by a writer that did not finish", stale)
+                shutil.rmtree(stale, ignore_errors=True)
+        yield
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes ``folder`` when the block ends, and vanishes when it raises.
+
+    Args:
+        folder: Where the finished folder goes. If somebody else put one there meanwhile, theirs stays.
+        replace: Move a folder that is there out of the way, and remove it once the new one is in place.
+
+    Yields:
+        The temporary folder, empty.
+    """
+    temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}"
+    old = temporary.with_name(temporary.name + "-old")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for inner in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+            flush(inner)
+        if replace and folder.exists():
+            folder.rename(old)
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            log.info("%s was written by another process meanwhile", folder)
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_rows(path: Path, source: NDArray[Any], rows: NDArray[np.int64] | None = None) -> dict[str, Any]:
+    """Write ``source[rows]`` as ``.npy``, a block of rows at a time, and flush it to disk.
+
+    Args:
+        path: The file.
+        source: The array to take rows from, in memory or memory-mapped.
+        rows: Which rows; all if ``None``.
+
+    Returns:
+        What a reader can hold the file to: ``bytes``, ``crc32``, ``dtype``, ``shape``.
+    """
+    count = len(source) if rows is None else len(rows)
+    shape = (count, *source.shape[1:])
+    step = max(1, _BLOCK_BYTES // max(1, source[:1].nbytes))
+    header = {"descr": np.lib.format.dtype_to_descr(source.dtype), "fortran_order": False, "shape": shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, count, step):
+            stop = start + step
+            block = source[start:stop] if rows is None else source[rows[start:stop]]
+            file.write(np.ascontiguousarray(block).data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(source.dtype), "shape": list(shape)}
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file in hexadecimal: finds flipped bits at memory speed, and is no defence against intent."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def _lock(path: Path) -> int | None:
+    """Take the lock, waiting for it; ``None`` where the file system has no locks."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("waiting for another process that is writing %s", path.parent)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+        # The holder removes the file before it lets go: a lock on a removed file guards nothing, so ask again.
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

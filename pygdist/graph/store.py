@@ -1,0 +1,248 @@
+r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder of plain ``.npy`` arrays per part.
+
+``part_0/`` holds what rank 0 needs, and nothing else; n owned rows, h halo rows, e edges, P parts:
+
+====================  =====================================================================================
+``n_id``              ``(n + h,)`` int64, global ids: owned (ascending), then halo grouped by owner, ascending
+``indptr``            ``(n + 1,)`` int64, in-edges of owned rows (CSR over targets)
+``src``               ``(e,)`` int32 (int64 if needed), source rows as positions in ``n_id``, ascending per target
+``e_id``              ``(e,)`` int64, position of each edge in the whole graph
+``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, in the order of ``src``; absent if the graph has none
+``x``                 ``(n, F)`` features of owned rows
+``y``                 ``(n,)`` int64, -1 = unlabelled, or ``(n, C)`` float32; absent if the graph has no labels
+``train_mask``        ``(n,)`` bool, and ``val_mask``, ``test_mask``
+``send_index``        int64, owned rows to send, grouped by receiver, in the order of the receiver's halo
+``send_counts``       ``(P,)`` int64, rows sent to each part; own entry 0
+``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
+====================  =====================================================================================
+
+``meta.json`` states counts, types, what made the parts, what preprocessing did, and size and checksum of every file.
+No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+from pygdist.graph.check import is_multi_label
+from pygdist.graph.folder import exclusive, flush, fresh_folder
+from pygdist.graph.part_files import open_array, write_parts
+from pygdist.graph.prepare import fingerprint as content_of
+
+__all__ = ["FORMAT_VERSION", "open_part", "peak_rss_bytes", "read_meta", "store_key", "write_store"]
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+_PLACEMENT = "nodes"
+_SAME = ("fingerprint", "partition", "num_parts", "method", "arguments", "num_classes")
+
+
+def write_store(
+    data: Data,
+    part: NDArray[Any],
+    folder: str | Path,
+    *,
+    num_parts: int,
+    method: str,
+    arguments: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    num_classes: int | None = None,
+    fingerprint: str | None = None,
+    figures: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Cut a graph by the owner of its nodes and write one folder per part.
+
+    The folder appears when it is complete. A finished store of the same graph, parts and arguments is left alone.
+    Features are copied in blocks, so that memory beyond the graph itself grows with its edges only.
+
+    Args:
+        data: The graph as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent.
+        part: Owner of each node; integers of shape ``(N,)`` from 0 to ``num_parts - 1``. Parts may be empty.
+        folder: Where the store goes.
+        num_parts: Number of parts.
+        method: Name of the partitioner.
+        arguments: Its arguments.
+        notes: What preprocessing did, in plain words.
+        num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
+        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
+        figures: More entries for ``meta.json``, such as ``seconds`` and ``edges_per_second`` of the partitioner.
+        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+
+    Returns:
+        What ``meta.json`` says.
+
+    Raises:
+        InputError: If ``part`` does not fit the graph, something else lies in the place, or the disk refuses.
+    """
+    folder = Path(folder)
+    part = _check_part(part, int(data.num_nodes or 0), num_parts)
+    y = data.get("y")
+    classes = data.get("num_classes") if num_classes is None else num_classes
+    header = {
+        "format_version": FORMAT_VERSION,
+        "placement": _PLACEMENT,
+        "method": method,
+        "arguments": json.loads(_canonical(arguments)),
+        "preprocessing": list(notes),
+        "fingerprint": fingerprint or content_of(data),
+        "partition": hashlib.blake2b(part.data, digest_size=16).hexdigest(),
+        "num_parts": num_parts,
+        "num_nodes": len(part),
+        "num_edges": int(data.num_edges),
+        "num_features": int(data.num_features),
+        "num_classes": int(_count_classes(y) if classes is None else classes),
+        "multi_label": isinstance(y, Tensor) and is_multi_label(y),
+        **(figures or {}),
+    }
+    try:
+        with exclusive(folder):
+            if (found := _existing(folder, header, overwrite)) is not None:
+                return found
+            with fresh_folder(folder, replace=overwrite) as temporary:
+                meta = header | write_parts(data, part, temporary, num_parts) | {"peak_rss_bytes": peak_rss_bytes()}
+                (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+                flush(temporary / "meta.json")
+            log.info("wrote %d parts to %s", num_parts, folder)
+            # not simply what was just written: without locks another writer may have been first
+            return _existing(folder, header, overwrite=False) or meta
+    except OSError as error:
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """What ``meta.json`` of a store says.
+
+    Args:
+        folder: The store.
+
+    Raises:
+        InputError: If there is no finished store, or it is of another format version.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.parent.is_dir():
+        raise InputError(f"{folder}: there is no such folder; write one with: pygdist partition --out {folder} ...")
+    if not path.is_file():
+        raise InputError(f"{folder}: there is no meta.json, so this is no finished store; partition the graph again")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        version = meta["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is corrupted ({error!r}); partition the graph again") from error
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format version {version}, but this pygdist reads version {FORMAT_VERSION}; "
+            "partition the graph again"
+        )
+    assert isinstance(meta, dict)
+    return meta
+
+
+def open_part(
+    folder: str | Path, part: int, *, num_parts: int | None = None, verify: bool = True
+) -> dict[str, NDArray[Any]]:
+    """Map the arrays of one part; no other part's files are touched.
+
+    Args:
+        folder: The store.
+        part: Which part.
+        num_parts: World size of the run, if the store must have been made for it.
+        verify: Read the files once and compare their checksums. Sizes, types and shapes are compared always.
+
+    Returns:
+        The arrays by name (see the module's docstring), memory-mapped copy-on-write: they may be changed, which no
+        other process and no file ever sees.
+
+    Raises:
+        InputError: If the store is missing or was made for another number of parts, or a file is missing or damaged.
+    """
+    folder = Path(folder)
+    meta = read_meta(folder)
+    if num_parts is not None and meta["num_parts"] != num_parts:
+        raise InputError(
+            f"{folder}: made for {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "
+            f"pygdist partition --method {meta['method']} --parts {num_parts} --out NEW_FOLDER ..."
+        )
+    if not 0 <= part < meta["num_parts"]:
+        raise InputError(f"{folder}: part {part} was asked for, but it holds parts 0 to {meta['num_parts'] - 1}")
+    files = meta["parts"][part]["files"]
+    return {
+        name: open_array(folder / f"part_{part}" / f"{name}.npy", expected, verify=verify)
+        for name, expected in files.items()
+    }
+
+
+def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:
+    """The name of a store in a cache: a hash of the graph's content, the arguments and the format.
+
+    Args:
+        fingerprint: :func:`pygdist.graph.fingerprint` of the prepared graph.
+        arguments: All that the store depends on besides: method and its arguments, number of parts, placement.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        InputError: If an argument is nothing that JSON can express.
+    """
+    text = f"{FORMAT_VERSION} {fingerprint} {_canonical(arguments)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _canonical(arguments: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(arguments), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"arguments: {dict(arguments)!r} cannot be written as JSON ({error})") from error
+
+
+def _check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
+    part = np.asarray(part)
+    if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
+        raise InputError(f"part: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
+    if num_parts < 1 or (num_nodes and not 0 <= int(part.min()) <= int(part.max()) < num_parts):
+        raise InputError(f"part: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
+    return np.ascontiguousarray(part, dtype=np.int32)
+
+
+def _count_classes(y: Any) -> int:
+    if not isinstance(y, Tensor) or y.numel() == 0:
+        return 0
+    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
+
+
+def _existing(folder: Path, header: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The finished store in the place, if it is the wanted one; ``None`` if the place is free or to be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
+        return None
+    if not (folder / "meta.json").is_file():
+        raise InputError(f"{folder}: exists and is no store of pygdist; remove it or choose another folder")
+    if overwrite:
+        return None
+    meta = read_meta(folder)
+    if differing := [name for name in _SAME if meta.get(name) != header[name]]:
+        raise InputError(
+            f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
+        )
+    log.info("%s is there already", folder)
+    return meta
