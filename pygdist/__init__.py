@@ -1,1 +1,20 @@
 """Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine."""
+
+from pygdist.backends import Backend, distribute, undistribute
+from pygdist.errors import InputError, LostRankError
+from pygdist.graph import Shard
+from pygdist.lightning import GraphDataModule, GraphDDPStrategy, NodeClassifier
+from pygdist.partition import Partitioner
+
+__all__ = [
+    "Backend",
+    "GraphDDPStrategy",
+    "GraphDataModule",
+    "InputError",
+    "LostRankError",
+    "NodeClassifier",
+    "Partitioner",
+    "Shard",
+    "distribute",
+    "undistribute",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class RankPool:
         self._calls += 1
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         for rank in range(world_size):
-            self._pipes[rank].send((function, rank, world_size, store, args))
+            # as bytes: a pipe would put tensors into shared memory, and ranks would change each other's parameters
+            self._pipes[rank].send_bytes(pickle.dumps((function, rank, world_size, store, args)))
         answers = self._collect(world_size)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         if failed:
@@ -115,7 +117,7 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     answers[rank] = (False, f"the process ended (exit code {self._exit_code(rank)})")
         return answers
@@ -149,8 +151,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores of one machine
     with contextlib.suppress(EOFError):  # the parent closed its end
         while True:
-            function, rank, world_size, store, args = pipe.recv()
-            pipe.send(_call(function, rank, world_size, store, args))
+            pipe.send_bytes(pickle.dumps(_call(*pickle.loads(pipe.recv_bytes()))))
 
 
 def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> tuple[bool, Any]:

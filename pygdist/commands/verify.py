@@ -1,0 +1,188 @@
+"""``pygdist verify``: one training step on N processes against one on a single process, number by number."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch_geometric.data import Data
+
+from pygdist.backends import Backend, SingleBackend, distribute
+from pygdist.comm import Communicator
+from pygdist.commands.train import GraphCLI
+from pygdist.errors import InputError
+from pygdist.graph import Shard
+from pygdist.lightning import GraphDataModule
+from pygdist.nn.inputs import edge_inputs
+from pygdist.testing.exactness import (
+    Difference,
+    Step,
+    distributed_step,
+    largest_differences,
+    reference_step,
+    without_dropout,
+)
+from pygdist.testing.ranks import RankPool
+
+__all__ = ["run", "verify"]
+
+Reference = Literal["auto", "pyg", "single"]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def verify(
+    model: nn.Module,
+    backend: Backend,
+    data: GraphDataModule,
+    *,
+    world_size: int,
+    reference: Reference = "auto",
+    double: bool = False,
+) -> tuple[dict[str, Difference], str]:
+    """Compare one training step on ``world_size`` processes with one process, dropout off.
+
+    Args:
+        model: The model; it is left as it is.
+        backend: The backend to verify.
+        data: The graph; it is partitioned into ``world_size`` parts.
+        world_size: Number of processes.
+        reference: What computes the reference: ``pyg``, plain PyTorch Geometric on the whole graph; ``single``, our
+            backend on one process, where PyG's messages (edges x features) would not fit in memory; ``auto`` decides.
+        double: Compute in float64.
+
+    Returns:
+        The largest difference over ranks of the loss, the output, each gradient, each updated parameter and each
+        buffer, by name; and which reference was used.
+
+    Raises:
+        InputError: If the input cannot be used or a layer cannot run on the backend.
+    """
+    if data.store is not None:
+        raise InputError("verify computes the reference on the whole graph: give data.dataset, not data.store")
+    whole, _ = data.load()
+    data.num_parts = world_size
+    data.prepare_data()
+    whole = _data_as(whole, double)
+    model = _initialised(model.double() if double else model.float(), whole)
+    used = _choose(reference, whole)
+    with without_dropout():
+        if used == "pyg":
+            expected = reference_step(copy.deepcopy(model), whole)
+        else:
+            expected = _single_step(copy.deepcopy(model), data, double)
+    with RankPool(world_size) as pool:
+        found = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
+    return _merge(found), used
+
+
+def _compare(
+    rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
+) -> dict[str, Difference]:
+    communicator = Communicator(dist.new_group(), check_order=True)
+    shard = _shard_as(Shard.load(folder, rank, num_parts=world_size), double)
+    backend.bind(shard, communicator)
+    distribute(model, backend=backend)
+    with without_dropout():
+        step = distributed_step(model, shard, communicator)
+    return largest_differences(step, expected, shard.owned_id)
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """The command line of :func:`verify`; takes the configuration of ``fit``."""
+    parser = argparse.ArgumentParser(
+        prog="pygdist verify",
+        description="Compare one training step on N processes with one process, number by number. "
+        "Takes the options of 'pygdist fit' besides its own.",
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
+    options, rest = parser.parse_known_args(arguments)
+    cli = GraphCLI(["fit", *rest], execute=False)
+    differences, used = verify(
+        cli.model.model,
+        cli.model.backend,
+        cli.datamodule,
+        world_size=options.world_size,
+        reference=options.reference,
+        double=options.double,
+    )
+    tolerance = options.tolerance or TOLERANCE[torch.float64 if options.double else torch.float32]
+    return _report(differences, tolerance, f"{options.world_size} processes against one ({used})")
+
+
+def _report(differences: Mapping[str, Difference], tolerance: float, title: str) -> int:
+    table = Table("quantity", "absolute", "relative", title=title)
+    for name, difference in differences.items():
+        style = None if difference.relative <= tolerance else "bold red"
+        table.add_row(name, f"{difference.absolute:.1e}", f"{difference.relative:.1e}", style=style)
+    worst = max(differences, key=lambda name: differences[name].relative)
+    ok = differences[worst].relative <= tolerance
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{'equal' if ok else 'NOT equal'} within {tolerance:.0e}: the largest relative difference is "
+        f"{differences[worst].relative:.1e} ({worst})"
+    )
+    return 0 if ok else 1
+
+
+def _merge(found: list[dict[str, Difference]]) -> dict[str, Difference]:
+    return {
+        name: Difference(
+            max(ranks[name].absolute for ranks in found), max(ranks[name].relative for ranks in found)
+        )
+        for name in found[0]
+    }
+
+
+def _choose(reference: Reference, data: Data) -> str:
+    if reference != "auto":
+        return reference
+    # PyG's message path holds edges x features about three times: gathered, scaled, and for the backward pass
+    messages = 3 * data.edge_index.size(1) * data.x.size(1) * data.x.element_size()
+    return "pyg" if messages < psutil.virtual_memory().available / 2 else "single"
+
+
+def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
+    alone = copy.copy(data)
+    alone.num_parts = 1
+    alone.prepare_data()
+    shard = _shard_as(Shard.load(alone.folder, 0, num_parts=1), double)
+    backend = SingleBackend()
+    backend.bind(shard, Communicator())
+    return distributed_step(distribute(model, backend=backend), shard, Communicator())
+
+
+def _initialised(model: nn.Module, data: Data) -> nn.Module:
+    """Layers of unknown input size (``in_channels=-1``) take it from the first few nodes."""
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        few = data.subgraph(torch.arange(min(2, data.num_nodes)))
+        with torch.no_grad():
+            model(few.x, few.edge_index, **edge_inputs(model, few))
+    return model
+
+
+def _data_as(data: Data, double: bool) -> Data:
+    dtype = torch.float64 if double else torch.float32
+    return data.apply(lambda value: value.to(dtype) if value.is_floating_point() else value)
+
+
+def _shard_as(shard: Shard, double: bool) -> Shard:
+    dtype = torch.float64 if double else torch.float32
+    floats = {
+        name: value.to(dtype)
+        for name in ("x", "y", "edge_weight", "edge_attr")
+        if (value := getattr(shard, name)) is not None and value.is_floating_point()
+    }
+    return replace(shard, **floats)

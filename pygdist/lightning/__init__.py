@@ -1,0 +1,8 @@
+"""Training on Lightning: data module, node classifier, strategies and callbacks. Importing it registers strategies."""
+
+from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
+from pygdist.lightning.classifier import NodeClassifier
+from pygdist.lightning.datamodule import GraphDataModule
+from pygdist.lightning.strategies import GraphDDPStrategy
+
+__all__ = ["ExchangeMonitor", "GraphDDPStrategy", "GraphDataModule", "NodeClassifier", "PredictionWriter"]

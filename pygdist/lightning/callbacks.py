@@ -1,0 +1,136 @@
+"""What a run reports: where each epoch's time went, what crossed between ranks, and the predictions of all nodes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from typing_extensions import override
+
+from pygdist.lightning.classifier import NodeClassifier
+
+__all__ = ["ExchangeMonitor", "PredictionWriter"]
+
+
+class ExchangeMonitor(pl.Callback):
+    """Logs, once per training epoch and equal on all ranks:
+
+    =============================  ==================================================================
+    ``epoch_s``                    wall seconds of the epoch's training step, largest over ranks
+    ``compute_s_{min,max}``        of these, seconds outside exchanges, over ranks
+    ``exchange_s_{min,max}``       seconds inside exchanges
+    ``sent_bytes_{min,max}``       payload bytes sent by a rank's backend
+    ``sent_messages_{min,max}``    point-to-point messages sent by it
+    ``sent_bytes_total``           payload bytes sent by all ranks
+    ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
+    =============================  ==================================================================
+
+    The gradient all-reduce of DDP is compute here: it overlaps with the backward pass and is not the backend's.
+    """
+
+    def __init__(self) -> None:
+        self._start = 0.0
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(pl_module, NodeClassifier):
+            _synchronize(pl_module.device)
+            pl_module.backend.communicator.meter.reset()
+            self._start = time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not isinstance(pl_module, NodeClassifier):
+            return
+        _synchronize(pl_module.device)
+        seconds = time.perf_counter() - self._start
+        communicator = pl_module.backend.communicator
+        traffic = communicator.meter.read()
+        own = [
+            seconds,
+            seconds - traffic.exchange_s,
+            traffic.exchange_s,
+            traffic.sent_bytes,
+            traffic.sent_messages,
+            _peak_gib(pl_module.device),
+        ]
+        table = communicator.gather([float(value) for value in own])
+        low, high, total = table.amin(0).tolist(), table.amax(0).tolist(), table.sum(0).tolist()
+        figures = {"epoch_s": high[0], "sent_bytes_total": total[3], "peak_gib_max": high[5], "peak_gib_total": total[5]}
+        for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
+            figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
+        # figures about ranks, reduced already: rank 0 logs them as they are
+        pl_module.log_dict(figures, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes one row per node of the whole graph, in global id order, from all ranks to one ``.npy`` file.
+
+    Rank 0 writes; the others send it their rows, so no shared file system is needed and no rank holds all rows.
+
+    Args:
+        path: The file; it appears when it is complete.
+        output: ``label`` writes the predicted class (int64) or, with several labels per node, 0/1 rows (int8);
+            ``logits`` the model's output.
+    """
+
+    def __init__(self, path: str | Path = "predictions.npy", output: Literal["label", "logits"] = "label") -> None:
+        super().__init__(write_interval="epoch")
+        self.path, self.output = Path(path), output
+
+    @override
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        assert isinstance(pl_module, NodeClassifier)
+        n_id, out = predictions[0]
+        shard, communicator = pl_module.backend.shard, pl_module.backend.communicator
+        if self.output == "label":
+            out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
+        out = out.float() if out.dtype == torch.bfloat16 else out
+        counts = communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
+        if communicator.rank != 0:
+            communicator.send_to(0, [n_id.contiguous(), out.contiguous()], label="predictions")
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        try:
+            self._write(temporary, n_id, out, counts, pl_module)
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _write(
+        self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: NodeClassifier
+    ) -> None:
+        shape = (module.backend.shard.num_nodes, *out.shape[1:])
+        rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
+        rows[n_id.cpu().numpy()] = out.cpu().numpy()
+        for rank, count in enumerate(counts[1:], start=1):
+            ids, part = n_id.new_empty(count), out.new_empty((count, *out.shape[1:]))
+            module.backend.communicator.receive_from(rank, [ids, part], label="predictions")
+            rows[ids.cpu().numpy()] = part.cpu().numpy()
+        rows.flush()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,169 @@
+"""Node classification with any PyG model, on any backend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MultilabelF1Score
+from typing_extensions import override
+
+from pygdist.backends import Backend, distribute, resolve_backend, undistribute
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard
+from pygdist.lightning.strategies import GraphDDPStrategy
+from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.loss import labelled, summed_loss
+
+__all__ = ["NodeClassifier", "run_model"]
+
+Stage = Literal["train", "val", "test"]
+
+
+def run_model(model: nn.Module, shard: Shard) -> Tensor:
+    """Call ``model`` as anyone would, with the rank's own rows, and edge inputs if its forward takes them.
+
+    Returns:
+        One row per owned node.
+    """
+    out: Tensor = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
+    return out
+
+
+class NodeClassifier(pl.LightningModule):
+    """Trains a PyG model to classify nodes; the model's layers stay as they are.
+
+    Logs ``{train,val,test}_loss`` and ``_acc`` (or ``_f1`` for several labels per node) over all labelled nodes of
+    the whole graph, the same number on every rank.
+
+    Args:
+        model: Any module called as ``model(x, edge_index)``, and with ``edge_weight`` or ``edge_attr`` if its forward
+            has these parameters and the graph has them. ``in_channels=-1`` layers take their size from the graph.
+        backend: How neighbours arrive: a registered name, a class path, or an instance.
+        lr: Learning rate of Adam; another optimiser goes through ``--optimizer`` on the command line, or a subclass.
+        weight_decay: Weight decay of Adam.
+
+    Example:
+        >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend | str = "comm",
+        lr: float = 0.01,
+        weight_decay: float = 5e-4,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.backend = resolve_backend(backend)
+        self.lr, self.weight_decay = lr, weight_decay
+        self.metrics = nn.ModuleDict()
+
+    @override
+    def setup(self, stage: str) -> None:
+        shard, communicator = self._shard(), self._communicator()
+        undistribute(self.model)  # a run that failed half-way left it distributed
+        self.backend.bind(shard, communicator)
+        distribute(self.model, backend=self.backend)
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.model.parameters()):
+            with torch.no_grad():
+                run_model(self.model, shard)
+        self.metrics = nn.ModuleDict({
+            f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
+            for name in ("train", "val", "test")
+            for kind in ("loss", "score")
+        })  # fmt: skip
+        self._score_name = "f1" if shard.multi_label else "acc"
+
+    @override
+    def teardown(self, stage: str) -> None:
+        undistribute(self.model)
+        self.backend.unbind()
+
+    @override
+    def on_fit_start(self) -> None:
+        # dropout must not repeat its pattern on every rank; the parameters are equal already
+        torch.manual_seed(torch.initial_seed() + self.global_rank)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.backend.communicator.epoch = self.current_epoch
+
+    @override
+    def forward(self, shard: Shard) -> Tensor:
+        out = run_model(self.model, shard)
+        if out.dim() != 2 or out.size(1) < shard.num_classes:
+            raise InputError(
+                f"the model gives {tuple(out.shape)[1:]} values per node but the graph has {shard.num_classes} classes; "
+                f"set the model's out_channels to {shard.num_classes}"
+            )
+        return out
+
+    @override
+    def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
+        total = self._evaluate(shard, "train")
+        count = shard.counts["train_mask"]
+        strategy = self.trainer.strategy
+        return total * (strategy.loss_scale(count) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count)
+
+    @override
+    def validation_step(self, shard: Shard, batch_idx: int) -> None:
+        self._evaluate(shard, "val")
+
+    @override
+    def test_step(self, shard: Shard, batch_idx: int) -> None:
+        self._evaluate(shard, "test")
+
+    @override
+    def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Global ids of the owned nodes and the model's output for them."""
+        return shard.owned_id, self(shard)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+    def _evaluate(self, shard: Shard, stage: Stage) -> Tensor:
+        """Summed loss over the rank's labelled nodes of the stage; updates and logs the stage's metrics."""
+        mask = getattr(shard, f"{stage}_mask")
+        if shard.y is None or mask is None or not shard.counts[f"{stage}_mask"]:
+            raise InputError(f"the graph has no labelled nodes for stage '{stage}' ({stage}_mask)")
+        out = self(shard)
+        total, count = summed_loss(out, shard.y, mask)
+        chosen = labelled(shard.y, mask)
+        loss, score = self.metrics[f"{stage}_loss"], self.metrics[f"{stage}_score"]
+        loss.update(total.detach() / max(count, 1), weight=count)
+        if shard.multi_label:
+            score.update(out[chosen].detach(), shard.y[chosen].long())
+        else:
+            score.update((out[chosen].argmax(dim=-1) == shard.y[chosen]).float())
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+        self.log(f"{stage}_loss", loss, **options)
+        self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
+        return total
+
+    def _score(self, shard: Shard) -> Metric:
+        """Micro-averaged accuracy, or F1 for several labels per node."""
+        return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()
+
+    def _shard(self) -> Shard:
+        shard = getattr(getattr(self.trainer, "datamodule", None), "shard", None)
+        if not isinstance(shard, Shard):
+            raise InputError("NodeClassifier takes its graph from a GraphDataModule: trainer.fit(module, datamodule=...)")
+        return shard
+
+    def _communicator(self) -> Communicator:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, GraphDDPStrategy):
+            return strategy.communicator
+        if self.trainer.world_size > 1:
+            raise InputError(
+                f"strategy '{type(strategy).__name__}' averages the losses of ranks as if each had its own data; "
+                "on a graph in parts use strategy='graph_ddp'"
+            )
+        return Communicator()

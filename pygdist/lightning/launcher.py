@@ -1,0 +1,75 @@
+"""Starts the ranks of one machine, as Lightning does, and names the one that dies.
+
+Lightning's own observer kills every process, its own included, five seconds after a child dies, and says so with a
+process number. Here the survivors get time to find out and say which rank was lost; only then is anything killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from typing_extensions import override
+
+__all__ = ["GraphLauncher"]
+
+log = logging.getLogger(__name__)
+
+
+class GraphLauncher(_SubprocessScriptLauncher):
+    """Runs the script once more for each further rank of this machine.
+
+    Args:
+        args: As in Lightning's launcher: cluster environment, number of processes, number of machines.
+        grace_s: Seconds that the other ranks have to leave by themselves after one has died.
+    """
+
+    def __init__(self, *args: Any, grace_s: float = 15.0) -> None:
+        super().__init__(*args)
+        self.grace_s = grace_s
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            first_rank = self.cluster_environment.node_rank() * self.num_processes
+            _Observer(self.procs, first_rank + 1, self.grace_s).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class _Observer(threading.Thread):
+    """Watches the child processes; ends with the main process."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, grace_s: float) -> None:
+        super().__init__(daemon=True, name="pygdist-observer")
+        self._processes, self._first_rank, self._grace_s = processes, first_rank, grace_s
+        self._timer = threading.Event()
+
+    @override
+    def run(self) -> None:
+        while not any(process.poll() for process in self._processes):
+            if all(process.poll() == 0 for process in self._processes):
+                return
+            self._timer.wait(0.5)
+        for offset, process in enumerate(self._processes):
+            if process.returncode:
+                log.error("rank %d (process %d) %s", self._first_rank + offset, process.pid, _fate(process.returncode))
+        self._timer.wait(self._grace_s)
+        log.error("ending all ranks of this machine, %.0f s after one was lost", self._grace_s)
+        for process in self._processes:
+            process.kill()
+        os._exit(1)  # the main thread hangs in a collective call that no exception reaches
+
+
+def _fate(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

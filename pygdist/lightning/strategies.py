@@ -1,0 +1,165 @@
+"""How ranks keep one model: gradients averaged by DDP, with what a graph in parts needs around it.
+
+On top of Lightning's DDP: the loss scaling that makes DDP's mean over ranks the true mean over nodes, a process group
+of its own for the exchanges of backends, and a watchdog that names a late or lost rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import sys
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from pygdist.comm import Communicator, Watchdog
+from pygdist.errors import LostRankError
+from pygdist.lightning.launcher import GraphLauncher
+
+__all__ = ["GraphDDPStrategy"]
+
+# what gloo and nccl say when the other end is gone or silent
+_CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
+# torch renamed the option
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
+
+
+class GraphDDPStrategy(DDPStrategy):
+    """Gradient averaging over the parts of one graph; gloo on CPU, nccl on CUDA.
+
+    ``--trainer.strategy=graph_ddp``, or ``graph_ddp_notebook`` where processes must be forked. Everything else
+    (``devices``, ``num_nodes``, torchrun, SLURM, checkpoints) is as in Lightning's ``ddp``.
+
+    Args:
+        timeout_s: Seconds after which an exchange, or any other collective, gives up.
+        warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
+        check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
+        start_method: How Lightning starts the processes.
+        find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
+        kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
+    """
+
+    strategy_name = "graph_ddp"
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 600.0,
+        warn_after_s: float = 60.0,
+        check_order: bool = False,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time
+        kwargs.setdefault(_SYNC_BUFFERS, False)
+        super().__init__(
+            timeout=datetime.timedelta(seconds=timeout_s),
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+            **kwargs,
+        )
+        self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
+        self._communicator: Communicator | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def communicator(self) -> Communicator:
+        """What backends exchange rows with, on a process group of its own."""
+        if self._communicator is None:
+            raise RuntimeError("the communicator exists from setup_environment() on, inside fit, validate, test, ...")
+        return self._communicator
+
+    def loss_scale(self, num_labelled: int) -> float:
+        """Factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
+
+        Args:
+            num_labelled: Labelled training nodes of the whole graph.
+        """
+        return self.world_size / num_labelled
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._communicator is not None:
+            return
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._watchdog = Watchdog(store, self.global_rank, self.world_size, warn_after_s=self._warn_after_s)
+        group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s)) if self.world_size > 1 else None
+        self._communicator = Communicator(
+            group, timeout_s=self._timeout_s, check_order=self._check_order, watchdog=self._watchdog
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None:
+            rank_zero_info("sync_batchnorm: norms over nodes take their statistics over all ranks in any case")
+            self._layer_sync = None
+        super().setup(trainer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._watchdog is None:
+            return
+        watchdog, self._watchdog = self._watchdog, None
+        if isinstance(exception, LostRankError):
+            watchdog.close("lost a neighbour")
+        elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
+            found = watchdog.diagnose()
+            watchdog.close("lost a neighbour")
+            raise LostRankError(
+                f"rank {self.global_rank}, epoch {self.communicator.epoch}: a collective call failed; {found}"
+            ) from exception
+        else:
+            watchdog.close(f"{type(exception).__name__}: {exception}")
+
+    @override
+    def teardown(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._communicator is not None and self._communicator.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._communicator.group)
+        self._communicator = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        methods = {"graph_ddp": "popen", "graph_ddp_spawn": "spawn", "graph_ddp_fork": "fork"}
+        for name, method in {**methods, "graph_ddp_notebook": "fork"}.items():
+            for unused in (False, True):
+                strategy_registry.register(
+                    f"{name}_find_unused_parameters_true" if unused else name,
+                    cls,
+                    description=f"Gradient averaging over the parts of one graph, processes by {method}",
+                    start_method=method,
+                    find_unused_parameters=unused,
+                )
+
+
+def _register() -> None:
+    """Make the names known to Lightning, which has no entry point for strategies; once, and under both its imports."""
+    old = sys.modules.get("pytorch_lightning.strategies")
+    for registry in (StrategyRegistry, getattr(old, "StrategyRegistry", StrategyRegistry)):
+        if "graph_ddp" not in registry:
+            GraphDDPStrategy.register_strategies(registry)
+
+
+_register()
