@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["MASKS", "check", "is_multi_label", "rows_of"]
+__all__ = ["MASKS", "check", "is_multi_label", "plain", "rows_of"]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
@@ -60,6 +61,11 @@ def is_multi_label(y: Tensor) -> bool:
     return y.dim() == 2 and y.size(1) > 1
 
 
+def plain(edge_index: Tensor) -> Tensor:
+    """Edges as an ordinary tensor: PyG's ``EdgeIndex`` has rules of its own, for slices and others."""
+    return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+
+
 def rows_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Blocks of rows and the number of the first one, small enough to compute with temporaries."""
     step = max(1, _BLOCK_VALUES // max(1, value[:1].numel()))
@@ -71,7 +77,7 @@ def _check_edges(data: Data, num_nodes: int) -> None:
     edge_index = data.get("edge_index")
     if not isinstance(edge_index, Tensor):
         raise InputError("edge_index: is missing; give a tensor of shape (2, number of edges), without columns if none")
-    edge_index = edge_index.as_subclass(Tensor)  # PyG's EdgeIndex has rules of its own for slices
+    edge_index = plain(edge_index)
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise InputError(f"edge_index: shape {tuple(edge_index.shape)}, expected (2, number of edges)")
     if edge_index.dtype.is_floating_point or edge_index.dtype in (torch.bool, torch.complex64, torch.complex128):

@@ -39,7 +39,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
-    descriptor = _lock(path)
+    descriptor = _lock(path, folder)
     try:
         if descriptor is not None:
             for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # its writer held the lock, and is gone
@@ -119,15 +119,15 @@ def checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
-def _lock(path: Path) -> int | None:
-    """Take the lock, waiting for it; ``None`` where the file system has no locks."""
+def _lock(path: Path, folder: Path) -> int | None:
+    """Take the lock of a folder, waiting for it; ``None`` where the file system has no locks."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log.info("waiting for another process that is writing %s", path.parent)
+                log.info("waiting for another process that is writing %s", folder)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             os.close(descriptor)

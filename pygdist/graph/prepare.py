@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS, check, is_multi_label, rows_of
+from pygdist.graph.check import MASKS, check, is_multi_label, plain, rows_of
 from pygdist.graph.edges import drop_duplicates, drop_self_loops, make_symmetric
 
 __all__ = ["check", "fingerprint", "labelled_nodes", "prepare"]
@@ -111,7 +111,7 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
     if x.layout is not torch.strided:
         notes.append(f"made sparse features dense: {x.size(0)} x {x.size(1)}")
         fields["x"] = x = x.to_dense()
-    fields["edge_index"] = fields["edge_index"].as_subclass(Tensor).to(torch.int64)
+    fields["edge_index"] = plain(fields["edge_index"]).to(torch.int64)
     for name in ("x", "edge_weight", "edge_attr"):
         if name in fields and fields[name].dtype not in (torch.float32, torch.float64):
             notes.append(f"turned {name} from {_type_name(fields[name])} into float32")

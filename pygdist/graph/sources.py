@@ -22,6 +22,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
+from pygdist.graph.check import plain
 from pygdist.graph.npy import load_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.sbm import degree_corrected_sbm
@@ -197,7 +198,7 @@ def _edges_from_adjacency(data: Data, name: str) -> None:
     data.adj_t = None
     if not isinstance(edge_index := data.get("edge_index"), Tensor):
         raise InputError(f"dataset '{name}': edge_index is missing; give it, or adj_t")
-    data.edge_index = edge_index.as_subclass(Tensor)
+    data.edge_index = plain(edge_index)
 
 
 def _pick_split(data: Data, split_index: int) -> None:

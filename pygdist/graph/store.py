@@ -110,6 +110,8 @@ def write_store(
         **(figures or {}),
     }
     try:
+        if (found := _existing(folder, header, overwrite)) is not None:
+            return found  # without the lock: the place may be read-only
         with exclusive(folder):
             if (found := _existing(folder, header, overwrite)) is not None:
                 return found
@@ -244,5 +246,5 @@ def _existing(folder: Path, header: Mapping[str, Any], overwrite: bool) -> dict[
         raise InputError(
             f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
         )
-    log.info("%s is there already", folder)
+    log.debug("%s is there already", folder)
     return meta
