@@ -270,13 +270,13 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, communicator: Communicator, label: str) -> Tensor:
         ctx.communicator, ctx.label = communicator, label
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        communicator.reduce_in_place(out, f"{label}, forward, {_describe(x)}")
+        communicator.reduce_in_place(out, f"{label}, forward, {_describe(x[None])}")
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {_describe(grad)}")
+        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {_describe(grad[None])}")
         return grad, None, None
 
 

@@ -122,6 +122,7 @@ class Watchdog:
             place,
             "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause",
         )
+        self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and tools that look on
 
     def _beat(self) -> None:
         self._beats += 1

@@ -1,0 +1,229 @@
+"""Exchanges between real ranks: values, gradients, bytes, order, and what is said when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pygdist.comm import Communicator, ExchangePlan, Watchdog
+from pygdist.errors import InputError, LostRankError
+from pygdist.testing import RankError, RankPool
+
+OWNED = (4, 0, 3)  # rows of each rank; one has none
+
+
+def _plan(rank: int, world_size: int) -> ExchangePlan:
+    """Rank r wants rows 0 and 2 of r + 1 (as far as they exist), and row 0 of r + 2."""
+    wants = {(r, (r + step) % world_size): rows for r in range(world_size) for step, rows in ((1, [0, 2]), (2, [0]))}
+    rows = {
+        (receiver, owner): [row for row in wants.get((receiver, owner), []) if row < OWNED[owner]]
+        for receiver in range(world_size)
+        for owner in range(world_size)
+        if receiver != owner
+    }
+    send = [rows.get((peer, rank), []) for peer in range(world_size)]
+    recv = [rows.get((rank, peer), []) for peer in range(world_size)]
+    return ExchangePlan(
+        send_index=torch.tensor([row for part in send for row in part], dtype=torch.int64),
+        send_counts=tuple(len(part) for part in send),
+        recv_counts=tuple(len(part) for part in recv),
+    )
+
+
+def _rows(rank: int, dtype: torch.dtype = torch.float64, width: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-50, 50, (OWNED[rank], width), generator=generator).to(dtype)
+
+
+def _expected(rank: int, world_size: int, dtype: torch.dtype) -> Tensor:
+    plans = {peer: _plan(peer, world_size) for peer in range(world_size)}
+    parts = [_rows(peer, dtype)[plans[peer].send_index_of(rank)] for peer in range(world_size) if peer != rank]
+    return torch.cat(parts)
+
+
+def _check_values(rank: int, world_size: int, name: str) -> None:
+    communicator, dtype = Communicator(dist.new_group()), getattr(torch, name)
+    plan = _plan(rank, world_size)
+    halo = communicator.exchange_rows(_rows(rank, dtype), plan)
+    assert halo.dtype == dtype
+    assert torch.equal(halo, _expected(rank, world_size, dtype))
+    traffic, row_bytes = communicator.meter.reset(), 5 * torch.empty(0, dtype=dtype).element_size()
+    assert traffic.sent_bytes == plan.num_sent * row_bytes
+    assert traffic.received_bytes == plan.num_received * row_bytes
+    assert traffic.sent_messages == sum(count > 0 for count in plan.send_counts)
+    assert traffic.calls == 1
+    assert traffic.exchange_s > 0
+    assert communicator.meter.read().calls == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "bool"])
+def test_rows_arrive_in_rank_order_and_every_byte_is_counted(pool: RankPool, dtype: str) -> None:
+    pool.run(_check_values, 3, dtype)
+
+
+def _check_gradients(rank: int, world_size: int) -> list[Tensor]:
+    communicator = Communicator(dist.new_group())
+    x = _rows(rank).requires_grad_()
+    halo = communicator.exchange_rows(x, _plan(rank, world_size))
+    scale = torch.arange(1, halo.size(0) + 1, dtype=torch.float64)[:, None] * 10.0**rank
+    # the total is a loss over all ranks: rank r weighs the copies that it holds
+    ((halo * scale).sum() + 0.5 * x.sum()).backward()
+    assert x.grad is not None
+    again = _rows(rank).requires_grad_()
+    halo = communicator.exchange_rows(again, _plan(rank, world_size))
+    ((halo * scale).sum() + 0.5 * again.sum()).backward()
+    assert again.grad is not None
+    assert torch.equal(x.grad, again.grad)
+    return [x.grad, scale]
+
+
+def test_gradients_of_all_copies_are_summed_at_the_owner(pool: RankPool) -> None:
+    answers = pool.run(_check_gradients, 3)
+    expected = [torch.full((rows, 5), 0.5, dtype=torch.float64) for rows in OWNED]
+    for holder in range(3):
+        position = 0
+        for owner in range(3):
+            for row in [] if owner == holder else _plan(owner, 3).send_index_of(holder).tolist():
+                expected[owner][row] += answers[holder][1][position]
+                position += 1
+    for rank in range(3):
+        assert torch.equal(answers[rank][0], expected[rank])
+    assert not torch.equal(answers[0][0], torch.full((4, 5), 0.5, dtype=torch.float64)), "nothing came back"
+
+
+def _check_sum(rank: int, world_size: int) -> None:
+    communicator = Communicator(dist.new_group())
+    x = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    total = communicator.sum_over_ranks(x)
+    assert total.tolist() == [6.0, 6.0]
+    (total * (rank + 1)).sum().backward()  # every rank's loss depends on every rank's x
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0]
+    assert communicator.gather([rank, 2.0]).tolist() == [[0, 2], [1, 2], [2, 2]]
+
+
+def test_sums_over_ranks_and_their_gradients(pool: RankPool) -> None:
+    pool.run(_check_sum, 3)
+
+
+def _check_agree(rank: int, world_size: int) -> str:
+    communicator = Communicator(dist.new_group())
+    communicator.agree(None)
+    with pytest.raises(InputError) as error:
+        communicator.agree("part_1/x.npy: is damaged" if rank == 1 else None)
+    return str(error.value)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
+    first, second = pool.run(_check_agree, 2)
+    assert first == "part_1/x.npy: is damaged (found by rank 1)"
+    assert second == "part_1/x.npy: is damaged"
+
+
+def _check_order(rank: int, world_size: int) -> str:
+    communicator = Communicator(dist.new_group(), check_order=True)
+    communicator.exchange_rows(_rows(rank), _plan(rank, world_size))
+    with pytest.raises(RuntimeError, match="the ranks disagree on the next exchange") as error:
+        if rank == 2:
+            communicator.sum_over_ranks(torch.ones(3))
+        else:
+            communicator.exchange_rows(_rows(rank), _plan(rank, world_size))
+    return str(error.value)
+
+
+def test_ranks_that_make_different_calls_are_told_so_and_none_hangs(pool: RankPool) -> None:
+    for said in pool.run(_check_order, 3):
+        assert "rank 0 makes call 2: rows, forward, 5 float64" in said
+        assert "rank 2 makes call 2: sum, forward, 3 float32" in said
+
+
+def _check_timeout(rank: int, world_size: int) -> str:
+    group = dist.new_group()
+    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world_size, beat_s=0.05)
+    communicator = Communicator(group, timeout_s=0.5, watchdog=watchdog)
+    communicator.epoch = 7
+    said = ""
+    if rank == 0:
+        with pytest.raises(LostRankError) as error:
+            communicator.exchange_rows(_rows(0), _plan(0, world_size))
+        said = str(error.value)
+    dist.barrier()  # the other rank is alive all the time, it only never makes the call
+    watchdog.close()
+    return said
+
+
+def test_a_late_rank_is_named_with_epoch_and_exchange(pool: RankPool) -> None:
+    said = pool.run(_check_timeout, 3)[0]
+    assert "rank 0, epoch 7, exchange 1 (rows, forward, 5 float64)" in said
+    assert "every other rank is alive" in said
+
+
+def _check_lost(rank: int, world_size: int) -> str:
+    group = dist.new_group()
+    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world_size, beat_s=0.1)
+    communicator = Communicator(group, watchdog=watchdog)
+    communicator.sum_over_ranks(torch.ones(1))
+    if rank == 2:
+        os.kill(os.getpid(), 9)
+    communicator.epoch = 3
+    communicator.sum_over_ranks(torch.ones(1))
+    return "never reached"
+
+
+def test_a_killed_rank_is_named_by_the_survivors() -> None:
+    with RankPool(3) as own, pytest.raises(RankError) as error:
+        own.run(_check_lost, 3)
+    said = str(error.value)
+    assert "rank 2 is lost (last seen in epoch 0, exchange 1" in said or "the process ended (exit code -9)" in said
+
+
+def _check_watchdog_warning(rank: int, world_size: int) -> list[str]:
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pygdist.comm.watchdog").addHandler(handler)
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(store, rank, world_size, warn_after_s=0.1, beat_s=0.05)
+    communicator = Communicator(dist.new_group(), watchdog=watchdog)
+    communicator.epoch = 4
+    if rank == 0:
+        # rank 1 enters only after rank 0 has complained, so the complaint is certain
+        communicator.sum_over_ranks(torch.ones(1), label="norm statistics")
+    else:
+        store.wait(["pygdist-watchdog/warned/0"])
+        communicator.sum_over_ranks(torch.ones(1), label="norm statistics")
+    watchdog.close()
+    return records
+
+
+def test_a_long_wait_names_who_is_behind(pool: RankPool) -> None:
+    waited = pool.run(_check_watchdog_warning, 2)[0]
+    assert len(waited) == 1
+    assert "rank 0 has waited" in waited[0]
+    assert "epoch 4, exchange 1 (norm statistics" in waited[0]
+    assert "rank 1 is at epoch 0, exchange 0 (before the first exchange)" in waited[0]
+
+
+def test_one_process_exchanges_nothing() -> None:
+    communicator, plan = Communicator(), ExchangePlan(
+        send_index=torch.empty(0, dtype=torch.int64), send_counts=(0,), recv_counts=(0,)
+    )
+    x = torch.ones(3, 2, requires_grad=True)
+    assert communicator.exchange_rows(x, plan).shape == (0, 2)
+    assert communicator.sum_over_ranks(x) is x
+    assert communicator.meter.read().calls == 0
+    with pytest.raises(InputError, match="wrong field"):
+        communicator.agree("wrong field")
+
+
+def test_a_plan_states_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="send_counts names 2 ranks and recv_counts 1"):
+        ExchangePlan(send_index=torch.tensor([0]), send_counts=(0, 1), recv_counts=(0,))
+    with pytest.raises(ValueError, match="sum to 2, send_index has 1"):
+        ExchangePlan(send_index=torch.tensor([0]), send_counts=(0, 2), recv_counts=(0, 0))
