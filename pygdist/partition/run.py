@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_geometric.data import Data
 
-from pygdist.graph import EdgeStream, fingerprint, write_store
+from pygdist.graph import EdgeStream, write_store
 from pygdist.partition.base import Partitioner, resolve_partitioner
 
 __all__ = ["partition_graph"]
@@ -26,6 +26,7 @@ def partition_graph(
     partitioner: str | Partitioner = "chunk",
     notes: Sequence[str] = (),
     num_classes: int | None = None,
+    fingerprint: str | None = None,
     overwrite: bool = False,
     **args: Any,
 ) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def partition_graph(
         partitioner: A name, a class path, or an instance.
         notes: What preprocessing did, for ``meta.json``.
         num_classes: Number of classes; by default that of ``data``.
+        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
         overwrite: Replace a finished store that differs.
         **args: Arguments of the partitioner.
 
@@ -54,7 +56,6 @@ def partition_graph(
     """
     chosen = resolve_partitioner(partitioner, **args)
     method = chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}"
-    content = fingerprint(data)
     edges = EdgeStream.from_data(data)
     start = time.perf_counter()
     part = chosen.assign(edges, num_parts)
@@ -69,7 +70,7 @@ def partition_graph(
         arguments=chosen.arguments(),
         notes=notes,
         num_classes=num_classes,
-        fingerprint=content,
+        fingerprint=fingerprint,
         figures={"seconds": seconds, "edges_per_second": edges.num_edges / max(seconds, 1e-9)},
         overwrite=overwrite,
     )
