@@ -1,0 +1,106 @@
+"""The contract: every exact backend equals plain PyG on one process; and the suite notices those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from pygdist.backends import CommBackend, backends
+from pygdist.backends.base import Inner
+from pygdist.testing import LAYERS, RankPool, assert_exact
+
+EXACT = [name for name in backends if backends[name].exact]
+SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("backend", EXACT)
+def test_every_layer_equals_one_process(backend: str, world_size: int, pool: RankPool) -> None:
+    if backend == "single" and world_size > 1:
+        pytest.skip("single runs on one process by definition")
+    found = assert_exact(backend, world_sizes=[world_size], pool=pool)
+    assert set(found) == set(LAYERS)
+
+
+def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
+    classes = {case.layer for case in LAYERS.values() if issubclass(case.layer, MessagePassing)}
+    assert len(classes) >= 20
+
+
+@given(num_nodes=st.integers(4, 70), seed=st.integers(0, 2**16), layer=st.sampled_from(SOME))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_equals_one_process(num_nodes: int, seed: int, layer: str, pool: RankPool) -> None:
+    kinds = ["directed", "power-law", "isolated", "empty-part", "no-train-part"]
+    assert_exact(
+        "comm", layers=[layer], world_sizes=[3], graphs=[kinds[seed % 5]], num_nodes=num_nodes, seed=seed, pool=pool
+    )
+
+
+class Deaf(CommBackend):
+    """Halo rows are zeros: nobody answers."""
+
+    name = ""
+
+    @override
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
+        super()._exchange(layer, tensors)
+        own = self.shard.num_owned
+        for key, (tensor, version, full) in list(self._fetched.items()):
+            mask = torch.arange(full.size(layer.node_dim)) < own
+            shape = [1] * full.dim()
+            shape[layer.node_dim] = -1
+            self._fetched[key] = (tensor, version, full * mask.view(shape).to(full.dtype))
+
+
+class OneWay(CommBackend):
+    """Halo rows arrive but no gradient goes back."""
+
+    name = ""
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        return super().propagate(layer, inner, edge_index, size, kwargs)
+
+    @override
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
+        super()._exchange(layer, tensors)
+        own = self.shard.num_owned
+        for key, (tensor, version, full) in list(self._fetched.items()):
+            size = full.size(layer.node_dim)
+            mine, halo = full.split([own, size - own], dim=layer.node_dim)
+            self._fetched[key] = (tensor, version, torch.cat([mine, halo.detach()], dim=layer.node_dim))
+
+
+class LocalDegrees(CommBackend):
+    """Normalises with the degrees that a rank sees by itself: those of halo rows are unknown, taken as one."""
+
+    name = ""
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        super().source_rows(x)
+        return torch.cat([x, x.new_ones(self.shard.num_halo)])
+
+
+@pytest.mark.parametrize(
+    ("broken", "layer", "quantity"),
+    [
+        pytest.param(Deaf, "GINConv", "output", id="no-halo-rows"),
+        pytest.param(OneWay, "SAGEConv-mean", "gradients", id="no-halo-gradients"),
+        pytest.param(LocalDegrees, "GCNConv", "output", id="local-degrees"),
+    ],
+)
+def test_the_suite_notices_a_backend_that_is_not_exact(
+    broken: type[CommBackend], layer: str, quantity: str, pool: RankPool
+) -> None:
+    with pytest.raises(AssertionError, match=rf"{layer} on 2 ranks, graph directed: {quantity}.* of rank \d differs"):
+        assert_exact(broken(), layers=[layer], world_sizes=[2], graphs=["directed"], pool=pool)

@@ -1,0 +1,287 @@
+"""What distribute() promises: the same module, parameters and classes, and routing that nothing undoes by accident."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import (
+    GAT,
+    GCN,
+    BatchNorm,
+    ChebConv,
+    GATv2Conv,
+    GCNConv,
+    MessagePassing,
+    SAGEConv,
+    TopKPooling,
+    TransformerConv,
+)
+from torch_geometric.nn.aggr import SumAggregation
+from typing_extensions import override
+
+from pygdist import InputError, Shard, distribute, undistribute
+from pygdist.backends import CommBackend, SingleBackend, backends, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.graph import write_store
+from pygdist.testing import RankPool, random_graph
+from pygdist.testing.layers import build
+
+
+class Spy(SingleBackend):
+    """Counts the hops that reach it."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hops = 0
+
+    @override
+    def propagate(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.hops += 1
+        return super().propagate(*args, **kwargs)
+
+
+@pytest.fixture
+def graph(tmp_path: Any) -> tuple[Data, Shard]:
+    data, part = random_graph("directed")
+    write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
+    return data, Shard.load(tmp_path / "store", 0)
+
+
+def _bound(backend: SingleBackend, shard: Shard) -> SingleBackend:
+    backend.bind(shard, Communicator())
+    return backend
+
+
+def test_nothing_but_the_class_changes_and_undistribute_gives_it_back(graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    model = GCN(5, 8, 2, 3, norm="batch").double()
+    keys, ids = list(model.state_dict()), [id(p) for p in model.parameters()]
+    classes = [type(module) for module in model.modules()]
+    expected = model(data.x, data.edge_index)
+    assert distribute(model, backend=_bound(Spy(), shard)) is model
+    assert list(model.state_dict()) == keys
+    assert [id(p) for p in model.parameters()] == ids
+    assert isinstance(model.convs[0], GCNConv)
+    assert type(model.convs[0]).__name__ == "DistributedGCNConv"
+    assert type(model.convs[0]) is type(model.convs[1])
+    assert isinstance(model.norms[0], BatchNorm)
+    assert torch.allclose(model(shard.x, shard.adjacency), expected, rtol=0, atol=1e-12)
+    undistribute(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(data.x, data.edge_index), expected)
+
+
+def test_a_second_distribute_is_refused() -> None:
+    model = distribute(GCN(5, 8, 2, 3), backend=Spy())
+    with pytest.raises(InputError, match=r"GCN is distributed already; call undistribute"):
+        distribute(model, backend=Spy())
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+def _saved(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copied: nn.Module = torch.load(buffer, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("name", ["GCNConv", "GATv2Conv", "BatchNorm"])
+def test_routing_survives_a_copy_in_the_copy_and_in_the_original(
+    name: str, copier: Any, graph: tuple[Data, Shard]
+) -> None:
+    data, shard = graph
+    model, backend = build(name, 5, 3), Spy()
+    extra = {"edge_weight": data.edge_weight, "edge_attr": data.edge_attr}
+    expected = model(data.x, data.edge_index, **extra)
+    distribute(model, backend=_bound(backend, shard))
+    local = {"edge_weight": shard.edge_weight, "edge_attr": shard.edge_attr}
+    twin = copier(model)
+    for module in (twin, model):
+        before = backend.hops
+        assert torch.allclose(module(shard.x, shard.adjacency, **local), expected, rtol=0, atol=1e-12)
+        hops = 4 if name == "GATv2Conv" else 2  # attention layers ask for neighbours in edge_updater too
+        assert backend.hops == before + hops, "a hop did not reach the backend"
+    twin.first.register_buffer("extra", torch.ones(1))
+    assert "first.extra" not in model.state_dict()
+
+
+def test_a_backend_unpickled_in_another_process_is_unbound() -> None:
+    backend = CommBackend()
+    raw = pickle.dumps(backend)
+    assert pickle.loads(raw) is backend
+    del backend
+    other = pickle.loads(raw)
+    assert isinstance(other, CommBackend)
+    with pytest.raises(InputError, match=r"backend 'comm' is not bound to a graph; call backend\.bind"):
+        _ = other.shard
+
+
+def test_decomposed_layers_stay_routed(graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    model, backend = GCNConv(5, 5).double(), Spy()  # PyG decomposes layers with one tensor only
+    expected = model(data.x, data.edge_index)
+    for when in ("before", "after"):
+        fresh = copy.deepcopy(model)
+        if when == "before":
+            fresh.decomposed_layers = 5
+        distribute(fresh, backend=_bound(backend, shard))
+        if when == "after":
+            fresh.decomposed_layers = 5
+        before = backend.hops
+        assert torch.allclose(fresh(shard.x, shard.adjacency), expected, rtol=0, atol=1e-12)
+        assert backend.hops == before + 1
+        undistribute(fresh)
+        assert torch.allclose(fresh(data.x, data.edge_index), expected, rtol=0, atol=1e-12)
+        assert fresh.decomposed_layers == 5
+
+
+def test_what_a_layer_cached_on_another_topology_is_dropped(graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    layer = GCNConv(5, 3, cached=True).double()
+    smaller = data.edge_index[:, ::2]
+    layer(data.x, smaller)
+    assert layer._cached_edge_index is not None
+    distribute(layer, backend=_bound(SingleBackend(), shard))
+    ours = layer(shard.x, shard.adjacency)
+    undistribute(layer)
+    assert layer._cached_edge_index is None
+    assert torch.allclose(ours, layer(data.x, data.edge_index), rtol=0, atol=1e-12)
+
+
+class Reversed(SAGEConv):
+    def __init__(self) -> None:
+        super().__init__(4, 4, flow="target_to_source")
+
+
+class Picky(SingleBackend):
+    name = ""
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        return "mixes features; comm can run it" if isinstance(layer, SAGEConv) else None
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        pytest.param(ChebConv(4, 4, K=2), r"'0' \(ChebConv\): it scales its Laplacian by a maximum", id="cheb"),
+        pytest.param(Reversed(), r"'0' \(Reversed\): it has flow='target_to_source'", id="flow"),
+        pytest.param(TopKPooling(4), r"'0' \(TopKPooling\): it pools nodes of the whole graph", id="pool"),
+        pytest.param(SumAggregation(), r"'0' \(SumAggregation\): it reads out all nodes at once", id="readout"),
+        pytest.param(nn.BatchNorm2d(4), r"'0' \(BatchNorm2d\): it takes statistics over more", id="batchnorm2d"),
+        pytest.param(SAGEConv(4, 4), r"backend 'Picky' cannot run '0' \(SAGEConv\): it mixes features", id="backend"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name_with_the_reason(module: nn.Module, said: str) -> None:
+    model = nn.Sequential(module)
+    with pytest.raises(InputError, match=said):
+        distribute(model, backend=Picky())
+    assert type(model[0]) is type(module), "a refused model must be left as it was"
+
+
+def test_all_refused_layers_are_named_at_once() -> None:
+    with pytest.raises(InputError, match=r"'0' \(ChebConv\).*; '1' \(TopKPooling\)"):
+        distribute(nn.Sequential(ChebConv(4, 4, K=2), TopKPooling(4)), backend=SingleBackend())
+
+
+def test_a_row_for_every_node_of_the_graph_is_refused_in_the_hop(pool: RankPool, tmp_path: Any) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
+    pool.run(_check_table_is_refused, 2, str(tmp_path / "store"))
+
+
+def _check_table_is_refused(rank: int, world_size: int, store: str) -> None:
+    shard, backend = Shard.load(store, rank), CommBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    layer = distribute(SAGEConv(4, 4), backend=backend)
+    with pytest.raises(InputError, match=rf"SAGEConv: argument 'x' of propagate has 37 rows, but rank {rank} owns"):
+        layer(torch.ones(37, 4), shard.adjacency)
+
+
+def test_explanations_are_refused(graph: tuple[Data, Shard]) -> None:
+    layer = distribute(SAGEConv(5, 4).double(), backend=_bound(SingleBackend(), graph[1]))
+    layer.explain = True
+    layer._edge_mask = torch.ones(graph[0].num_edges)
+    with pytest.raises(InputError, match="explanations of a distributed layer"):
+        layer(graph[1].x, graph[1].adjacency)
+
+
+@pytest.mark.parametrize("name", ["single", "comm"])
+def test_backends_are_found_by_name(name: str) -> None:
+    assert resolve_backend(name).name == name
+    assert name in list(backends)
+
+
+def test_backends_are_found_by_class_path_and_mistakes_are_named() -> None:
+    assert isinstance(resolve_backend(f"{__name__}.Spy"), Spy)
+    with pytest.raises(InputError, match=r"unknown backend 'com'; known are comm, .*single"):
+        resolve_backend("com")
+    with pytest.raises(InputError, match=r"there is no module named 'nowhere'"):
+        resolve_backend("nowhere.Backend")
+    with pytest.raises(InputError, match=r"module pygdist.backends has no 'Nope'"):
+        resolve_backend("pygdist.backends.Nope")
+    with pytest.raises(InputError, match=r"is not a backend: it does not subclass"):
+        resolve_backend("torch.nn.Linear")
+    with pytest.raises(ValueError, match=r"the backend name 'comm' is taken by pygdist.backends.comm.CommBackend"):
+        type("Other", (SingleBackend,), {"name": "comm"})
+
+
+def test_single_refuses_several_ranks(graph: tuple[Data, Shard]) -> None:
+    two = Communicator()
+    two.world_size = 2
+    with pytest.raises(InputError, match="backend 'single' runs on one process, not on 2"):
+        SingleBackend().bind(graph[1], two)
+    with pytest.raises(InputError, match="partitioned into 1 parts but 2 ranks take part"):
+        CommBackend().bind(graph[1], two)
+
+
+# one exchange per hop, whatever the layer reads; what was fetched is not fetched again
+CALLS = {"SAGEConv": 1, "GCNConv": 1, "GAT": 2, "GATv2Conv": 1, "TransformerConv": 1}
+
+
+def _check_calls(rank: int, world_size: int, store: str) -> dict[str, list[int]]:
+    communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank)
+    layers: dict[str, nn.Module] = {
+        "SAGEConv": SAGEConv(5, 3),
+        "GCNConv": GCNConv(5, 3),
+        "GAT": GAT(5, 3, 1),
+        "GATv2Conv": GATv2Conv(5, 3),
+        "TransformerConv": TransformerConv(5, 3),
+    }
+    found = {}
+    for name, layer in layers.items():
+        backend = CommBackend()
+        backend.bind(shard, communicator)
+        distribute(layer.double(), backend=backend)
+        layer(shard.x, shard.adjacency)  # the first pass may exchange degrees
+        communicator.meter.reset()
+        x = shard.x.clone().requires_grad_()
+        out = layer(x, shard.adjacency)
+        forward = communicator.meter.reset().calls
+        out.sum().backward()
+        found[name] = [forward, communicator.meter.reset().calls]
+    return found
+
+
+def test_each_hop_makes_one_call_and_its_backward_one(pool: RankPool, tmp_path: Any) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[3], tmp_path / "store", num_parts=3, method="test", arguments={})
+    for found in pool.run(_check_calls, 3, str(tmp_path / "store")):
+        assert found == {name: [calls, calls] for name, calls in CALLS.items()}
