@@ -108,7 +108,7 @@ class Backend(ABC):
         """Why this backend cannot run ``layer``, naming the backends that can; ``None`` if it can."""
         return None
 
-    def begin_forward(self) -> None:
+    def begin_forward(self) -> None:  # noqa: B027 (a hook: most backends have nothing to do)
         """Called before each forward pass of the distributed model."""
 
     @abstractmethod
@@ -147,6 +147,10 @@ class Backend(ABC):
         """The sum of ``x`` over all ranks; differentiable. Used by norms over nodes."""
         return self.communicator.sum_over_ranks(x, label="norm statistics")
 
+    def max_over_ranks(self, value: int) -> int:
+        """The largest value of any rank. Used by aggregations that pad."""
+        return int(self.communicator.gather([float(value)]).max())
+
     @property
     def num_nodes(self) -> int:
         """Nodes of the whole graph."""
@@ -181,4 +185,4 @@ def resolve_backend(backend: str | Backend, **arguments: Any) -> Backend:
     Raises:
         InputError: If the name is unknown; the message lists the known ones.
     """
-    return backends.resolve(backend, Backend, **arguments)
+    return backends.resolve(backend, Backend, **arguments)  # type: ignore[type-abstract]

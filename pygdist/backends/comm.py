@@ -132,4 +132,3 @@ class CommBackend(Backend):
                 f"rank {self.shard.rank} owns {self.shard.num_owned} nodes; a tensor that holds a row for every node "
                 "of the graph (an embedding table, say) cannot be distributed this way"
             )
-

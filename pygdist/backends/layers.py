@@ -51,7 +51,12 @@ def plain(edge_index: Tensor) -> Tensor:
 
 
 def with_phantom_edge(
-    layer: MessagePassing, inner: Callable[..., Tensor], size: tuple[int, int], kwargs: Mapping[str, Any], *, edges: bool
+    layer: MessagePassing,
+    inner: Callable[..., Tensor],
+    size: tuple[int, int],
+    kwargs: Mapping[str, Any],
+    *,
+    edges: bool,
 ) -> Tensor:
     """Run a hop on a rank that has no edge, with one edge between two rows that do not exist, and drop its result.
 

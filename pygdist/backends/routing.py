@@ -3,7 +3,7 @@
 As with PyTorch's ``fully_shard`` the module object, its parameters, ``state_dict`` keys and ``isinstance`` stay as
 they are; only ``__class__`` changes, to a class that puts routing in front of the layer's own. Three things are
 routed: hops (``propagate``, ``edge_updater``), degree normalisation (``gcn_norm`` as the layer's own code names it),
-and norms over nodes (:mod:`pygdist.nn.norms`).
+and what looks at all nodes: norms (:mod:`pygdist.nn.norms`) and aggregations that pad (:mod:`pygdist.nn.aggregation`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from pygdist.backends.base import Backend
 from pygdist.backends.refusals import refusals
 from pygdist.errors import InputError
+from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -58,8 +59,8 @@ def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
         if isinstance(module, MessagePassing):
             _forget_local_state(module)
             module.__class__ = routed.layer_class(base)
-        elif _norm_of(base) is not None:
-            module.__class__ = routed.norm_class(base)
+        elif _global_forward(base) is not None:
+            module.__class__ = routed.global_class(base)
     model.__dict__[_HOOK] = model.register_forward_pre_hook(_BeginForward(backend))
     return model
 
@@ -122,15 +123,15 @@ class _Routing:
             self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), body)
         return self.classes[base]
 
-    def norm_class(self, base: type[nn.Module]) -> type:
-        """A norm over nodes with its statistics taken over all ranks."""
+    def global_class(self, base: type[nn.Module]) -> type:
+        """A norm over nodes, or an aggregation that pads, made to look at all ranks."""
         if base not in self.classes:
-            forward = _norm_of(base)
-            assert forward is not None
+            make = _global_forward(base)
+            assert make is not None
             body = {
                 _BASE: base,
                 _BACKEND: self.backend,
-                "forward": _with_backend(forward, self.backend),
+                "forward": make(self.backend),
                 "__reduce_ex__": _reduce,
                 "__module__": base.__module__,
                 "__doc__": base.__doc__,
@@ -158,13 +159,17 @@ class _Routing:
         return tuple(bases)
 
 
-def _with_backend(forward: Callable[..., Tensor], backend: Backend) -> Callable[..., Tensor]:
-    """``forward(module, backend, ...)`` as a method ``forward(self, ...)``."""
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return forward(self, backend, *args, **kwargs)
-
-    return method
+def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:
+    """What makes the ``forward`` of a module that looks at all nodes; ``None`` for any other module."""
+    norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), None)
+    if norm is not None:
+        return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
+    if pads(base):
+        own = base.forward
+        return lambda backend: (
+            lambda self, *args, **kwargs: padded_aggregation(partial(own, self), backend, *args, **kwargs)
+        )
+    return None
 
 
 def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
@@ -194,22 +199,17 @@ def _uses(function: types.FunctionType, replacements: dict[str, tuple[Any, Any]]
 
 def _rebind(function: types.FunctionType, replacements: dict[str, tuple[Any, Any]]) -> types.FunctionType:
     """The same code with other globals; PyG's module stays untouched."""
-    names = {
-        name: new
-        for name, (original, new) in replacements.items()
-        if function.__globals__.get(name) is original
-    }
+    names = {name: new for name, (original, new) in replacements.items() if function.__globals__.get(name) is original}
     copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     return copy
-
-
-def _norm_of(cls: type) -> Callable[..., Tensor] | None:
-    return next((GLOBAL_NORMS[base] for base in cls.__mro__ if base in GLOBAL_NORMS), None)
 
 
 def _forget_local_state(layer: MessagePassing) -> None:
@@ -230,8 +230,8 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 def _rebuild(base: type[nn.Module], backend: Backend) -> nn.Module:
     routing = _routing_of(backend)
-    cls = routing.layer_class(base) if issubclass(base, MessagePassing) else routing.norm_class(base)
-    module: nn.Module = cls.__new__(cls)
+    cls = routing.layer_class(base) if issubclass(base, MessagePassing) else routing.global_class(base)
+    module: nn.Module = object.__new__(cls)
     return module
 
 

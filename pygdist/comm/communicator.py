@@ -85,7 +85,7 @@ class Communicator:
         return result
 
     def return_rows(self, halo: Tensor, plan: ExchangePlan, *, num_owned: int, label: str = "rows") -> Tensor:
-        r"""Give halo rows back to their owners, who add them up: the adjoint of :meth:`exchange_rows`, and its backward.
+        r"""Give halo rows back to their owners, who add them up: the adjoint and backward of :meth:`exchange_rows`.
 
         Shapes:
             ``halo`` is :math:`(h, *)`, the result :math:`(n, *)` with :math:`n` = ``num_owned``. The copies of a row
@@ -147,9 +147,7 @@ class Communicator:
         """Fill contiguous tensors of the sender's shapes and dtypes from one rank, which calls :meth:`send_to`."""
         self._one_sided(dist.recv, "group_src", rank, tensors, label)
 
-    def _one_sided(
-        self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str
-    ) -> None:
+    def _one_sided(self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str) -> None:
         if self._watchdog is not None:
             self._watchdog.enter(self.epoch, label)
         try:
@@ -167,12 +165,13 @@ class Communicator:
         self._announce(label)
         device = incoming[0].device
         with self.meter.call(device):
-            peer: int | None = None
+            asked: int | None = None
             try:
                 for peer, work in self._post(outgoing, incoming):
+                    asked = peer
                     work.wait() if self._nccl else work.wait(self._timeout)
             except RuntimeError as error:
-                raise self._lost(label, error, peer) from error
+                raise self._lost(label, error, asked) from error
         self._done()
 
     def reduce_in_place(self, x: Tensor, label: str) -> None:
@@ -194,7 +193,8 @@ class Communicator:
         receives = [(self.rank - step) % self.world_size for step in ranks]
         sends = [(self.rank + step) % self.world_size for step in ranks]
         # as bytes: every dtype travels on every transport
-        todo = [(dist.irecv, peer, incoming[peer].view(torch.uint8)) for peer in receives if incoming[peer].numel()]
+        todo: list[tuple[Callable[..., Any], int, Tensor]] = []
+        todo += [(dist.irecv, peer, incoming[peer].view(torch.uint8)) for peer in receives if incoming[peer].numel()]
         todo += [(dist.isend, peer, outgoing[peer].view(torch.uint8)) for peer in sends if outgoing[peer].numel()]
         for op, _, tensor in todo:
             (self.meter.sent if op is dist.isend else self.meter.received)(tensor.numel())
@@ -258,7 +258,7 @@ class _ExchangeRows(torch.autograd.Function):
         return halo
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         out = ctx.communicator.return_rows(
             grad, ctx.plan, num_owned=ctx.num_rows, label=f"{ctx.label}, backward, {_describe(grad)}"
         )
@@ -274,7 +274,7 @@ class _SumOverRanks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {_describe(grad[None])}")
         return grad, None, None

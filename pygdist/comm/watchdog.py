@@ -48,7 +48,7 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, *, warn_after_s: float = 60.0, beat_s: float = 1.0
     ) -> None:
-        self._store = dist.PrefixStore("pygdist-watchdog", store.clone())
+        self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.warn_after_s, self.beat_s = warn_after_s, beat_s
         self.place = Place()

@@ -15,7 +15,7 @@ __all__ = ["Adjacency"]
 Reduce = Literal["sum", "add", "mean", "max", "min"]
 
 
-class Adjacency(EdgeIndex):  # type: ignore[misc]
+class Adjacency(EdgeIndex):
     r"""In-edges sorted by destination, from :math:`n_{src}` source rows to :math:`n_{dst}` destination rows.
 
     The rows that a rank owns come first on both sides, so a self-loop has the same id on both, and PyG's bipartite
@@ -42,6 +42,7 @@ class Adjacency(EdgeIndex):  # type: ignore[misc]
     def __new__(
         cls: type[Adjacency], edge_index: Tensor, *, num_src: int, num_dst: int, value: Tensor | None = None
     ) -> Adjacency:
+        """See the class."""
         out: Adjacency = EdgeIndex.__new__(
             cls, edge_index.contiguous(), sparse_size=(num_src, num_dst), sort_order="col"
         )
@@ -105,7 +106,7 @@ class Adjacency(EdgeIndex):  # type: ignore[misc]
             owner._transposed = transpose(owner.csr())
         return owner._transposed
 
-    def matmul(  # type: ignore[override]
+    def matmul(
         self,
         other: Tensor,
         input_value: Tensor | None = None,
@@ -124,9 +125,7 @@ class Adjacency(EdgeIndex):  # type: ignore[misc]
         if other_value is not None or isinstance(other, EdgeIndex):
             raise ValueError("Adjacency multiplies dense rows only, not another sparse matrix")
         value = self._edge_value if input_value is None else input_value
-        return spmm(
-            self.csr(), other, value, reduce="sum" if reduce == "add" else reduce, transposed=self.transposed
-        )
+        return spmm(self.csr(), other, value, reduce="sum" if reduce == "add" else reduce, transposed=self.transposed)
 
     def to_device(self, device: torch.device | str) -> Adjacency:
         """The same adjacency on another device, caches rebuilt there on demand."""

@@ -25,7 +25,8 @@ class Topology:
         n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner;
             int64 of shape ``(n + h,)``.
         indptr: Where the in-edges of each owned row start; int64 of shape ``(n + 1,)``.
-        src: Source rows, ascending for each target, duplicates in the order of ``e_id``; int32 of shape ``(e,)`` where
+        src: Source rows, for each target in the order of ``e_id``, so that sums and order-dependent aggregations meet
+            their messages in the order that one process meets them; int32 of shape ``(e,)`` where
             ids fit, else int64.
         e_id: Position of each edge in the whole graph; int64 of shape ``(e,)``.
         recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``.
@@ -73,7 +74,7 @@ class NodeParts:
         n_id = np.concatenate([owned, halo])
         self._local[n_id] = np.arange(len(n_id))
         src = self._local[source]
-        order = np.argsort(target * len(n_id) + src, kind="stable")
+        order = np.argsort(target, kind="stable")
         indptr = np.zeros(len(owned) + 1, dtype=np.int64)
         np.cumsum(np.bincount(target, minlength=len(owned)), out=indptr[1:])
         return Topology(

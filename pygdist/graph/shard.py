@@ -120,7 +120,7 @@ class Shard:
         device = torch.device(device)
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
             return self
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and not isinstance(value, Adjacency)

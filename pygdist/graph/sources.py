@@ -103,11 +103,11 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
         return _call(GENERATORS[name], args, name)
     if name.startswith("ogbn-"):
         return _load_ogb(name, args)
+    if name in torch_geometric.datasets.__all__:  # before folders: PyG's own root is often called like the class
+        return _call(getattr(torch_geometric.datasets, name), args, name)
     if Path(name).is_dir():
         _no_arguments(args, f"folder {name}")
         return load_npy(name)
-    if name in torch_geometric.datasets.__all__:
-        return _call(getattr(torch_geometric.datasets, name), args, name)
     if "." in name and os.sep not in name:
         return _call(import_path(name, "dataset"), args, name)
     raise InputError(

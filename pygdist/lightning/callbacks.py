@@ -21,7 +21,9 @@ __all__ = ["ExchangeMonitor", "PredictionWriter"]
 
 
 class ExchangeMonitor(pl.Callback):
-    """Logs, once per training epoch and equal on all ranks:
+    """Logs where each training epoch went.
+
+    Once per epoch, on rank 0, about all ranks:
 
     =============================  ==================================================================
     ``epoch_s``                    wall seconds of the epoch's training step, largest over ranks
@@ -64,7 +66,12 @@ class ExchangeMonitor(pl.Callback):
         ]
         table = communicator.gather([float(value) for value in own])
         low, high, total = table.amin(0).tolist(), table.amax(0).tolist(), table.sum(0).tolist()
-        figures = {"epoch_s": high[0], "sent_bytes_total": total[3], "peak_gib_max": high[5], "peak_gib_total": total[5]}
+        figures = {
+            "epoch_s": high[0],
+            "sent_bytes_total": total[3],
+            "peak_gib_max": high[5],
+            "peak_gib_total": total[5],
+        }
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
             figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         # figures about ranks, reduced already: rank 0 logs them as they are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -99,7 +99,7 @@ class NodeClassifier(pl.LightningModule):
         out = run_model(self.model, shard)
         if out.dim() != 2 or out.size(1) < shard.num_classes:
             raise InputError(
-                f"the model gives {tuple(out.shape)[1:]} values per node but the graph has {shard.num_classes} classes; "
+                f"the model gives {tuple(out.shape)[1:]} values per node, the graph has {shard.num_classes} classes; "
                 f"set the model's out_channels to {shard.num_classes}"
             )
         return out
@@ -136,7 +136,7 @@ class NodeClassifier(pl.LightningModule):
         out = self(shard)
         total, count = summed_loss(out, shard.y, mask)
         chosen = labelled(shard.y, mask)
-        loss, score = self.metrics[f"{stage}_loss"], self.metrics[f"{stage}_score"]
+        loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         loss.update(total.detach() / max(count, 1), weight=count)
         if shard.multi_label:
             score.update(out[chosen].detach(), shard.y[chosen].long())
@@ -154,7 +154,7 @@ class NodeClassifier(pl.LightningModule):
     def _shard(self) -> Shard:
         shard = getattr(getattr(self.trainer, "datamodule", None), "shard", None)
         if not isinstance(shard, Shard):
-            raise InputError("NodeClassifier takes its graph from a GraphDataModule: trainer.fit(module, datamodule=...)")
+            raise InputError("NodeClassifier takes its graph from a GraphDataModule: trainer.fit(..., datamodule=...)")
         return shard
 
     def _communicator(self) -> Communicator:

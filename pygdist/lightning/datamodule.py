@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from pygdist.graph import Shard, fingerprint, load_graph, prepare, read_meta, st
 from pygdist.partition import Partitioner, partition_graph, resolve_partitioner
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
-
-log = logging.getLogger(__name__)
 
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
@@ -56,7 +53,8 @@ class GraphDataModule(pl.LightningDataModule):
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
-        split: Shares of the labelled nodes for training, validation and test, where the dataset has no masks.
+        split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
+            dataset without masks is split 50/25/25 by default.
         split_seed: The split is drawn from it.
         num_classes: Stated number of classes; labels beyond it are an error. By default the largest label plus one.
         store: A folder that ``pygdist partition`` wrote; nothing is loaded or partitioned then.
@@ -87,7 +85,7 @@ class GraphDataModule(pl.LightningDataModule):
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         self.num_parts = num_parts
-        self.preprocessing = {
+        self.preprocessing: dict[str, Any] = {
             "symmetrize": symmetrize,
             "remove_duplicates": remove_duplicates,
             "remove_self_loops": remove_self_loops,
@@ -124,8 +122,7 @@ class GraphDataModule(pl.LightningDataModule):
     def load(self) -> tuple[Data, list[str]]:
         """The whole graph, checked and preprocessed, and what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
-        data, notes = prepare(data, **self.preprocessing)  # type: ignore[arg-type]
-        return data, notes
+        return prepare(data, **self.preprocessing)
 
     @override
     def prepare_data(self) -> None:
@@ -143,15 +140,14 @@ class GraphDataModule(pl.LightningDataModule):
         num_parts = self._num_parts()
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
-        for note in notes:
-            log.info("%s", note)
         arguments = {
             "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
             "arguments": partitioner.arguments(),
             "num_parts": num_parts,
             "num_classes": self.preprocessing["num_classes"],
         }
-        folder = self.cache_dir / store_key(fingerprint(data), arguments)
+        content = fingerprint(data)
+        folder = self.cache_dir / store_key(content, arguments)
         partition_graph(
             data,
             folder,
@@ -159,6 +155,7 @@ class GraphDataModule(pl.LightningDataModule):
             partitioner=partitioner,
             notes=notes,
             num_classes=self.preprocessing["num_classes"],
+            fingerprint=content,
         )
         return folder
 

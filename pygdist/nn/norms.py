@@ -7,6 +7,7 @@ would lose digits. The gradients of both sums travel back the same way, so resul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class Ranks(Protocol):
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum over all ranks; differentiable."""
+
+    def max_over_ranks(self, value: int) -> int:
+        """Largest value of any rank."""
 
 
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
@@ -75,7 +79,7 @@ def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, mome
     else:
         mean, var = module.running_mean, module.running_var
         centred = x - mean
-    out = centred * (var + module.eps).rsqrt()
+    out: Tensor = centred * (var + module.eps).rsqrt()
     if module.weight is not None:
         out = out * module.weight + module.bias
     return out.to(dtype)
@@ -122,7 +126,8 @@ def _graph_norm(
     _no_batch(module, batch)
     centred = x - _mean(ranks, x) * module.mean_scale
     std = (_mean(ranks, centred.square()) + module.eps).sqrt()
-    return module.weight * centred / std + module.bias
+    out: Tensor = module.weight * centred / std + module.bias
+    return out
 
 
 def _pair_norm(
@@ -131,9 +136,11 @@ def _pair_norm(
     _no_batch(module, batch)
     x = x - _mean(ranks, x)
     if module.scale_individually:
-        return module.scale * x / (module.eps + x.norm(2, -1, keepdim=True))
-    mean_square = _mean(ranks, x.square().sum(-1, keepdim=True))
-    return module.scale * x / (module.eps + mean_square).sqrt()
+        length = module.eps + x.norm(2, -1, keepdim=True)
+    else:
+        length = (module.eps + _mean(ranks, x.square().sum(-1, keepdim=True))).sqrt()
+    out: Tensor = module.scale * x / length
+    return out
 
 
 def _layer_norm(
@@ -145,7 +152,7 @@ def _layer_norm(
     _no_batch(module, batch)
     x = x - _mean(ranks, x).mean()
     std = _mean(ranks, x.square()).mean().sqrt()
-    out = x / (std + module.eps)
+    out: Tensor = x / (std + module.eps)
     return out if module.weight is None else out * module.weight + module.bias
 
 
@@ -160,7 +167,7 @@ def _graph_size_norm(
     module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
 ) -> Tensor:
     _no_batch(module, batch)
-    return x * ranks.num_nodes**-0.5
+    return x / math.sqrt(ranks.num_nodes)
 
 
 #: Norm class -> ``forward(module, ranks, x, ...)``; subclasses are found through their bases.

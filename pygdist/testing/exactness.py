@@ -80,7 +80,7 @@ def _step(
     own = (float(total.detach()), float(count))
     table = torch.tensor([own], dtype=torch.float64) if communicator is None else communicator.gather(own)
     loss_sum, count = float(table[:, 0].sum()), int(table[:, 1].sum())
-    (total * (world_size / count)).backward()  # type: ignore[no-untyped-call]
+    (total * (world_size / count)).backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -161,7 +161,9 @@ def assert_exact(
     Example:
         >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
     """
-    names, worst, wrong = list(LAYERS if layers is None else layers), {}, []
+    names = list(LAYERS if layers is None else layers)
+    worst: dict[str, float] = {}
+    wrong: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-exact-")))
         pool = stack.enter_context(RankPool(max(world_sizes))) if pool is None else pool
@@ -187,7 +189,12 @@ def assert_exact(
 
 
 def _check_exact(
-    rank: int, world_size: int, backend: str | Backend, names: list[str], jobs: list[tuple[str, str]], num_nodes: int,
+    rank: int,
+    world_size: int,
+    backend: str | Backend,
+    names: list[str],
+    jobs: list[tuple[str, str]],
+    num_nodes: int,
     seed: int,
 ) -> dict[tuple[str, str], tuple[str, float]]:
     """On one rank: the worst quantity and its difference, by layer and graph."""

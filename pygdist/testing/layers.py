@@ -45,11 +45,12 @@ class Stack(nn.Module):
     def __init__(self, case: LayerCase, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.takes = case.takes
+        self.lin_in: nn.Module = nn.Identity()
+        self.lin_out: nn.Module = nn.Identity()
         if "x_0" in case.takes:  # layers that mix in the first features keep one width
             self.lin_in, self.lin_out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
             self.first, self.second = case.make(HIDDEN, HIDDEN), case.make(HIDDEN, HIDDEN)
         else:
-            self.lin_in = self.lin_out = nn.Identity()
             self.first, self.second = case.make(in_channels, HIDDEN), case.make(HIDDEN, out_channels)
 
     def forward(
@@ -59,9 +60,10 @@ class Stack(nn.Module):
         given = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
         extra = {name: given[name] for name in self.takes if name in given}
         x = self.lin_in(x)
-        if "x_0" in self.takes:
-            return self.lin_out(self.second(self.first(x, x, edge_index, **extra).tanh(), x, edge_index, **extra))
-        return self.lin_out(self.second(self.first(x, edge_index, **extra).tanh(), edge_index, **extra))
+        first = (x,) if "x_0" in self.takes else ()
+        hidden = self.first(x, *first, edge_index, **extra).tanh()
+        out: Tensor = self.lin_out(self.second(hidden, *first, edge_index, **extra))
+        return out
 
 
 class Around(nn.Module):
@@ -148,14 +150,17 @@ def _case(
 ) -> LayerCase:
     """A case from the layer's class and arguments, or from ``make``, or from a layer of constant width ``around``."""
     if around is not None:
-        make = lambda i, o: Around(around(), HIDDEN, i, o)  # noqa: E731
+        return LayerCase(layer, lambda i, o: Around(around(), HIDDEN, i, o), note, takes, whole)
     return LayerCase(layer, make or partial(layer, **arguments), note, takes, whole)
 
 
 def _pna(in_channels: int, out_channels: int) -> nn.Module:
     histogram = torch.tensor([3, 5, 8, 6, 4, 2, 1])
     scalers = ["identity", "amplification", "attenuation"]
-    return pyg.PNAConv(in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4)
+    conv: nn.Module = pyg.PNAConv(
+        in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4
+    )
+    return conv
 
 
 def _norm(norm: type[nn.Module], **arguments: Any) -> LayerCase:

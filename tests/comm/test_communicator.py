@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -127,11 +128,10 @@ def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
 def _check_order(rank: int, world_size: int) -> str:
     communicator = Communicator(dist.new_group(), check_order=True)
     communicator.exchange_rows(_rows(rank), _plan(rank, world_size))
+    other = partial(communicator.sum_over_ranks, torch.ones(3))
+    usual = partial(communicator.exchange_rows, _rows(rank), _plan(rank, world_size))
     with pytest.raises(RuntimeError, match="the ranks disagree on the next exchange") as error:
-        if rank == 2:
-            communicator.sum_over_ranks(torch.ones(3))
-        else:
-            communicator.exchange_rows(_rows(rank), _plan(rank, world_size))
+        (other if rank == 2 else usual)()
     return str(error.value)
 
 
@@ -211,8 +211,9 @@ def test_a_long_wait_names_who_is_behind(pool: RankPool) -> None:
 
 
 def test_one_process_exchanges_nothing() -> None:
-    communicator, plan = Communicator(), ExchangePlan(
-        send_index=torch.empty(0, dtype=torch.int64), send_counts=(0,), recv_counts=(0,)
+    communicator, plan = (
+        Communicator(),
+        ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0,), recv_counts=(0,)),
     )
     x = torch.ones(3, 2, requires_grad=True)
     assert communicator.exchange_rows(x, plan).shape == (0, 2)

@@ -96,7 +96,7 @@ def _check_edges(data: Data, part: np.ndarray, p: int, arrays: dict[str, np.ndar
     np.testing.assert_array_equal(np.sort(e_id), np.flatnonzero(part[target] == p))
     np.testing.assert_array_equal(n_id[src], source[e_id])
     np.testing.assert_array_equal(n_id[dst], target[e_id])
-    np.testing.assert_array_equal(np.lexsort((e_id, src, dst)), np.arange(len(src)))
+    np.testing.assert_array_equal(np.lexsort((e_id, dst)), np.arange(len(src)))
     assert set(n_id[np.sum(part == p) :]) == {s for s in source[e_id] if part[s] != p}, "no halo row without use"
     for name in ("edge_weight", "edge_attr"):
         np.testing.assert_array_equal(arrays[name], data[name].numpy()[e_id])

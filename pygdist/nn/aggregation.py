@@ -1,0 +1,41 @@
+"""Aggregations that pad: LSTM, GRU, set transformers and the like lay each node's messages out in a dense row.
+
+Their result depends on the length of that row, the largest in-degree of the *graph*; a rank sees only its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.aggr import Aggregation
+
+from pygdist.nn.norms import Ranks
+
+__all__ = ["padded_aggregation", "pads"]
+
+
+def pads(cls: type[nn.Module]) -> bool:
+    """Whether ``cls`` is an aggregation whose result depends on the longest row."""
+    if not issubclass(cls, Aggregation) or cls.forward is Aggregation.forward:
+        return False
+    return "max_num_elements" in inspect.signature(cls.forward).parameters
+
+
+def padded_aggregation(
+    inner: Callable[..., Tensor],
+    ranks: Ranks,
+    x: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+    max_num_elements: int | None = None,
+) -> Tensor:
+    """The aggregation's own forward, with the length of the longest row on any rank."""
+    if max_num_elements is None and index is not None:
+        longest = torch.bincount(index).amax() if index.numel() else torch.zeros(())
+        max_num_elements = ranks.max_over_ranks(int(longest))
+    return inner(x, index, ptr=ptr, dim_size=dim_size, dim=dim, max_num_elements=max_num_elements)
