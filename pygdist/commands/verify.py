@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
+import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -18,11 +17,12 @@ from torch_geometric.data import Data
 
 from pygdist.backends import Backend, SingleBackend, distribute
 from pygdist.comm import Communicator
+from pygdist.commands.messages import ArgumentParser
 from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.inputs import call_model
 from pygdist.testing.exactness import (
     Difference,
     Step,
@@ -34,6 +34,8 @@ from pygdist.testing.exactness import (
 from pygdist.testing.ranks import RankPool
 
 __all__ = ["run", "verify"]
+
+log = logging.getLogger(__name__)
 
 Reference = Literal["auto", "pyg", "single"]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -68,27 +70,44 @@ def verify(
     """
     if data.store is not None:
         raise InputError("verify computes the reference on the whole graph: give data.dataset, not data.store")
+    if world_size < 1:
+        raise InputError(f"--world-size is {world_size}, expected at least 1")
     whole, _ = data.load()
     data.num_parts = world_size
     data.prepare_data()
     whole = _data_as(whole, double)
-    model = _initialised(model.double() if double else model.float(), whole)
+    model = _fitted(model.double() if double else model.float(), whole, data.meta)
     used = _choose(reference, whole)
+    log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
     with without_dropout():
         if used == "pyg":
             expected = reference_step(copy.deepcopy(model), whole)
         else:
             expected = _single_step(copy.deepcopy(model), data, double)
+    log.info("the same step on %d processes, backend %s", world_size, backend.name or type(backend).__name__)
     with RankPool(world_size) as pool:
         found = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
+    mistakes = [answer for answer in found if isinstance(answer, str)]
+    if mistakes:
+        raise InputError(mistakes[0])
     return _merge(found), used
 
 
 def _compare(
     rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
+) -> dict[str, Difference] | str:
+    """The differences on one rank, or what is wrong with the input, which every rank finds."""
+    try:
+        return _differences(rank, world_size, model, backend, folder, expected, double)
+    except InputError as error:
+        return str(error)
+
+
+def _differences(
+    rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
 ) -> dict[str, Difference]:
     communicator = Communicator(dist.new_group(), check_order=True)
-    shard = _shard_as(Shard.load(folder, rank, num_parts=world_size), double)
+    shard = Shard.load(folder, rank, num_parts=world_size).astype(_dtype(double))
     backend.bind(shard, communicator)
     distribute(model, backend=backend)
     with without_dropout():
@@ -98,8 +117,9 @@ def _compare(
 
 def run(command: str, arguments: list[str]) -> int:
     """The command line of :func:`verify`; takes the configuration of ``fit``."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="pygdist verify",
+        allow_abbrev=False,  # or an option of fit could be taken for one of ours
         description="Compare one training step on N processes with one process, number by number. "
         "Takes the options of 'pygdist fit' besides its own.",
     )
@@ -108,7 +128,7 @@ def run(command: str, arguments: list[str]) -> int:
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
     options, rest = parser.parse_known_args(arguments)
-    cli = GraphCLI(["fit", *rest], execute=False)
+    cli = GraphCLI(["fit", *rest])
     differences, used = verify(
         cli.model.model,
         cli.model.backend,
@@ -117,7 +137,7 @@ def run(command: str, arguments: list[str]) -> int:
         reference=options.reference,
         double=options.double,
     )
-    tolerance = options.tolerance or TOLERANCE[torch.float64 if options.double else torch.float32]
+    tolerance = options.tolerance or TOLERANCE[_dtype(options.double)]
     return _report(differences, tolerance, f"{options.world_size} processes against one ({used})")
 
 
@@ -139,9 +159,7 @@ def _report(differences: Mapping[str, Difference], tolerance: float, title: str)
 
 def _merge(found: list[dict[str, Difference]]) -> dict[str, Difference]:
     return {
-        name: Difference(
-            max(ranks[name].absolute for ranks in found), max(ranks[name].relative for ranks in found)
-        )
+        name: Difference(max(ranks[name].absolute for ranks in found), max(ranks[name].relative for ranks in found))
         for name in found[0]
     }
 
@@ -158,31 +176,29 @@ def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
     alone = copy.copy(data)
     alone.num_parts = 1
     alone.prepare_data()
-    shard = _shard_as(Shard.load(alone.folder, 0, num_parts=1), double)
+    shard = Shard.load(alone.folder, 0, num_parts=1).astype(_dtype(double))
     backend = SingleBackend()
     backend.bind(shard, Communicator())
     return distributed_step(distribute(model, backend=backend), shard, Communicator())
 
 
-def _initialised(model: nn.Module, data: Data) -> nn.Module:
-    """Layers of unknown input size (``in_channels=-1``) take it from the first few nodes."""
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
-        few = data.subgraph(torch.arange(min(2, data.num_nodes)))
-        with torch.no_grad():
-            model(few.x, few.edge_index, **edge_inputs(model, few))
+def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
+    """``model``, tried on the first edge: unknown input sizes (``in_channels=-1``) are filled in, wrong ones told."""
+    nodes = data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long)
+    few = data.subgraph(nodes)
+    lazy = any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters())
+    probe = model if lazy else copy.deepcopy(model)
+    modes = {module: module.training for module in probe.modules()}
+    with torch.no_grad():  # in evaluation mode, or norms would note the statistics of one edge
+        call_model(probe.eval(), few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
+    for module, training in modes.items():
+        module.training = training
     return model
 
 
 def _data_as(data: Data, double: bool) -> Data:
-    dtype = torch.float64 if double else torch.float32
-    return data.apply(lambda value: value.to(dtype) if value.is_floating_point() else value)
+    return data.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
 
 
-def _shard_as(shard: Shard, double: bool) -> Shard:
-    dtype = torch.float64 if double else torch.float32
-    floats = {
-        name: value.to(dtype)
-        for name in ("x", "y", "edge_weight", "edge_attr")
-        if (value := getattr(shard, name)) is not None and value.is_floating_point()
-    }
-    return replace(shard, **floats)
+def _dtype(double: bool) -> torch.dtype:
+    return torch.float64 if double else torch.float32

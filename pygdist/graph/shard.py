@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ __all__ = ["Shard"]
 MASKS = ("train_mask", "val_mask", "test_mask")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Shard:
     r"""One rank's rows, their in-edges, and the plan that fetches what they need (placement *nodes*).
 
@@ -40,25 +38,44 @@ class Shard:
         counts: Labelled nodes of the whole graph by mask name.
     """
 
-    rank: int
-    num_parts: int
-    n_id: Tensor
-    num_owned: int
-    adjacency: Adjacency
-    e_id: Tensor
-    plan: ExchangePlan
-    x: Tensor
-    y: Tensor | None
-    train_mask: Tensor | None
-    val_mask: Tensor | None
-    test_mask: Tensor | None
-    edge_weight: Tensor | None
-    edge_attr: Tensor | None
-    num_nodes: int
-    num_edges: int
-    num_classes: int
-    multi_label: bool
-    counts: Mapping[str, int]
+    # no dataclass: Lightning's precision plugins copy those field by field in every step, memory maps included
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_parts: int,
+        n_id: Tensor,
+        num_owned: int,
+        adjacency: Adjacency,
+        e_id: Tensor,
+        plan: ExchangePlan,
+        x: Tensor,
+        y: Tensor | None,
+        train_mask: Tensor | None,
+        val_mask: Tensor | None,
+        test_mask: Tensor | None,
+        edge_weight: Tensor | None,
+        edge_attr: Tensor | None,
+        num_nodes: int,
+        num_edges: int,
+        num_classes: int,
+        multi_label: bool,
+        counts: Mapping[str, int],
+    ) -> None:
+        self.rank, self.num_parts = rank, num_parts
+        self.n_id, self.num_owned = n_id, num_owned
+        self.adjacency, self.e_id, self.plan = adjacency, e_id, plan
+        self.x, self.y = x, y
+        self.train_mask, self.val_mask, self.test_mask = train_mask, val_mask, test_mask
+        self.edge_weight, self.edge_attr = edge_weight, edge_attr
+        self.num_nodes, self.num_edges = num_nodes, num_edges
+        self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
+
+    def __repr__(self) -> str:
+        return (
+            f"Shard({self.rank} of {self.num_parts}: {self.num_owned} nodes, {self.num_halo} halo rows, "
+            f"{self.adjacency.size(1)} edges)"
+        )
 
     @property
     def num_halo(self) -> int:
@@ -125,7 +142,20 @@ class Shard:
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and not isinstance(value, Adjacency)
         }
-        return replace(self, adjacency=self.adjacency.to_device(device), plan=self.plan.to(device), **moved)
+        return self.replace(adjacency=self.adjacency.to_device(device), plan=self.plan.to(device), **moved)
+
+    def astype(self, dtype: torch.dtype) -> Shard:
+        """The shard with features, edge inputs and several labels per node in ``dtype``; itself if they are."""
+        floats = {
+            name: value.to(dtype)
+            for name in ("x", "y", "edge_weight", "edge_attr")
+            if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
+        }
+        return self.replace(**floats) if floats else self
+
+    def replace(self, **changes: Any) -> Shard:
+        """A shallow copy with some attributes changed."""
+        return Shard(**{**vars(self), **changes})
 
 
 def _tensor(array: np.ndarray) -> Tensor:

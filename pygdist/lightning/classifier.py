@@ -16,7 +16,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
@@ -28,10 +28,12 @@ def run_model(model: nn.Module, shard: Shard) -> Tensor:
     """Call ``model`` as anyone would, with the rank's own rows, and edge inputs if its forward takes them.
 
     Returns:
-        One row per owned node.
+        One row per owned node, wide enough for every class.
+
+    Raises:
+        InputError: If the model takes another number of features than the graph has, or gives too few values.
     """
-    out: Tensor = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
-    return out
+    return call_model(model, shard, shard.adjacency, num_classes=shard.num_classes, multi_label=shard.multi_label)
 
 
 class NodeClassifier(pl.LightningModule):
@@ -67,12 +69,20 @@ class NodeClassifier(pl.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         shard, communicator = self._shard(), self._communicator()
+        if self.trainer.accumulate_grad_batches != 1:
+            raise InputError(
+                f"accumulate_grad_batches={self.trainer.accumulate_grad_batches}: a full-graph epoch is one step, so "
+                "there is nothing to accumulate, and Lightning would only divide the loss; leave it at 1"
+            )
+        # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
+        self.trainer.precision_plugin.convert_module(self.model)
         undistribute(self.model)  # a run that failed half-way left it distributed
         self.backend.bind(shard, communicator)
         distribute(self.model, backend=self.backend)
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.model.parameters()):
+            dtype = next(parameter.dtype for parameter in self.model.parameters())
             with torch.no_grad():
-                run_model(self.model, shard)
+                run_model(self.model, shard.astype(dtype))
         self.metrics = nn.ModuleDict({
             f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
             for name in ("train", "val", "test")
@@ -96,13 +106,7 @@ class NodeClassifier(pl.LightningModule):
 
     @override
     def forward(self, shard: Shard) -> Tensor:
-        out = run_model(self.model, shard)
-        if out.dim() != 2 or out.size(1) < shard.num_classes:
-            raise InputError(
-                f"the model gives {tuple(out.shape)[1:]} values per node, the graph has {shard.num_classes} classes; "
-                f"set the model's out_channels to {shard.num_classes}"
-            )
-        return out
+        return run_model(self.model, shard)
 
     @override
     def training_step(self, shard: Shard, batch_idx: int) -> Tensor:

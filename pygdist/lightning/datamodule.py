@@ -175,6 +175,7 @@ class GraphDataModule(pl.LightningDataModule):
         error = None
         try:
             self._shard = Shard.load(self.folder, rank, num_parts=self._num_parts())
+            self._moved = None
         except InputError as problem:
             error = str(problem)
         if communicator is not None:
@@ -216,7 +217,11 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Shard, device: torch.device, dataloader_idx: int) -> Shard:
-        # the graph is the same in every epoch: it moves once
+        # the graph is the same in every epoch: it moves once, and its features take the type of the model
         if self._moved is None or self._moved.x.device != device:
-            self._moved = batch.to(device)
+            self._moved = batch.to(device).astype(self._model_dtype())
         return self._moved
+
+    def _model_dtype(self) -> torch.dtype:
+        parameters = () if self.trainer is None else self.trainer.lightning_module.parameters()
+        return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)

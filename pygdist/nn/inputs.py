@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["EDGE_INPUTS", "edge_inputs"]
+from pygdist.errors import InputError
+
+__all__ = ["EDGE_INPUTS", "call_model", "edge_inputs"]
 
 #: Parameters of a model's ``forward`` that are filled from the graph.
 EDGE_INPUTS = ("edge_weight", "edge_attr")
@@ -18,3 +20,37 @@ def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     taken = inspect.signature(model.forward).parameters
     found = {name: getattr(graph, name, None) for name in EDGE_INPUTS if name in taken}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
+    """The output of ``model`` for a graph with classes.
+
+    Args:
+        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
+        graph: A ``Data`` or a ``Shard``.
+        edges: What the model gets as ``edge_index``.
+        num_classes: Classes of the graph.
+        multi_label: Whether a node may have several.
+
+    Returns:
+        One row per node (per owned node of a shard), wide enough for every class.
+
+    Raises:
+        InputError: If the model takes another number of features than the graph has, or gives too few values.
+    """
+    width = graph.x.size(1)
+    try:
+        out: Tensor = model(graph.x, edges, **edge_inputs(model, graph))
+    except RuntimeError as error:
+        if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
+            raise
+        raise InputError(
+            f"the model does not take the {width} features per node of the graph ({error}); "
+            f"set the model's in_channels to {width}, or to -1 to take it from the graph"
+        ) from error
+    if out.dim() != 2 or (out.size(1) != num_classes if multi_label else out.size(1) < num_classes):
+        raise InputError(
+            f"the model gives {'x'.join(map(str, out.shape[1:])) or 'one'} values per node, the graph has "
+            f"{num_classes} classes; set the model's out_channels to {num_classes}"
+        )
+    return out

@@ -1,0 +1,180 @@
+"""Training on N ranks is training on one: losses, metrics and parameters, whatever Lightning is asked to do besides."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pygdist import InputError
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+
+@cache
+def _plain(epochs: int, clip: float | None = None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Plain PyG and PyTorch, one process, no pygdist: losses, validation accuracies, parameters."""
+    data, net = runs.graph(), runs.model().double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+    losses, accuracies = [], []
+    for _ in range(epochs):
+        net.train()
+        out = net(data.x, data.edge_index, data.edge_weight)
+        loss = functional.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            guess = net(data.x, data.edge_index, data.edge_weight).argmax(1)
+        losses.append(float(loss.detach()))
+        accuracies.append(float((guess == data.y)[data.val_mask].double().mean()))
+    return losses, accuracies, net.state_dict()
+
+
+def _assert_plain(
+    history: list[dict[str, float]], parameters: dict[str, torch.Tensor], expected: Any, tolerance: float = 1e-9
+) -> None:
+    losses, accuracies, state = expected
+    # metrics are kept in float32 by torchmetrics
+    assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-6)
+    assert [epoch["val_acc"] for epoch in history] == pytest.approx(accuracies, rel=1e-6)
+    for name, value in state.items():
+        assert torch.allclose(parameters[name], value, rtol=0, atol=tolerance), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_is_that_of_plain_pyg(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    answers = pool.run(runs.fit, world_size, str(tmp_path), {"max_epochs": 5})
+    for history, parameters in answers:
+        _assert_plain(history, parameters, _plain(5))
+    assert len({str(history[-1]["val_acc"]) for history, _ in answers}) == 1, "every rank logs the same number"
+
+
+def test_gradients_are_clipped_by_their_global_norm(pool: RankPool, tmp_path: Path) -> None:
+    clipped = _plain(4, clip=0.05)
+    assert clipped[0] != pytest.approx(_plain(4)[0], rel=1e-6), "the clip must bite for this test to mean something"
+    for history, parameters in pool.run(runs.fit, 2, str(tmp_path), {"max_epochs": 4, "gradient_clip_val": 0.05}):
+        _assert_plain(history, parameters, clipped)
+
+
+# each option works; that the numbers are those of one process follows where the last column says so
+OPTIONS = [
+    pytest.param({"deterministic": True}, True, id="deterministic"),
+    pytest.param({"sync_batchnorm": True}, True, id="sync_batchnorm"),
+    pytest.param({"profiler": "simple"}, True, id="profiler"),
+    pytest.param({"limit_train_batches": 1, "limit_val_batches": 1}, True, id="limit_batches"),
+    pytest.param({"num_sanity_val_steps": 2}, True, id="sanity-check-validation"),
+    pytest.param({"use_distributed_sampler": True}, True, id="distributed-sampler"),
+    pytest.param({"overfit_batches": 1}, False, id="overfit_batches"),
+    pytest.param({"precision": "bf16-mixed"}, False, id="bf16-mixed"),
+    pytest.param({"limit_val_batches": 0}, False, id="no-validation"),
+]
+
+
+@pytest.mark.parametrize(("options", "exact"), OPTIONS)
+def test_lightning_options_work(options: dict[str, Any], exact: bool, pool: RankPool, tmp_path: Path) -> None:
+    net = {"norm": "batch"} if "sync_batchnorm" in options else {}
+    answers = pool.run(runs.fit, 2, str(tmp_path), {"max_epochs": 3, **options}, net)
+    for history, parameters in answers:
+        assert len(history) == 3
+        assert history[-1]["train_loss"] < history[0]["train_loss"]
+        if exact and not net:
+            _assert_plain(history, parameters, _plain(3))
+    if net:
+        (one, alone), *_ = pool.run(runs.fit, 1, str(tmp_path / "one"), {"max_epochs": 3}, net)
+        assert [e["train_loss"] for e in answers[0][0]] == pytest.approx([e["train_loss"] for e in one], rel=1e-6)
+        alone.pop("convs.0.bias")  # the norm cancels it: its gradient is rounding noise, which Adam scales up
+        for name, value in alone.items():
+            assert torch.allclose(answers[1][1][name].double(), value.double(), rtol=0, atol=1e-9), name
+
+
+def test_bf16_mixed_stays_near_full_precision(pool: RankPool, tmp_path: Path) -> None:
+    history, _ = pool.run(runs.fit, 2, str(tmp_path), {"max_epochs": 3, "precision": "bf16-mixed"})[0]
+    assert [epoch["train_loss"] for epoch in history] == pytest.approx(_plain(3)[0], rel=0.03)
+
+
+def test_fast_dev_run(pool: RankPool, tmp_path: Path) -> None:
+    for history, _ in pool.run(runs.fit, 2, str(tmp_path), {"fast_dev_run": True}):
+        assert len(history) == 1
+
+
+def _fit_with_dropout(rank: int, world_size: int, folder: str) -> torch.Tensor:
+    """Masks that the ranks draw, through a layer whose rows are all ones."""
+    torch.manual_seed(11)
+    classifier, data = runs.module(folder, options={"dropout": 0.5})
+    drawn = []
+
+    class Watch(runs.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            drawn.append(functional.dropout(torch.ones(64)))
+
+    runs.trainer(rank, world_size, folder, callbacks=[Watch()], max_epochs=1).fit(classifier, datamodule=data)
+    return drawn[0]
+
+
+def test_ranks_drop_out_different_rows(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(_fit_with_dropout, 2, str(tmp_path))
+    assert not torch.equal(first, second)
+
+
+def _fit_lazily(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    classifier, data = runs.module(folder)
+    torch.manual_seed(rank)  # the ranks would draw different parameters
+    classifier.model = runs.GCN(-1, 8, num_layers=2, out_channels=4)
+    runs.trainer(rank, world_size, folder, max_epochs=2).fit(classifier, datamodule=data)
+    state: dict[str, torch.Tensor] = classifier.model.state_dict()
+    return state
+
+
+def test_layers_of_unknown_input_size_start_equal_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(_fit_lazily, 2, str(tmp_path))
+    assert first["convs.0.lin.weight"].shape == (8, 12)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def _fit_multi_label(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, float]], torch.Tensor]:
+    graph = runs.graph()
+    graph.y = torch.stack([graph.y == 0, graph.y <= 1, graph.y == 3, graph.y >= 2], dim=1).float()
+    data = runs.GraphDataModule(graph, cache_dir=Path(folder) / "cache")
+    history, classifier = runs.History(), runs.NodeClassifier(runs.model())
+    run = runs.trainer(rank, world_size, folder, callbacks=[history])
+    run.fit(classifier, datamodule=data)
+    return history.epochs, classifier.model.state_dict()["convs.0.lin.weight"]
+
+
+def test_several_labels_per_node(pool: RankPool, tmp_path: Path) -> None:
+    (one, weight), *_ = pool.run(_fit_multi_label, 1, str(tmp_path / "one"))
+    for history, other in pool.run(_fit_multi_label, 3, str(tmp_path / "three")):
+        for name in ("train_loss", "train_f1", "val_loss", "val_f1"):
+            assert [e[name] for e in history] == pytest.approx([e[name] for e in one], rel=1e-6), name
+        assert torch.allclose(other, weight, rtol=0, atol=1e-10)
+
+
+def _refused(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as error:
+        runs.fit(rank, world_size, folder, options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(
+            {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: a full-graph epoch is one step", id="acc"
+        ),
+        pytest.param({"strategy": "ddp"}, "use strategy='graph_ddp'", id="ddp"),
+    ],
+)
+def test_what_would_give_other_numbers_is_refused_on_all_ranks(
+    options: dict[str, Any], said: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for message in pool.run(_refused, 2, str(tmp_path), options):
+        assert said in message
