@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -27,6 +28,13 @@ Train unmodified PyTorch Geometric models on a graph in parts.
 Each command explains its options with --help; fit --print_config prints a complete configuration.
 """
 
+_COMMANDS = {
+    **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
+    "partition": "partition",
+    "verify": "verify",
+    "export": "export",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -41,26 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     try:
-        return _commands().get(command, _unknown)(command, rest)
+        return _load(command)(command, rest)
     except InputError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # every rank raises it; one line is enough
+        if _speaks():
             _complain(str(error))
         return 2
     except LostRankError as error:
         _complain(str(error))
         return 1
+    except SystemExit as leaving:  # after --help and --print_config
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
 
-def _commands() -> dict[str, Callable[[str, list[str]], int]]:
-    # imported here: --help and the tools answer without loading Lightning
-    from pygdist.commands import export, partition, train, verify
+def _load(command: str) -> Callable[[str, list[str]], int]:
+    if command not in _COMMANDS:
+        raise InputError(f"unknown command '{command}'; known are {', '.join(_COMMANDS)}; see pygdist --help")
+    # imported on demand: what needs no Lightning does not wait for it
+    run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
+    return run
 
-    lightning = dict.fromkeys(("fit", "validate", "test", "predict"), train.run)
-    return {**lightning, "partition": partition.run, "verify": verify.run, "export": export.run}
 
-
-def _unknown(command: str, rest: list[str]) -> int:
-    raise InputError(f"unknown command '{command}'; known are {', '.join(_commands())}; see pygdist --help")
+def _speaks() -> bool:
+    """Whether this process tells of a mistake, which every rank finds: the first one, whoever started the ranks."""
+    numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(number == "0" for number in numbers)
 
 
 def _complain(message: str) -> None:

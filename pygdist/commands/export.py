@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import pickle
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
 
-__all__ = ["export", "run"]
+__all__ = ["export", "read_checkpoint", "run"]
 
 _PREFIX = "model."
 
@@ -30,47 +33,74 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     Raises:
         InputError: If the checkpoint cannot be read, holds no model, or the format is unknown.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
-    if not checkpoint.is_file():
-        raise InputError(f"{checkpoint}: there is no such checkpoint")
-    try:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    except (KeyError, RuntimeError, EOFError, ValueError, TypeError, OSError, pickle.UnpicklingError) as error:
-        raise InputError(f"{checkpoint}: not a Lightning checkpoint ({type(error).__name__})") from error
+    out = Path(out)
+    if out.suffix not in (".pt", ".pth", ".safetensors"):
+        raise InputError(f"{out}: unknown format '{out.suffix}' of the output file; use .pt or .safetensors")
+    state = read_checkpoint(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:
         raise InputError(f"{checkpoint}: holds no entry that starts with '{_PREFIX}', so no model of a NodeClassifier")
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         _save(model, temporary, out.suffix)
         temporary.replace(out)
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError where a file cannot be opened
+        raise InputError(f"{out}: could not be written ({error})") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # also where the folder could not be made
+            temporary.unlink()
     return model
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What a Lightning checkpoint holds, read without running any code from it.
+
+    Raises:
+        InputError: If there is no such file, or it is no Lightning checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["state_dict"].items()
+    # torch's reader fails on foreign bytes in as many ways as they can be read
+    except (
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        TypeError,
+        OSError,
+        pickle.PickleError,
+    ) as error:
+        raise InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})") from error
+    assert isinstance(checkpoint, dict)
+    return checkpoint
 
 
 def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:
     if suffix in (".pt", ".pth"):
         torch.save(model, path)
-    elif suffix == ".safetensors":
+    else:
         try:
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
             raise InputError("writing .safetensors needs the package: pip install safetensors") from error
         save_file({name: value.contiguous() for name, value in model.items()}, path)
-    else:
-        raise InputError(f"unknown format '{suffix}' of the output file; use .pt or .safetensors")
 
 
 def run(command: str, arguments: list[str]) -> int:
     """The command line of :func:`export`."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="pygdist export", description="Write the plain model of a checkpoint, loadable without pygdist."
     )
     parser.add_argument("checkpoint", help="a .ckpt file that pygdist fit wrote")
     parser.add_argument("out", help="the file to write: model.pt or model.safetensors")
     options = parser.parse_args(arguments)
     model = export(options.checkpoint, options.out)
-    print(f"{options.out}: {len(model)} tensors, {sum(value.numel() for value in model.values()):,} numbers")
+    count = sum(value.numel() for value in model.values())
+    sys.stdout.write(f"{options.out}: {len(model)} tensors, {count:,} numbers\n")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def partition(
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges.
         remove_self_loops: Drop edges from a node to itself.
-        split: Shares of the labelled nodes for training, validation and test, where the dataset has no masks.
+        split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
+            dataset without masks is split 50/25/25 by default.
         split_seed: The split is drawn from it.
         num_classes: Stated number of classes; labels beyond it are an error.
         overwrite: Replace a finished folder.
@@ -79,7 +81,9 @@ def run(command: str, arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print meta.json's figures on standard output, alone")
     options = parser.parse_args(arguments).as_dict()
     as_json = options.pop("json")
-    meta = partition(**options)
+    # whatever a dataset class prints while it downloads
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        meta = partition(**options)
     if as_json:
         sys.stdout.write(json.dumps(meta, indent=2) + "\n")
     else:

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-import re
+import logging
+import os
+import shutil
+import subprocess
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from pygdist.commands.export import read_checkpoint
+from pygdist.commands.messages import check_yaml, one_line, shorten
 from pygdist.errors import InputError
-from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier, PredictionWriter
+from pygdist.lightning import ExchangeMonitor, GraphDataModule, GraphDDPStrategy, NodeClassifier, PredictionWriter
 
-__all__ = ["GraphCLI", "Parser", "one_line", "run"]
+__all__ = ["GraphCLI", "Parser", "run"]
+
+log = logging.getLogger(__name__)
+# an advertisement, in every run
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda said: "litlogger" not in said.getMessage())
+
+_SCORE = "val_acc"
+_FOUND_BY_LIGHTNING = ("best", "last", "hpc")  # values of --ckpt_path that are no files
+
+_PURPOSES = {
+    "fit": "Train a model to classify the nodes of a graph that is held in parts, one for each process.",
+    "validate": "Evaluate a model on the validation nodes.",
+    "test": "Evaluate a model on the test nodes.",
+    "predict": "Write a prediction for every node of the graph, in the order of its ids, to --predictions.path.",
+}
+_MOST_USED = (
+    " Used most: --model.model=CLASS (any PyG model by class path; --model.model.help=CLASS lists its options),"
+    " --model.backend=NAME, --data.dataset=NAME, --trainer.devices=N, --trainer.max_epochs=N, --ckpt_path=FILE."
+    " Every option may stand in a YAML file (--config); --print_config prints them all with their values."
+)
 
 
 class Parser(LightningArgumentParser):
@@ -24,23 +50,36 @@ class Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise InputError(one_line(message)) from ex
+        raise InputError(shorten(message)) from ex
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's, keeping the best score by default: accuracy, or F1 for several labels per node."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.monitor == _SCORE and isinstance(trainer.datamodule, GraphDataModule):  # type: ignore[attr-defined]
+            self.monitor = "val_f1" if trainer.datamodule.shard.multi_label else _SCORE  # type: ignore[attr-defined]
+        super().setup(trainer, pl_module, stage)
 
 
 class GraphCLI(LightningCLI):
     """LightningCLI with pygdist's defaults: strategy ``graph_ddp``, CSV and TensorBoard logs, best and last checkpoint.
 
+    Making one instantiates what the configuration says; :meth:`execute` runs it.
+
     Args:
         arguments: The command line, starting with the subcommand.
-        execute: Run the subcommand; otherwise only instantiate what the configuration says.
     """
 
-    def __init__(self, arguments: list[str], *, execute: bool = True) -> None:
-        self._execute = execute
+    def __init__(self, arguments: list[str]) -> None:
+        self._new_folder: Path | None = None
         # Lightning warns wherever sys.argv is not empty, as it is not under the pygdist command
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # TensorBoard made it, for both
         warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)  # Lightning with torch 2.13
+        warnings.filterwarnings("ignore", message=".*configure_optimizers. will be overridden")  # --optimizer says so
+        check_yaml(arguments)
         super().__init__(
             NodeClassifier,
             GraphDataModule,
@@ -48,6 +87,7 @@ class GraphCLI(LightningCLI):
             parser_class=Parser,
             save_config_callback=SaveConfigCallback,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs=_help_texts(),
             seed_everything_default=0,
             trainer_defaults={
                 "accelerator": "auto",
@@ -60,44 +100,118 @@ class GraphCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.monitor": "val_acc", "checkpoint.mode": "max", "checkpoint.save_last": True})
+        parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
+        parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
         parser.add_lightning_class_args(ExchangeMonitor, "exchange")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 
     @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        subcommand = self.config["subcommand"]
+        checkpoint = self.config[subcommand].get("ckpt_path")
+        if checkpoint is None and subcommand != "fit":
+            log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
+        elif checkpoint is not None and checkpoint not in _FOUND_BY_LIGHTNING:
+            read_checkpoint(checkpoint)  # here every rank of every strategy says the same, before any has started
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except InputError:
+            raise
+        except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            log.debug("while making what the configuration names", exc_info=True)
+            raise InputError(shorten(str(error))) from error
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
+        _check_strategy(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"]:
-            kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
-        return super().instantiate_trainer(**kwargs)
+            kwargs["logger"], self._new_folder = _loggers(config["default_root_dir"] or "runs")
+        trainer = super().instantiate_trainer(**kwargs)
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
+            raise InputError(
+                f"--trainer.strategy: '{config['strategy']}' averages over {trainer.world_size} ranks as if each had a "
+                "graph of its own; on a graph in parts use graph_ddp"
+            )
+        return trainer
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        if self._execute:
-            super()._run_subcommand(subcommand)
+        """Not yet: :meth:`execute` does, once there is an object that can clean up after it."""
+
+    def execute(self) -> None:
+        """Run the subcommand.
+
+        Raises:
+            InputError: After a mistake in the input; the other ranks of this machine are gone then, and so is the
+                folder of the run if nothing was learnt yet.
+        """
+        try:
+            super()._run_subcommand(str(self.subcommand))
+        except (InputError, MisconfigurationException, FileNotFoundError) as error:
+            self._clean_up()
+            raise error if isinstance(error, InputError) else InputError(one_line(str(error))) from error
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            self._clean_up()
+            raise InputError(
+                f"--ckpt_path: the checkpoint is of another model: {one_line(str(error).partition(':')[2])}"
+            ) from error
+
+    def _clean_up(self) -> None:
+        # they leave for the same reason, which is told once
+        logging.getLogger(GraphDDPStrategy.__module__.rpartition(".")[0]).setLevel(logging.CRITICAL)
+        for process in getattr(self.trainer.strategy.launcher, "procs", []):
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        folder = self._new_folder
+        if folder is None or not (self.trainer.is_global_zero and folder.is_dir()):
+            return
+        if not (folder / "metrics.csv").exists() and not any(folder.rglob("*.ckpt")):
+            shutil.rmtree(folder)
+
+    def before_predict(self) -> None:
+        """Find out that the predictions cannot be written before they are computed, on every rank."""
+        path = Path(self._get(self.config_init, "predictions").path)
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"--predictions.path: {path} cannot be written")
 
     def predict(self, **arguments: Any) -> None:
         """Keep the predictions out of memory: they are in the file that ``--predictions.path`` names."""
         self.trainer.predict(**{**arguments, "return_predictions": False})
 
 
-def _loggers(folder: str) -> list[TensorBoardLogger | CSVLogger]:
-    """TensorBoard and CSV in one folder per run, where the checkpoints and the configuration are too."""
-    tensorboard = TensorBoardLogger(folder, name="")
-    return [tensorboard, CSVLogger(folder, name="", version=tensorboard.version)]
+def _help_texts() -> dict[str, Any]:
+    """What comes before the list of options: which ones are used most. The usage line would name all two hundred."""
+    texts: dict[str, Any] = {"prog": "pygdist"}
+    for command, purpose in _PURPOSES.items():
+        texts[command] = {"usage": f"pygdist {command} [--config FILE] [options]", "description": purpose + _MOST_USED}
+    return texts
+
+
+def _check_strategy(strategy: Any) -> None:
+    names = StrategyRegistry.available_strategies()
+    if isinstance(strategy, str) and strategy != "auto" and strategy not in names:
+        ours = ", ".join(name for name in names if name.startswith("graph_") and "unused" not in name)
+        raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
+
+
+def _loggers(root: str) -> tuple[list[TensorBoardLogger | CSVLogger], Path]:
+    """TensorBoard and CSV in one new folder per run, where the checkpoints and the configuration are too."""
+    tensorboard = TensorBoardLogger(root, name="")
+    return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)], Path(tensorboard.log_dir)
 
 
 def run(command: str, arguments: list[str]) -> int:
     """Run one of Lightning's four subcommands."""
-    try:
-        GraphCLI([command, *arguments])
-    except (MisconfigurationException, FileNotFoundError) as error:
-        raise InputError(one_line(str(error))) from error
+    GraphCLI([command, *arguments]).execute()
     return 0
-
-
-def one_line(message: str, limit: int = 600) -> str:
-    """The message without line breaks and without jsonargparse's nesting marks, cut to ``limit`` characters."""
-    text = re.sub(r"\s+", " ", message).strip()
-    return text if len(text) <= limit else text[: limit - 1] + "…"
