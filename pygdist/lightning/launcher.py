@@ -2,6 +2,7 @@
 
 Lightning's own observer kills every process, its own included, five seconds after a child dies, and says so with a
 process number. Here the survivors get time to find out and say which rank was lost; only then is anything killed.
+Notebooks fork their ranks, and a fork does not carry OpenMP's threads along.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
-__all__ = ["GraphLauncher"]
+__all__ = ["ForkLauncher", "GraphLauncher"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,27 @@ class GraphLauncher(_SubprocessScriptLauncher):
             _Observer(self.procs, first_rank + 1, self.grace_s).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Forks the ranks, as a notebook needs, and gives each one thread.
+
+    OpenMP's threads do not survive a fork, but its record of them does: if the notebook has computed on several threads
+    before, a forked rank that asks for several waits for ever. Scripts and the command line start their ranks
+    afresh and use all cores.
+
+    Args:
+        strategy: The strategy that the ranks run.
+    """
+
+    def __init__(self, strategy: ParallelStrategy) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    @override
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # unset, Lightning would take cores / ranks
+        super()._wrapping_function(process_idx, *args, **kwargs)
 
 
 class _Observer(threading.Thread):

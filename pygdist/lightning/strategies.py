@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
 from pygdist.errors import LostRankError
-from pygdist.lightning.launcher import GraphLauncher
+from pygdist.lightning.launcher import ForkLauncher, GraphLauncher
 
 __all__ = ["GraphDDPStrategy"]
 
@@ -91,6 +91,8 @@ class GraphDDPStrategy(DDPStrategy):
         if self._start_method == "popen":
             assert self.cluster_environment is not None
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        elif self._start_method == "fork":
+            self._launcher = ForkLauncher(self)
 
     @override
     def setup_environment(self) -> None:
