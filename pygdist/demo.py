@@ -1,0 +1,256 @@
+"""``make demo``: one GCN on the built-in graph, as plain PyG, then with pygdist on one process and on several.
+
+All runs start from the same parameters and train the same number of epochs with dropout 0, so their losses are to be
+compared number by number. Every run has its processes to itself, started afresh; needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import logging
+import resource
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN, MLP
+
+from pygdist.graph import load_graph
+from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
+
+__all__ = ["Run", "compare", "largest_difference", "main", "train_with_pyg", "train_with_pygdist"]
+
+HIDDEN, LEARNING_RATE, WEIGHT_DECAY = 64, 0.01, 5e-4
+_TOLERANCE = 1e-3  # float32, and Adam divides by small numbers: rounding grows along the run
+_WARM_UP = 3  # epochs whose time does not count: memory is allocated, degrees and transposes are computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run gave.
+
+    Attributes:
+        losses: Mean training loss of each epoch, before its step.
+        accuracy: Share of test nodes classified correctly after the last epoch.
+        epoch_s: Seconds of each epoch.
+        sent_bytes: Bytes that all ranks together sent in the last epoch.
+        peak_gib: Peak resident memory, summed over processes.
+        threads: Threads of each process.
+    """
+
+    losses: Sequence[float]
+    accuracy: float
+    epoch_s: Sequence[float]
+    sent_bytes: int = 0
+    peak_gib: float
+    threads: int
+
+    @property
+    def median_epoch_s(self) -> float:
+        """Seconds per epoch after warm-up."""
+        return statistics.median(self.epoch_s[_WARM_UP:] or self.epoch_s)
+
+
+def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
+    """The reference: an ordinary full-batch loop, with nothing of pygdist in it.
+
+    Args:
+        model: Called as ``model(x, edge_index)``, or as ``model(x)`` if it is an MLP.
+        data: The whole graph.
+        epochs: Number of steps.
+    """
+
+    def forward() -> Tensor:
+        out: Tensor = model(data.x) if isinstance(model, MLP) else model(data.x, data.edge_index)
+        return out
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    losses, seconds = [], []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(forward()[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - start)
+    model.eval()
+    with torch.no_grad():
+        hit = _hits(forward(), data)
+    return Run(
+        losses=losses,
+        accuracy=float(hit.float().mean()),
+        epoch_s=seconds,
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        threads=torch.get_num_threads(),
+    )
+
+
+def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int, folder: Path) -> Run:
+    """The same through Lightning on ``ranks`` processes, backend ``comm``, each holding its part of the graph.
+
+    Args:
+        model: The same model; it is trained in place.
+        data: The whole graph; it is partitioned into contiguous chunks.
+        epochs: Number of steps.
+        ranks: Number of processes.
+        folder: For the parts and the log.
+    """
+    module = NodeClassifier(model, backend="comm", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    graph = GraphDataModule(data, partitioner="chunk", cache_dir=folder / "parts")
+    logger = CSVLogger(folder, name="log", version=ranks)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="graph_ddp_spawn",
+        max_epochs=epochs,
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        logger=logger,
+        callbacks=[ExchangeMonitor(), _Finish()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=graph)
+    with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
+        *epoch_rows, last = csv.DictReader(file)
+    return Run(
+        losses=[float(row["train_loss"]) for row in epoch_rows],
+        accuracy=float(last["test_acc"]),
+        epoch_s=[float(row["epoch_s"]) for row in epoch_rows],
+        sent_bytes=round(float(epoch_rows[-1]["sent_bytes_total"])),
+        peak_gib=float(epoch_rows[-1]["peak_gib_total"]),
+        threads=int(float(last["threads"])),
+    )
+
+
+class _Finish(pl.Callback):
+    """Writes the test accuracy to the log when training ends, which saves starting the processes again for a test."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, NodeClassifier)
+        assert trainer.logger is not None
+        shard = pl_module.backend.shard
+        pl_module.eval()
+        with torch.no_grad():
+            hit = _hits(pl_module(shard), shard)
+        correct, count = pl_module.backend.communicator.gather([float(hit.sum()), hit.numel()]).sum(dim=0).tolist()
+        trainer.logger.log_metrics({"test_acc": correct / count, "threads": torch.get_num_threads()})
+
+
+def _hits(out: Tensor, graph: Any) -> Tensor:
+    """Which test nodes are classified correctly; ``graph`` is the whole one or a rank's shard."""
+    hit: Tensor = out[graph.test_mask].argmax(dim=-1) == graph.y[graph.test_mask]
+    return hit
+
+
+def _references(gcn: nn.Module, mlp: nn.Module, data: Data, epochs: int) -> tuple[Run, Run]:
+    # copies: parameters come from the parent in shared memory, and it needs them untrained;
+    # the GCN first: the peak memory is its own
+    return train_with_pyg(copy.deepcopy(gcn), data, epochs), train_with_pyg(copy.deepcopy(mlp), data, epochs)
+
+
+def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int) -> tuple[Run, Run, Run]:
+    """Train the same GCN three ways, saying what is done, and print the table.
+
+    Returns:
+        Plain PyG, pygdist on one process, pygdist on ``ranks``.
+    """
+    data = load_graph("sbm", num_nodes=nodes, seed=seed)
+    classes = int(data.y.max()) + 1
+    console.print(f"graph: {nodes:,} nodes, {data.num_edges:,} edges, {data.num_features} features, {classes} classes")
+    console.print(f"model: GCN, 2 layers, hidden {HIDDEN}, dropout 0; {epochs} epochs of Adam on the full graph")
+    torch.manual_seed(seed)
+    gcn = GCN(data.num_features, HIDDEN, num_layers=2, out_channels=classes, dropout=0.0)
+    mlp = MLP([data.num_features, HIDDEN, classes], norm=None)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"[{time.perf_counter() - start:4.0f} s] {text}", markup=False, highlight=False)
+
+    say("plain PyG on a single process, and an MLP, which does not see the edges")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        pyg, no_edges = executor.submit(_references, gcn, mlp, data, epochs).result()
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="pygdist-demo-") as folder:
+        for world_size in (1, ranks):
+            say(f"pygdist on {world_size} process{'es' if world_size > 1 else ''}")
+            model = copy.deepcopy(gcn)
+            runs.append(train_with_pygdist(model, data, epochs, ranks=world_size, folder=Path(folder)))
+    say("done")
+    one, many = runs
+    console.print(_table(pyg, one, many, ranks))
+    console.print(f"An MLP, which does not see the edges, classifies {no_edges.accuracy:.2%} of the test nodes.")
+    return pyg, one, many
+
+
+def _table(pyg: Run, one: Run, many: Run, ranks: int) -> Table:
+    table = Table("", title="The same GCN, three ways")
+    for name in ("single process\nplain PyG", "1 rank\npygdist", f"{ranks} ranks\npygdist"):
+        table.add_column(name, justify="right")
+    runs = (pyg, one, many)
+    table.add_row("final loss", *(f"{run.losses[-1]:.7f}" for run in runs))
+    table.add_row("largest difference in loss, all epochs", "", *(_difference(run, pyg) for run in runs[1:]))
+    table.add_row("test accuracy", *(f"{run.accuracy:.2%}" for run in runs))
+    table.add_row("seconds per epoch (median)", *(f"{run.median_epoch_s:.4f}" for run in runs))
+    table.add_row("bytes exchanged per epoch", *(f"{run.sent_bytes:,}" for run in runs))
+    table.add_row("peak memory, all processes", *(f"{run.peak_gib:.2f} GiB" for run in runs))
+    table.add_row("processes x threads", *(f"{n} x {run.threads}" for n, run in zip((1, 1, ranks), runs, strict=True)))
+    return table
+
+
+def _difference(run: Run, reference: Run) -> str:
+    return f"{largest_difference(run, reference):.1e}"
+
+
+def largest_difference(run: Run, reference: Run) -> float:
+    """Largest absolute difference in loss, over all epochs."""
+    return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
+
+
+def _quiet() -> None:
+    """Lightning's advice is for people who write training scripts."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison and print one table.
+
+    Returns:
+        0 if the losses agree to 1e-3 along the run, else 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m pygdist.demo", description="One GCN, one process and several.")
+    parser.add_argument("--nodes", type=int, default=20_000, help="nodes of the graph (default: 20000)")
+    parser.add_argument("--epochs", type=int, default=60, help="training epochs (default: 60)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the distributed run (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the graph and of the parameters (default: 0)")
+    options = parser.parse_args(argv)
+    _quiet()
+    pyg, one, many = compare(Console(), **vars(options))
+    return int(max(largest_difference(run, pyg) for run in (one, many)) > _TOLERANCE)
+
+
+if __name__ == "__mp_main__":  # a rank: the spawn strategy imports this file anew
+    _quiet()
+
+if __name__ == "__main__":
+    raise SystemExit(main())
