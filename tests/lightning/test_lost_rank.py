@@ -1,0 +1,81 @@
+"""A rank that is killed in mid-epoch ends the run with its name, and the run resumes from its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CALLBACK = """
+import os, signal
+from lightning.pytorch.callbacks import Callback
+
+class Kill(Callback):
+    def __init__(self, rank: int, epoch: int):
+        self.rank, self.epoch = rank, epoch
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        print(f"rank {trainer.global_rank} is process {os.getpid()}", flush=True)
+        if (trainer.global_rank, trainer.current_epoch) == (self.rank, self.epoch):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+_CONFIG = """
+seed_everything: 1
+model:
+  model: {class_path: torch_geometric.nn.GCN, init_args: {in_channels: -1, hidden_channels: 8, num_layers: 2, out_channels: 4}}
+data:
+  dataset: sbm
+  dataset_args: {num_nodes: 400, num_classes: 4}
+  cache_dir: cache
+checkpoint: {dirpath: checkpoints, monitor: null, save_last: true}
+trainer: {devices: 3, accelerator: cpu, max_epochs: 6, logger: false, enable_progress_bar: false, default_root_dir: .}
+"""
+
+
+def _fit(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    environment.pop("PL_GLOBAL_SEED", None)
+    return subprocess.run(
+        [sys.executable, "-m", "pygdist.cli", "fit", "--config", "run.yaml", *options],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "killing.py").write_text(_CALLBACK)
+    (tmp_path / "run.yaml").write_text(_CONFIG)
+    return tmp_path
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["launching-rank", "launched-rank"])
+def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder: Path, rank: int) -> None:
+    kill = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
+    run = _fit(folder, *kill)
+    said = run.stdout + run.stderr
+    assert run.returncode == (-signal.SIGKILL if rank == 0 else 1), said
+    complaints = [line for line in run.stderr.splitlines() if line.startswith("pygdist: error:")]
+    assert complaints, said
+    assert any(f"rank {rank} is lost" in line or "it lives with rank 0" in line for line in complaints), complaints
+    assert all("epoch 3" in line for line in complaints)
+    processes = {int(line.split()[-1]) for line in run.stdout.splitlines() if " is process " in line}
+    assert len(processes) == 3
+    assert not [pid for pid in processes if _is_alive(pid)], "a rank was left behind"
+    if rank:
+        resumed = _fit(folder, "--ckpt_path=checkpoints/last.ckpt")
+        assert resumed.returncode == 0, resumed.stderr
+        assert "max_epochs=6" in resumed.stdout + resumed.stderr
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").is_dir() else True
