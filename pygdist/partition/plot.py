@@ -1,0 +1,97 @@
+"""Pictures of a partition: who sends what to whom in one hop, and how much each part has to do.
+
+Takes the figures as they are in memory or in a store's ``meta.json``. matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pygdist.partition.metrics import PartitionMetrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_load", "plot_traffic"]
+
+_MOST_NUMBERS = 16  # parts up to which every cell has its number
+
+
+def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
+    """Draw who sends how many rows to whom in one hop, as a heat map with numbers.
+
+    Args:
+        metrics: The figures of a partition, or what ``meta.json`` says.
+        ax: Where to draw; a new figure by default.
+
+    Returns:
+        The axes; the sender is the row, the receiver the column.
+
+    Example:
+        >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash")
+        >>> plot_traffic(meta)
+    """
+    metrics = _metrics(metrics)
+    ax = _axes(ax)
+    rows, num_parts = metrics.rows, metrics.num_parts
+    most = max(int(rows.max(initial=0)), 1)
+    ax.imshow(rows, cmap="Blues", vmin=0, vmax=most)
+    if num_parts <= _MOST_NUMBERS:
+        for sender, receiver in np.ndindex(num_parts, num_parts):
+            value = int(rows[sender, receiver])
+            text = "–" if sender == receiver else f"{value:,}"
+            # white on the dark half of the colours
+            color = "white" if 2 * value > most else "black"
+            ax.text(receiver, sender, text, ha="center", va="center", color=color)
+        ax.set_xticks(range(num_parts))
+        ax.set_yticks(range(num_parts))
+    ax.set_xlabel("to part")
+    ax.set_ylabel("from part")
+    ax.set_title(f"rows sent per hop: {int(rows.sum()):,}")
+    return ax
+
+
+def plot_load(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
+    """Draw the nodes, edges and halo rows of each part, as a share of all nodes or edges.
+
+    Args:
+        metrics: The figures of a partition, or what ``meta.json`` says.
+        ax: Where to draw; a new figure by default.
+
+    Returns:
+        The axes, with a group of bars for each part. A dashed line marks the even share.
+    """
+    metrics = _metrics(metrics)
+    ax = _axes(ax)
+    num_nodes, num_edges = max(int(metrics.num_nodes.sum()), 1), max(int(metrics.num_edges.sum()), 1)
+    shares = {
+        "nodes": metrics.num_nodes / num_nodes,
+        "edges": metrics.num_edges / num_edges,
+        "halo rows (of all nodes)": metrics.num_halo / num_nodes,
+    }
+    width, parts = 0.8 / len(shares), np.arange(metrics.num_parts)
+    for position, (name, share) in enumerate(shares.items()):
+        ax.bar(parts + (position - 1) * width, share, width, label=name)
+    ax.axhline(1 / metrics.num_parts, color="grey", linestyle="--", linewidth=1)
+    ax.set_xticks(parts)
+    ax.set_xlabel("part")
+    ax.set_ylabel("share")
+    ax.yaxis.set_major_formatter("{x:.0%}")
+    ax.set_title(f"load of each part; replication factor {metrics.replication_factor:.2f}")
+    ax.legend()
+    return ax
+
+
+def _metrics(metrics: PartitionMetrics | Mapping[str, Any]) -> PartitionMetrics:
+    return metrics if isinstance(metrics, PartitionMetrics) else PartitionMetrics.from_meta(metrics)
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(layout="constrained")[1]
