@@ -68,7 +68,6 @@ def test_meta_gives_the_same_picture(tmp_path: Path) -> None:
 
 
 def test_without_axes_a_figure_is_made() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
     plt.switch_backend("agg")
     first, second = plot_traffic(METRICS), plot_load(METRICS)
     assert first.figure is not second.figure
