@@ -1,0 +1,88 @@
+"""One training step on N processes against one process, on real graphs and for the common layers; a table and a CSV.
+
+    python experiments/foundation/verify_real.py DATA --ranks 2 3 4 --out verify.csv
+
+DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes; PyG writes beside the raw files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
+
+from pygdist import GraphDataModule
+from pygdist.backends import CommBackend
+from pygdist.commands.verify import verify
+
+MODELS = {
+    "GCN": lambda i, o: GCN(i, 16, 2, o),
+    "SAGE mean": lambda i, o: GraphSAGE(i, 16, 2, o),
+    "SAGE max": lambda i, o: GraphSAGE(i, 16, 2, o, aggr="max"),
+    "GIN": lambda i, o: GIN(i, 16, 2, o),
+    "GAT": lambda i, o: GAT(i, 16, 2, o, heads=4),
+    "GATv2": lambda i, o: GAT(i, 16, 2, o, heads=4, v2=True),
+}
+GRAPHS = {
+    "Cora": ("Planetoid", {"name": "Cora"}, 1433, 7),
+    "cornell5": ("LINKXDataset", {"name": "cornell5"}, 4735, 2),
+}
+
+
+def row(data: Path, graph: str, name: str, ranks: int, cache: Path, *, double: bool) -> dict[str, object]:
+    """The largest relative difference of one setting, and what has it."""
+    dataset, arguments, num_features, num_classes = GRAPHS[graph]
+    module = GraphDataModule(dataset, {"root": str(data / dataset), **arguments}, cache_dir=cache)
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[name](num_features, num_classes)
+    start = time.perf_counter()
+    differences, reference = verify(model, CommBackend(), module, world_size=ranks, double=double)
+    worst = max(differences, key=lambda key: differences[key].relative)
+    return {
+        "graph": graph,
+        "model": name,
+        "ranks": ranks,
+        "reference": reference,
+        "dtype": "float64" if double else "float32",
+        "relative": differences[worst].relative,
+        "quantity": worst,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--double", action="store_true")
+    parser.add_argument("--cache", type=Path, default=Path("cache"))
+    parser.add_argument("--out", type=Path, default=Path("verify.csv"))
+    options = parser.parse_args()
+    rows = []
+    with options.out.open("w", newline="") as file:
+        for graph in options.graphs:
+            for name in options.models:
+                for ranks in options.ranks:
+                    rows.append(row(options.data, graph, name, ranks, options.cache, double=options.double))
+                    writer = csv.DictWriter(file, fieldnames=rows[0])
+                    if len(rows) == 1:
+                        writer.writeheader()
+                    writer.writerow(rows[-1])
+                    file.flush()
+    table = Table(*rows[0], title="one training step, N processes against one")
+    for found in rows:
+        table.add_row(*(f"{value:.1e}" if isinstance(value, float) and value < 1 else str(value) for value in found.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The house rules: imports run downward, the root exports little, notebooks and experiments are not imported."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pygdist
+
+ROOT = Path(pygdist.__file__).parent
+#: From the ground up; a room may import the ones before it.
+ROOMS = [
+    "errors",
+    "registry",
+    "comm",
+    "native",
+    "kernels",
+    "graph",
+    "partition",
+    "nn",
+    "backends",
+    "lightning",
+    "testing",
+    "commands",
+    "cli",
+    "demo",
+]
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pygdist"):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.startswith("pygdist"))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downward(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    assert room in ROOMS, f"{room} has no place in the order of rooms yet"
+    for module in _imports(path):
+        other = module.split(".")[1] if "." in module else None
+        assert other is not None, f"{path.name} imports the root package"
+        assert ROOMS.index(other) <= ROOMS.index(room), f"{path.name} in {room} imports {module}, which is above it"
+
+
+def test_backends_do_not_import_each_other() -> None:
+    systems = {path.stem for path in (ROOT / "backends").glob("*.py")} - {
+        "__init__", "base", "layers", "refusals", "routing",
+    }  # fmt: skip
+    for system in systems:
+        others = {f"pygdist.backends.{other}" for other in systems - {system}}
+        assert not _imports(ROOT / "backends" / f"{system}.py") & others
+
+
+def test_the_root_exports_at_most_ten_names() -> None:
+    assert len(pygdist.__all__) <= 10
+    assert all(hasattr(pygdist, name) for name in pygdist.__all__)

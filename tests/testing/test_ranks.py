@@ -1,0 +1,69 @@
+"""The rank pool: results in order, a child's error in the caller, no rank left behind, nothing shared."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pygdist.testing import RankError, RankPool, run_ranks
+
+
+def _sum(rank: int, world_size: int, x: Tensor) -> tuple[int, Tensor]:
+    x += rank  # in place: the other ranks and the caller must not see it
+    total = x.clone()
+    dist.all_reduce(total)
+    return os.getpid(), total
+
+
+def test_results_in_rank_order_from_processes_that_share_nothing(pool: RankPool) -> None:
+    x = torch.zeros(2)
+    for world_size in (1, 4, 2):
+        answers = pool.run(_sum, world_size, x)
+        assert len({pid for pid, _ in answers}) == world_size
+        assert all(total.tolist() == [sum(range(world_size))] * 2 for _, total in answers)
+    assert x.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="world_size must be between 1 and the pool's 4, got 5"):
+        pool.run(_sum, 5, x)
+
+
+def _fail(rank: int, world_size: int, how: str) -> None:
+    if rank == 1 and how == "raise":
+        raise KeyError("the reason")
+    if rank == 1 and how == "exit":
+        os._exit(7)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", r"rank 1 of 2 failed:(.|\n)*KeyError: 'the reason'"),
+        ("exit", r"rank 1 of 2 failed:(.|\n)*exit code 7"),
+    ],
+)
+def test_a_child_s_error_reaches_the_caller_and_the_pool_goes_on(how: str, said: str) -> None:
+    with RankPool(2) as pool:
+        with pytest.raises(RankError, match=said):
+            pool.run(_fail, 2, how)
+        assert len(pool.run(_sum, 2, torch.zeros(1))) == 2
+
+
+def _hang(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)  # which never sends
+
+
+def test_a_rank_that_hangs_is_named_and_ended() -> None:
+    with RankPool(2) as pool:
+        pool.run(_sum, 2, torch.zeros(1))
+        pool.timeout_s = 1.0  # the processes are up; from here on a second is long
+        with pytest.raises(RankError, match=r"no answer within 1 s from ranks \[0\]"):
+            pool.run(_hang, 2)
+
+
+def test_run_ranks_is_a_pool_for_one_call() -> None:
+    assert [total.tolist() for _, total in run_ranks(_sum, 2, torch.zeros(1))] == [[1.0], [1.0]]
