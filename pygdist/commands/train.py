@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -73,7 +74,7 @@ class GraphCLI(LightningCLI):
     """
 
     def __init__(self, arguments: list[str]) -> None:
-        self._new_folder: Path | None = None
+        self._made: list[Path] = []  # folders of this run that were not there before, innermost first
         # Lightning warns wherever sys.argv is not empty, as it is not under the pygdist command
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # TensorBoard made it, for both
@@ -130,7 +131,9 @@ class GraphCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         _check_strategy(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"]:
-            kwargs["logger"], self._new_folder = _loggers(config["default_root_dir"] or "runs")
+            kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
+            folder = Path(kwargs["logger"][0].log_dir)
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
@@ -172,11 +175,14 @@ class GraphCLI(LightningCLI):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        folder = self._new_folder
-        if folder is None or not (self.trainer.is_global_zero and folder.is_dir()):
+        if not self.trainer.is_global_zero or not self._made:
             return
-        if not (folder / "metrics.csv").exists() and not any(folder.rglob("*.ckpt")):
-            shutil.rmtree(folder)
+        run = self._made[0]
+        if run.is_dir() and not (run / "metrics.csv").exists() and not any(run.rglob("*.ckpt")):
+            shutil.rmtree(run)
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            for folder in self._made[1:]:
+                folder.rmdir()
 
     def before_predict(self) -> None:
         """Find out that the predictions cannot be written before they are computed, on every rank."""
@@ -205,10 +211,10 @@ def _check_strategy(strategy: Any) -> None:
         raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
 
 
-def _loggers(root: str) -> tuple[list[TensorBoardLogger | CSVLogger], Path]:
+def _loggers(root: str) -> list[TensorBoardLogger | CSVLogger]:
     """TensorBoard and CSV in one new folder per run, where the checkpoints and the configuration are too."""
     tensorboard = TensorBoardLogger(root, name="")
-    return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)], Path(tensorboard.log_dir)
+    return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
 
 
 def run(command: str, arguments: list[str]) -> int:

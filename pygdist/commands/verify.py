@@ -77,6 +77,7 @@ def verify(
     data.prepare_data()
     whole = _data_as(whole, double)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)
+    distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
     used = _choose(reference, whole)
     log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
     with without_dropout():

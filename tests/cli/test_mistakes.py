@@ -1,0 +1,155 @@
+"""A mistake of the user ends in one line that names the file, field or option, exit code 2, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import assert_mistake, files, pygdist
+
+FIT = ("fit", "--config=run.yaml")
+PARTITION = ("partition", "--out=parts")
+
+OPTIONS = {
+    "unknown command": (["fiit"], ["unknown command 'fiit'", "partition"]),
+    "no such config": (["fit", "--config=nowhere.yaml"], ["--config", "nowhere.yaml"]),
+    "no model": (["fit"], ["--model.model is required"]),
+    "unknown option": ([*FIT, "--trainer.max_epocs=3"], ["unknown option --trainer.max_epocs"]),
+    "wrong type": ([*FIT, "--trainer.max_epochs=many"], ["--trainer.max_epochs: expected int, got 'many'"]),
+    "wrong choice": ([*FIT, "--predictions.output=x"], ["--predictions.output: expected 'label' or 'logits', got 'x'"]),
+    "wrong length": ([*FIT, "--data.split=[0.5,0.5]"], ["--data.split: expected tuple with 3 elements"]),
+    "no such model": ([*FIT, "--model.model=torch_geometric.nn.GCNN"], ["--model.model", "no attribute 'GCNN'"]),
+    "no such module": ([*FIT, "--model.model=nosuch.Model"], ["--model.model", "o module named 'nosuch'"]),
+    "no model class": ([*FIT, "--model.model=torch.optim.Adam"], ["--model.model", "torch.optim.Adam", "Module"]),
+    "unknown init arg": (
+        [*FIT, "--model.model.init_args.hidden=8"],
+        ["--model.model: option 'hidden' is not accepted"],
+    ),
+    "wrong init arg": (
+        [*FIT, "--model.model.hidden_channels=x"],
+        ["--model.model.hidden_channels: expected int, got 'x'"],
+    ),
+    "refused init arg": ([*FIT, "--model.model.act=nonsense"], ["'nonsense'"]),
+    "unknown backend": ([*FIT, "--model.backend=com"], ["unknown backend 'com'", "comm", "single"]),
+    "no such backend class": ([*FIT, "--model.backend=nosuch.Backend"], ["backend 'nosuch.Backend'", "'nosuch'"]),
+    "no backend class": ([*FIT, "--model.backend=torch.nn.Linear"], ["torch.nn.Linear is not a backend"]),
+    "unknown strategy": ([*FIT, "--trainer.strategy=graph"], ["--trainer.strategy", "'graph'", "graph_ddp"]),
+    "ddp": ([*FIT, "--trainer.strategy=ddp", "--trainer.devices=2"], ["--trainer.strategy", "'ddp'", "use graph_ddp"]),
+    "wrong strategy option": (
+        [*FIT, "--trainer.strategy=pygdist.GraphDDPStrategy", "--trainer.strategy.timeout_s=long"],
+        ["--trainer.strategy.timeout_s: expected float, got 'long'"],
+    ),
+    "unknown optimizer": ([*FIT, "--optimizer=Adan"], ["--optimizer: there is no class 'Adan'"]),
+    "unknown optimizer option": ([*FIT, "--optimizer=SGD", "--optimizer.lrr=1"], ["--optimizer: option 'lrr'"]),
+    "missing callback option": (
+        [*FIT, "--trainer.callbacks+=EarlyStopping"],
+        ["--trainer.callbacks.monitor is required"],
+    ),
+    "missing checkpoint": ([*FIT, "--ckpt_path=no.ckpt"], ["no.ckpt: there is no such checkpoint"]),
+    "unreadable checkpoint": ([*FIT, "--ckpt_path=run.yaml"], ["run.yaml: not a Lightning checkpoint"]),
+    "predict without checkpoint": (["predict", "--config=run.yaml", "--ckpt_path=no.ckpt"], ["no.ckpt"]),
+    "verify on a store": (["verify", "--config=run.yaml", "--data.store=parts"], ["data.dataset", "data.store"]),
+    "verify on no process": (["verify", "--config=run.yaml", "--world-size=0"], ["--world-size is 0"]),
+    "verify with a wrong number": (["verify", "--world-size=two"], ["--world-size", "'two'"]),
+    "verify with an unknown option": (
+        ["verify", "--config=run.yaml", "--toleranse=1"],
+        ["unknown option --toleranse=1"],
+    ),
+    "export nothing": (["export"], ["checkpoint, out"]),
+    "export no file": (["export", "no.ckpt", "model.pt"], ["no.ckpt: there is no such checkpoint"]),
+    "export no checkpoint": (["export", "run.yaml", "model.pt"], ["run.yaml: not a Lightning checkpoint"]),
+    "partition nothing": (["partition"], ["--dataset is required"]),
+    "partition into words": ([*PARTITION, "--dataset=sbm", "--parts=two"], ["--parts: expected int, got 'two'"]),
+    "partition into too many": (
+        [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: 50}", "--parts=51"],
+        ["num_parts is 51", "50 nodes"],
+    ),
+    "unknown method": (
+        [*PARTITION, "--dataset=sbm", "--method=metiss"],
+        ["unknown partitioner 'metiss'", "chunk, hash"],
+    ),
+    "unknown method option": (
+        [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={sed: 1}"],
+        ["partitioner 'hash'", "'sed'"],
+    ),
+    "partition over something": ([*PARTITION, "--dataset=sbm", "--out=run.yaml"], ["run.yaml: exists"]),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS)
+def test_options(args: list[str], words: list[str], folder: Path) -> None:
+    before = files(folder)
+    assert_mistake(pygdist(*args, folder=folder), *words)
+    assert files(folder) == before
+
+
+GRAPHS = {
+    "nan": ["x: 1 of 120 nodes", "NaN", "node 17"],
+    "edge": ["edge_index: edge 5 goes from 120", "nodes 0 to 119"],
+    "label": ["y: 1 labels out of range", "11 at node 3", "num_classes is 4"],
+    "negative": ["y: node 3 has label -7"],
+    "missing": ["missing", "no such folder"],
+}
+
+
+@pytest.mark.parametrize("command", ["fit", "partition", "verify"])
+@pytest.mark.parametrize(("name", "words"), GRAPHS.items(), ids=GRAPHS)
+def test_graphs(command: str, name: str, words: list[str], folder: Path, graphs: Path) -> None:
+    prefix = "" if command == "partition" else "data."
+    args = [f"--{prefix}dataset={graphs / name}", f"--{prefix}num_classes=4"]
+    args += ["--out=parts"] if command == "partition" else ["--config=run.yaml"]
+    if command != "partition":  # what stands last wins
+        args.reverse()
+        args = [args[0], *args[1:]]
+    before = files(folder)
+    assert_mistake(pygdist(command, *args, folder=folder), *words)
+    assert files(folder) - {"cache"} == before
+
+
+MODELS = {
+    "too few outputs": (["--model.model.out_channels=3"], ["3 values per node", "4 classes", "out_channels to 4"]),
+    "other inputs": (["--model.model.in_channels=5"], ["12 features per node", "in_channels to 12"]),
+    "refused layer": (
+        [
+            "--model.model=torch_geometric.nn.ChebConv",
+            "--model.model.init_args={in_channels: 12, out_channels: 4, K: 2}",
+        ],
+        ["backend 'comm' cannot run", "ChebConv", "Laplacian"],
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["fit", "verify"])
+@pytest.mark.parametrize(("args", "words"), MODELS.values(), ids=MODELS)
+def test_models(command: str, args: list[str], words: list[str], folder: Path) -> None:
+    before = files(folder)
+    assert_mistake(pygdist(command, "--config=run.yaml", *args, folder=folder), *words)
+    assert files(folder) - {"cache", "runs"} == before
+    assert not any((folder / "runs").glob("*"))
+
+
+def test_a_mistake_in_the_syntax_of_a_file_is_placed(folder: Path) -> None:
+    (folder / "bad.yaml").write_text("trainer:\n  callbacks: [1, 2\ndata: 3\n")
+    assert_mistake(pygdist("fit", "--config=bad.yaml", folder=folder), "bad.yaml:3:", "not valid YAML")
+
+
+def test_a_checkpoint_of_another_model(folder: Path, checkpoint: Path) -> None:
+    outcome = pygdist(*FIT, f"--ckpt_path={checkpoint}", "--model.model.hidden_channels=16", folder=folder)
+    assert_mistake(outcome, "--ckpt_path", "another model", "size mismatch")
+
+
+def test_files_that_cannot_be_written(folder: Path, checkpoint: Path) -> None:
+    before = files(folder)
+    predict = ("predict", "--config=run.yaml", f"--ckpt_path={checkpoint}")
+    assert_mistake(pygdist(*predict, "--predictions.path=run.yaml/a.npy", folder=folder), "--predictions.path")
+    assert_mistake(pygdist("export", str(checkpoint), "run.yaml/a.pt", folder=folder), "run.yaml/a.pt")
+    assert_mistake(pygdist("export", str(checkpoint), "model.bin", folder=folder), "'.bin'", ".safetensors")
+    assert files(folder) == before
+
+
+def test_other_parts_are_not_overwritten(folder: Path, graphs: Path) -> None:
+    args = ("partition", f"--dataset={graphs / 'good'}", "--out=parts")
+    assert pygdist(*args, folder=folder).code == 0
+    assert_mistake(pygdist(*args, "--parts=3", folder=folder), "parts: holds another store", "num_parts")
+    assert pygdist(*args, "--parts=3", "--overwrite=true", folder=folder).code == 0
