@@ -81,7 +81,8 @@ def plot_load(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None 
     ax.set_ylabel("share")
     ax.yaxis.set_major_formatter("{x:.0%}")
     ax.set_title(f"load of each part; replication factor {metrics.replication_factor:.2f}")
-    ax.legend()
+    ax.margins(y=0.2)  # room for the legend
+    ax.legend(ncols=len(shares), loc="upper center", fontsize="small")
     return ax
 
 
