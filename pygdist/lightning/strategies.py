@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import sys
+import itertools
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -26,6 +26,8 @@ __all__ = ["GraphDDPStrategy"]
 
 # what gloo and nccl say when the other end is gone or silent
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
+_RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
+
 # torch renamed the option
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
@@ -101,7 +103,12 @@ class GraphDDPStrategy(DDPStrategy):
             return
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._watchdog = Watchdog(store, self.global_rank, self.world_size, warn_after_s=self._warn_after_s)
+            self._watchdog = Watchdog(
+                dist.PrefixStore(f"run-{next(_RUNS)}", store),  # what an earlier run left there must not be read
+                self.global_rank,
+                self.world_size,
+                warn_after_s=self._warn_after_s,
+            )
         group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s)) if self.world_size > 1 else None
         self._communicator = Communicator(
             group, timeout_s=self._timeout_s, check_order=self._check_order, watchdog=self._watchdog
@@ -157,11 +164,9 @@ class GraphDDPStrategy(DDPStrategy):
 
 
 def _register() -> None:
-    """Make the names known to Lightning, which has no entry point for strategies; once, and under both its imports."""
-    old = sys.modules.get("pytorch_lightning.strategies")
-    for registry in (StrategyRegistry, getattr(old, "StrategyRegistry", StrategyRegistry)):
-        if "graph_ddp" not in registry:
-            GraphDDPStrategy.register_strategies(registry)
+    """Make the names known to Lightning, which has no entry point for strategies."""
+    if "graph_ddp" not in StrategyRegistry:
+        GraphDDPStrategy.register_strategies(StrategyRegistry)
 
 
 _register()

@@ -122,7 +122,7 @@ def _difference(ours: Tensor, reference: Tensor) -> Difference:
         raise AssertionError(f"shapes differ: {tuple(ours.shape)} and {tuple(reference.shape)}")
     if ours.numel() == 0:
         return Difference(0.0, 0.0)
-    ours, reference = ours.double(), reference.double()
+    ours, reference = ours.cpu().double(), reference.cpu().double()
     absolute = float((ours - reference).abs().max())
     if absolute != absolute:  # NaN on one side only, or on both
         return Difference(float("inf"), float("inf"))

@@ -178,3 +178,21 @@ def test_what_would_give_other_numbers_is_refused_on_all_ranks(
 ) -> None:
     for message in pool.run(_refused, 2, str(tmp_path), options):
         assert said in message
+
+
+def _one_after_another(rank: int, world_size: int, folder: str) -> tuple[float, float, list[str]]:
+    classifier, data = runs.module(folder)
+    first = runs.trainer(rank, world_size, folder)
+    first.fit(classifier, datamodule=data)
+    tested = float(first.test(classifier, datamodule=data, verbose=False)[0]["test_acc"])
+    second = runs.trainer(rank, world_size, folder)
+    second.fit(classifier, datamodule=data)
+    again = float(second.test(classifier, datamodule=data, verbose=False)[0]["test_acc"])
+    return tested, again, [type(layer).__name__ for layer in classifier.model.convs]
+
+
+def test_fit_and_test_and_fit_again_in_one_process(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(_one_after_another, 2, str(tmp_path))
+    assert first == second
+    assert first[1] > 0.25
+    assert first[2] == ["GCNConv", "GCNConv"], "after a run the model is plain again"

@@ -1,0 +1,53 @@
+"""The contract on GPUs: one rank for every layer, and as many ranks as there are GPUs over nccl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pygdist import Shard, distribute
+from pygdist.backends import CommBackend
+from pygdist.comm import Communicator
+from pygdist.graph import write_store
+from pygdist.testing import LAYERS, run_ranks
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from pygdist.testing.graphs import random_graph
+from pygdist.testing.layers import build
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+SOME = ["GCNConv", "SAGEConv-max", "GATConv", "GINConv", "BatchNorm", "GraphNorm"]
+
+
+def _compare(name: str, shard: Shard, communicator: Communicator) -> float:
+    data, _ = random_graph("directed")
+    reference = reference_step(build(name, 5, 3), data)
+    backend = CommBackend()
+    backend.bind(shard, communicator)
+    model = distribute(build(name, 5, 3).cuda(), backend=backend)
+    found = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id.cpu())
+    return max(difference.absolute for difference in found.values())
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_every_layer_on_one_gpu(name: str, tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
+    assert _compare(name, Shard.load(tmp_path / "store", 0).to("cuda"), Communicator()) < 1e-10
+
+
+def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
+    torch.cuda.set_device(rank)
+    communicator = Communicator(dist.new_group(backend="nccl"))
+    shard = Shard.load(store, rank).to(f"cuda:{rank}")
+    return {name: _compare(name, shard, communicator) for name in SOME}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl between ranks needs two GPUs")
+def test_two_gpus(tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
+    for found in run_ranks(_check_nccl, 2, str(tmp_path / "store")):
+        assert max(found.values()) < 1e-10, found
