@@ -68,7 +68,8 @@ def load_graph(
               gives a ``Data`` or a dataset of one graph;
             - a PyG ``Data``, or any such callable.
         split_index: Which column of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An argument that is
+            an object, a transform say, is written as ``{"class_path": ..., "init_args": {...}}`` in a file.
 
     Returns:
         A graph with ``edge_index``; what else it holds is up to the source. The source's own object is not changed.
@@ -120,6 +121,7 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
     """``factory(**args)``; only arguments that do not fit and files that are not there are the user's mistake."""
     if not callable(factory):
         raise InputError(f"dataset '{name}': a {type(factory).__name__}, expected a class or a function")
+    args = {key: _made(value) for key, value in args.items()}
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:
@@ -129,6 +131,14 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
         return factory(**args)
     except OSError as error:  # a failed download is one of these, too
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
+
+
+def _made(value: Any) -> Any:
+    """The object that a ``class_path`` in a configuration stands for; anything else as it is."""
+    if not (isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args"}):
+        return value
+    path, args = value["class_path"], value.get("init_args") or {}
+    return _call(import_path(path, "argument"), args, path)
 
 
 def _no_arguments(args: Mapping[str, Any], source: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gzip
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,16 @@ def test_ogb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without_ogb)
     with pytest.raises(InputError, match=r"'ogbn-arxiv' needs the ogb package: pip install 'pygdist\[ogb\]'"):
         load_graph("ogbn-arxiv")
+
+
+def _ring(num_nodes: int, transform: Callable[[Data], Data] | None = None) -> Data:
+    nodes = torch.arange(num_nodes)
+    graph = Data(x=torch.full((num_nodes, 2), 3.0), edge_index=torch.stack([nodes, nodes.roll(1)]))
+    return graph if transform is None else transform(graph)
+
+
+def test_an_argument_that_is_an_object_is_written_as_its_class_path() -> None:
+    transform = {"class_path": "torch_geometric.transforms.NormalizeFeatures", "init_args": {"attrs": ["x"]}}
+    assert load_graph(_ring, num_nodes=5, transform=transform).x.tolist() == [[0.5, 0.5]] * 5
+    with pytest.raises(InputError, match="module torch_geometric.transforms has no 'Nope'"):
+        load_graph(_ring, num_nodes=5, transform={"class_path": "torch_geometric.transforms.Nope"})
