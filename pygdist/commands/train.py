@@ -55,13 +55,22 @@ class Parser(LightningArgumentParser):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's, keeping the best score by default: accuracy, or F1 for several labels per node."""
+    """Lightning's, with a default score: accuracy, or F1 for several labels per node; and ``last.ckpt`` is the last.
+
+    Lightning writes ``last.ckpt`` beside a new best checkpoint only; here also when training ends.
+    """
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.monitor == _SCORE and isinstance(trainer.datamodule, GraphDataModule):  # type: ignore[attr-defined]
             self.monitor = "val_f1" if trainer.datamodule.shard.multi_label else _SCORE  # type: ignore[attr-defined]
         super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        dry = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
 class GraphCLI(LightningCLI):

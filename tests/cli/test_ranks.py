@@ -1,0 +1,130 @@
+"""Several ranks: a mistake that one rank finds ends all of them with one line; each way of starting ranks trains."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.commands import Outcome, assert_mistake, files, pygdist, slurm, torchrun
+
+FIT = ("fit", "--config=run.yaml")
+
+MISTAKES = {
+    "no such dataset": (["--data.dataset=nowhere"], ["dataset 'nowhere'"]),
+    "NaN": (["--data.dataset=GRAPHS/nan"], ["x: 1 of 120 nodes"]),
+    "edges out of range": (["--data.dataset=GRAPHS/edge"], ["edge_index: edge 5"]),
+    "labels out of range": (["--data.dataset=GRAPHS/label", "--data.num_classes=4"], ["y: 1 labels out of range"]),
+    "more ranks than nodes": (["--data.dataset=GRAPHS/one-node"], ["num_parts is 2", "1 nodes"]),
+    "unknown partitioner": (["--data.partitioner=metiss"], ["unknown partitioner 'metiss'", "chunk, hash"]),
+    "no such store": (["--data.store=nowhere"], ["nowhere: there is no such folder"]),
+    "parts of another world size": (["--data.store=STORE"], ["made for 3 parts", "2 ranks"]),
+    "too few outputs": (["--model.model.out_channels=3"], ["3 values per node", "out_channels to 4"]),
+    "other inputs": (["--model.model.in_channels=5"], ["12 features per node"]),
+    "backend of one process": (["--model.backend=single"], ["backend 'single'", "--model.backend=comm"]),
+    "ddp": (["--trainer.strategy=ddp"], ["'ddp'", "use graph_ddp"]),
+    "missing checkpoint": (["--ckpt_path=no.ckpt"], ["no.ckpt: there is no such checkpoint"]),
+    "checkpoint of another model": (
+        ["--ckpt_path=CHECKPOINT", "--model.model.hidden_channels=16"],
+        ["--ckpt_path", "another model"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_one_line_from_all_ranks(
+    args: list[str], words: list[str], folder: Path, graphs: Path, store: Path, checkpoint: Path
+) -> None:
+    places = {"GRAPHS": str(graphs), "STORE": str(store), "CHECKPOINT": str(checkpoint)}
+    for name, place in places.items():
+        args = [arg.replace(name, place) for arg in args]
+    before = files(folder)
+    assert_mistake(torchrun(*FIT, *args, folder=folder), *words)
+    assert files(folder) - {"cache"} == before
+
+
+@pytest.fixture
+def damaged(folder: Path, graphs: Path) -> Path:
+    """A folder whose store has one wrong byte, in the part that only rank 1 reads."""
+    assert pygdist("partition", f"--dataset={graphs / 'good'}", "--out=parts", folder=folder).code == 0
+    path = folder / "parts" / "part_1" / "x.npy"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    return folder
+
+
+def test_a_damaged_part_is_named_by_the_rank_that_finds_it(damaged: Path) -> None:
+    args = (*FIT, "--data.store=parts")
+    assert_mistake(torchrun(*args, folder=damaged), "part_1/x.npy: is damaged", "rank 1")
+    (damaged / "parts" / "part_1" / "x.npy").unlink()
+    assert_mistake(torchrun(*args, folder=damaged), "part_1/x.npy: is missing", "rank 1")
+
+
+def test_the_launcher_ends_all_ranks_after_a_mistake(damaged: Path) -> None:
+    outcome = _process("-m", "pygdist.cli", *FIT, "--data.store=parts", "--trainer.devices=2", folder=damaged)
+    assert_mistake(outcome, "part_1/x.npy: is damaged", "rank 1")
+    assert not (damaged / "runs").exists()
+
+
+def test_the_launcher_trains(folder: Path) -> None:
+    _check_run(folder, [_process("-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
+
+
+def test_torchrun_trains(folder: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    _check_run(folder, [_process(*launcher, "-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
+
+
+def test_slurm_trains_and_one_task_tells_of_a_mistake(folder: Path) -> None:
+    _check_run(folder, slurm(*FIT, folder=folder))
+    assert_mistake(slurm(*FIT, "--model.backend=single", folder=folder), "backend 'single'")
+
+
+def _check_run(folder: Path, outcomes: list[Outcome]) -> None:
+    said = "\n".join(outcome.err for outcome in outcomes)
+    assert {outcome.code for outcome in outcomes} == {0}, said
+    assert "Starting with 2 processes" in said
+    run = folder / "runs" / "version_0"
+    assert {"checkpoints", "config.yaml", "metrics.csv"} <= {path.name for path in run.iterdir()}
+    assert [path.name for path in (folder / "runs").iterdir()] == ["version_0"]
+    with (run / "metrics.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["sent_bytes_total"]]
+    assert len(rows) == 3
+    assert all(float(row["sent_bytes_min"]) > 0 for row in rows)
+
+
+def _process(*args: str, folder: Path) -> Outcome:
+    """A fresh interpreter in a session of its own; asserts that no process of the session is left."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=180)
+        left = [other for other in psutil.process_iter() if _in_session(other, process.pid)]
+        assert not left, f"{left} outlived the command"
+    finally:
+        for other in psutil.process_iter():
+            if _in_session(other, process.pid):
+                other.kill()
+    return Outcome(process.returncode, out, err)
+
+
+def _in_session(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
