@@ -283,12 +283,12 @@ def test_ogb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ring(num_nodes: int, transform: Callable[[Data], Data] | None = None) -> Data:
     nodes = torch.arange(num_nodes)
-    graph = Data(x=torch.full((num_nodes, 2), 3.0), edge_index=torch.stack([nodes, nodes.roll(1)]))
+    graph = Data(x=torch.tensor([[1.0, 3.0]] * num_nodes), edge_index=torch.stack([nodes, nodes.roll(1)]))
     return graph if transform is None else transform(graph)
 
 
 def test_an_argument_that_is_an_object_is_written_as_its_class_path() -> None:
     transform = {"class_path": "torch_geometric.transforms.NormalizeFeatures", "init_args": {"attrs": ["x"]}}
-    assert load_graph(_ring, num_nodes=5, transform=transform).x.tolist() == [[0.5, 0.5]] * 5
+    assert load_graph(_ring, num_nodes=5, transform=transform).x.tolist() == [[0.0, 1.0]] * 5
     with pytest.raises(InputError, match="module torch_geometric.transforms has no 'Nope'"):
         load_graph(_ring, num_nodes=5, transform={"class_path": "torch_geometric.transforms.Nope"})
