@@ -132,6 +132,10 @@ class Adjacency(EdgeIndex):
         value = None if self._edge_value is None else self._edge_value.to(device)
         return Adjacency(self._data.to(device), num_src=self.num_src, num_dst=self.num_dst, value=value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adjacency:
+        value = None if self._edge_value is None else self._edge_value.detach().clone()
+        return _rebuild(self._data.clone(), self.num_src, self.num_dst, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self._data, self.num_src, self.num_dst, self._edge_value)
 
