@@ -58,6 +58,7 @@ def row(data: Path, graph: str, name: str, ranks: int, cache: Path, *, double: b
 
 
 def main() -> None:
+    """Run the settings that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
@@ -80,7 +81,7 @@ def main() -> None:
                     file.flush()
     table = Table(*rows[0], title="one training step, N processes against one")
     for found in rows:
-        table.add_row(*(f"{value:.1e}" if isinstance(value, float) and value < 1 else str(value) for value in found.values()))
+        table.add_row(*(f"{value:.1e}" if name == "relative" else str(value) for name, value in found.items()))
     Console().print(table)
 
 

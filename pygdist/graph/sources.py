@@ -68,8 +68,8 @@ def load_graph(
               gives a ``Data`` or a dataset of one graph;
             - a PyG ``Data``, or any such callable.
         split_index: Which column of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An argument that is
-            an object, a transform say, is written as ``{"class_path": ..., "init_args": {...}}`` in a file.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
+            a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
 
     Returns:
         A graph with ``edge_index``; what else it holds is up to the source. The source's own object is not changed.

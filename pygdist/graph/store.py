@@ -5,7 +5,7 @@ r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder
 ====================  =====================================================================================
 ``n_id``              ``(n + h,)`` int64, global ids: owned (ascending), then halo grouped by owner, ascending
 ``indptr``            ``(n + 1,)`` int64, in-edges of owned rows (CSR over targets)
-``src``               ``(e,)`` int32 (int64 if needed), source positions in ``n_id``, each target's in the order of ``e_id``
+``src``               ``(e,)`` int32 (int64 if needed), sources as positions in ``n_id``, ordered by ``e_id``
 ``e_id``              ``(e,)`` int64, position of each edge in the whole graph
 ``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, in the order of ``src``; absent if the graph has none
 ``x``                 ``(n, F)`` features of owned rows

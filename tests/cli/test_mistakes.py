@@ -93,18 +93,23 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("command", ["fit", "partition", "verify"])
+@pytest.mark.parametrize("command", ["fit", "partition"])
 @pytest.mark.parametrize(("name", "words"), GRAPHS.items(), ids=GRAPHS)
 def test_graphs(command: str, name: str, words: list[str], folder: Path, graphs: Path) -> None:
-    prefix = "" if command == "partition" else "data."
-    args = [f"--{prefix}dataset={graphs / name}", f"--{prefix}num_classes=4"]
-    args += ["--out=parts"] if command == "partition" else ["--config=run.yaml"]
-    if command != "partition":  # what stands last wins
-        args.reverse()
-        args = [args[0], *args[1:]]
     before = files(folder)
+    if command == "fit":
+        args = ["--config=run.yaml", f"--data.dataset={graphs / name}", "--data.num_classes=4"]
+    else:
+        args = ["--out=parts", f"--dataset={graphs / name}", "--num_classes=4"]
     assert_mistake(pygdist(command, *args, folder=folder), *words)
     assert files(folder) - {"cache"} == before
+
+
+def test_verify_names_what_is_wrong_with_a_graph(folder: Path, graphs: Path) -> None:
+    for name, words in (("nan", GRAPHS["nan"]), ("one-node", ["num_parts is 2", "1 nodes"])):
+        outcome = pygdist("verify", "--config=run.yaml", f"--data.dataset={graphs / name}", folder=folder)
+        assert_mistake(outcome, *words)
+    assert files(folder) - {"cache"} == {"run.yaml"}
 
 
 MODELS = {

@@ -290,5 +290,5 @@ def _ring(num_nodes: int, transform: Callable[[Data], Data] | None = None) -> Da
 def test_an_argument_that_is_an_object_is_written_as_its_class_path() -> None:
     transform = {"class_path": "torch_geometric.transforms.NormalizeFeatures", "init_args": {"attrs": ["x"]}}
     assert load_graph(_ring, num_nodes=5, transform=transform).x.tolist() == [[0.0, 1.0]] * 5
-    with pytest.raises(InputError, match="module torch_geometric.transforms has no 'Nope'"):
+    with pytest.raises(InputError, match=r"module torch_geometric.transforms has no 'Nope'"):
         load_graph(_ring, num_nodes=5, transform={"class_path": "torch_geometric.transforms.Nope"})

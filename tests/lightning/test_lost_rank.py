@@ -28,7 +28,9 @@ class Kill(Callback):
 _CONFIG = """
 seed_everything: 1
 model:
-  model: {class_path: torch_geometric.nn.GCN, init_args: {in_channels: -1, hidden_channels: 8, num_layers: 2, out_channels: 4}}
+  model:
+    class_path: torch_geometric.nn.GCN
+    init_args: {in_channels: -1, hidden_channels: 8, num_layers: 2, out_channels: 4}
 data:
   dataset: sbm
   dataset_args: {num_nodes: 400, num_classes: 4}

@@ -1,4 +1,4 @@
-"""Norms over all ranks outside of the training step that the exactness suite runs: evaluation, special cases, errors."""
+"""Norms over all ranks where the exactness suite does not go: evaluation, special cases, errors."""
 
 from __future__ import annotations
 
