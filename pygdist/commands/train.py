@@ -57,7 +57,8 @@ class Parser(LightningArgumentParser):
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's, with a default score: accuracy, or F1 for several labels per node; and ``last.ckpt`` is the last.
 
-    Lightning writes ``last.ckpt`` beside a new best checkpoint only; here also when training ends.
+    Lightning writes ``last.ckpt`` beside a new best checkpoint only; here it is always that of the last epoch, so that
+    a run whose rank is lost resumes where it was.
     """
 
     @override
@@ -67,7 +68,8 @@ class BestCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         dry = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
