@@ -53,7 +53,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference."""
+    """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference.
+
+    A gradient is one vector over all parameters: its parts are relative to its largest entry. The gradients of some
+    parameters all but cancel by themselves (a bias in front of a norm, one side of an attention score) and hold
+    nothing but rounding on one process already.
+    """
 
     absolute: float
     relative: float
@@ -114,10 +119,14 @@ def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slic
         if mine.keys() != theirs.keys():
             raise AssertionError(f"{kind} differ in name: {sorted(mine.keys() ^ theirs.keys())}")
         pairs |= {f"{kind} of {name}": (mine[name], theirs[name]) for name in mine}
-    return {name: _difference(*pair) for name, pair in pairs.items()}
+    gradient = max((float(value.abs().max()) for value in reference.gradients.values() if value.numel()), default=0.0)
+    return {
+        name: _difference(*pair, scale=gradient if name.startswith("gradients of ") else 0.0)
+        for name, pair in pairs.items()
+    }
 
 
-def _difference(ours: Tensor, reference: Tensor) -> Difference:
+def _difference(ours: Tensor, reference: Tensor, *, scale: float) -> Difference:
     if ours.shape != reference.shape:
         raise AssertionError(f"shapes differ: {tuple(ours.shape)} and {tuple(reference.shape)}")
     if ours.numel() == 0:
@@ -126,7 +135,7 @@ def _difference(ours: Tensor, reference: Tensor) -> Difference:
     absolute = float((ours - reference).abs().max())
     if absolute != absolute:  # NaN on one side only, or on both
         return Difference(float("inf"), float("inf"))
-    return Difference(absolute, absolute / max(float(reference.abs().max()), 1e-30))
+    return Difference(absolute, absolute / max(float(reference.abs().max()), scale, 1e-30))
 
 
 def assert_exact(
