@@ -1,0 +1,94 @@
+"""The README tells the truth: its lists are those of the suite, and the files that it shows run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pygdist.errors import InputError
+from pygdist.testing import readme
+
+_ROOT = Path(__file__).parents[1]
+_TEXT = (_ROOT / "README.md").read_text(encoding="utf-8")
+_FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", _TEXT, re.DOTALL))
+
+
+def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    for name, text in _FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(_ROOT)]), "HOME": str(folder)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_lists_of_layers_are_those_of_the_suite() -> None:
+    assert readme.update(_TEXT) == _TEXT, "the lists are stale; run: python -m pygdist.testing.readme"
+    for name in readme.BLOCKS:
+        assert f"<!-- generated: {name} -->" in _TEXT
+
+
+def test_at_least_twenty_layers_and_every_norm() -> None:
+    assert readme.layers_table().count("\n") - 1 >= 20
+    assert "`SAGEConv` | jk, lstm, many, max, mean, min, softmax |" in readme.layers_table()
+    assert "`PairNorm` (rows)" in readme.norms_list()
+    assert "| `ChebConv` | scales its Laplacian" in readme.refused_table()
+
+
+def test_an_unknown_block_is_named() -> None:
+    with pytest.raises(InputError, match="no generated block 'colours'; known are layers"):
+        readme.update("<!-- generated: colours -->\n<!-- end -->")
+
+
+def test_main_writes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- generated: norms -->\nstale\n<!-- end -->\nafter\n")
+    assert readme.main([str(path)]) == 0
+    assert path.read_text() == f"before\n<!-- generated: norms -->\n{readme.norms_list()}\n<!-- end -->\nafter\n"
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", _TEXT):
+        assert (_ROOT / target).exists(), target
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall("(?m)^## (.*)", _TEXT)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", _TEXT)) <= headings
+
+
+def test_the_python_script_trains(tmp_path: Path) -> None:
+    run = _run(tmp_path, "train.py")
+    assert run.returncode == 0, run.stderr
+    assert "Starting with 2 processes" in run.stderr
+
+
+def test_what_fails_today_fails_as_shown(tmp_path: Path) -> None:
+    shown = re.search(r"^ValueError: .*$", _TEXT, re.MULTILINE)
+    assert shown is not None
+    run = _run(tmp_path, "today.py")
+    assert run.returncode != 0
+    assert shown.group() in run.stderr
+
+
+def test_the_configuration_is_complete(tmp_path: Path) -> None:
+    run = _run(tmp_path, "-m", "pygdist.cli", "fit", "--config", "cora.yaml", "--print_config")
+    assert run.returncode == 0, run.stderr
+    assert "hidden_channels: 16" in run.stdout
+
+
+def test_the_backend_is_exact_where_it_says_so(tmp_path: Path) -> None:
+    run = _run(tmp_path, "-m", "pytest", "-q", "test_rounded.py")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_partitioner_partitions(tmp_path: Path) -> None:
+    command = re.search(r"PYTHONPATH=\. pygdist (partition .*)", _TEXT)
+    assert command is not None
+    run = _run(tmp_path, "-m", "pygdist.cli", *command.group(1).split())
+    assert run.returncode == 0, run.stderr
+    assert "deal: replication factor" in run.stdout
