@@ -148,6 +148,8 @@ class GraphDataModule(pl.LightningDataModule):
         }
         content = fingerprint(data)
         folder = self.cache_dir / store_key(content, arguments)
+        if (folder / "meta.json").is_file():  # stores appear when they are complete
+            return folder
         partition_graph(
             data,
             folder,
