@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if the run failed or numbers differ; 2 after a mistake in the input, told in one line.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # classes of the user's own, named in YAML, as "python -m" finds them
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)

@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend, Inner
-from pygdist.backends.layers import fused_adjacency, neighbour_arguments, plain, with_phantom_edge
+from pygdist.backends.layers import fused_adjacency, layer_name, neighbour_arguments, plain, with_phantom_edge
 from pygdist.errors import InputError
 
 __all__ = ["CommBackend"]
@@ -111,7 +111,7 @@ class CommBackend(Backend):
         return {name: self._known(value) for name, value in sources.items()}  # type: ignore[misc]
 
     def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
-        plan, label = self.shard.plan, f"hop {self._hop} of {type(layer).__name__}"
+        plan, label = self.shard.plan, f"hop {self._hop} of {layer_name(layer)}"
         # layers keep nodes in another dimension than the first (ARMA stacks, static graphs)
         rows = [tensor.movedim(layer.node_dim, 0) for tensor in tensors]
         flat = [row.reshape(row.size(0), math.prod(row.shape[1:])) for row in rows]
@@ -128,7 +128,7 @@ class CommBackend(Backend):
     def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
         if value.size(layer.node_dim) != self.shard.num_owned:
             raise InputError(
-                f"{type(layer).__name__}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
+                f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
                 f"rank {self.shard.rank} owns {self.shard.num_owned} nodes; a tensor that holds a row for every node "
                 "of the graph (an embedding table, say) cannot be distributed this way"
             )

@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
 
-__all__ = ["fused_adjacency", "neighbour_arguments", "plain", "with_phantom_edge"]
+__all__ = ["fused_adjacency", "layer_name", "neighbour_arguments", "plain", "with_phantom_edge"]
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
@@ -43,6 +43,11 @@ def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[s
     if weight is None:
         return edge_index
     return edge_index.with_value(weight) if weight.dim() == 1 else None
+
+
+def layer_name(layer: MessagePassing) -> str:
+    """The class name that users know, without the mark of a routed layer."""
+    return type(layer).__name__.removeprefix("Distributed")
 
 
 def plain(edge_index: Tensor) -> Tensor:

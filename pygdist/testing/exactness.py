@@ -55,9 +55,9 @@ class Step:
 class Difference:
     """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference.
 
-    A gradient is one vector over all parameters: its parts are relative to its largest entry. The gradients of some
-    parameters all but cancel by themselves (a bias in front of a norm, one side of an attention score) and hold
-    nothing but rounding on one process already.
+    Gradients are one vector over all parameters, and so are the parameters after the step: their parts are relative to
+    the largest entry. The gradients of some parameters all but cancel by themselves (a bias in front of a norm, one
+    side of an attention score) and hold nothing but rounding on one process already.
     """
 
     absolute: float
@@ -119,11 +119,12 @@ def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slic
         if mine.keys() != theirs.keys():
             raise AssertionError(f"{kind} differ in name: {sorted(mine.keys() ^ theirs.keys())}")
         pairs |= {f"{kind} of {name}": (mine[name], theirs[name]) for name in mine}
-    gradient = max((float(value.abs().max()) for value in reference.gradients.values() if value.numel()), default=0.0)
-    return {
-        name: _difference(*pair, scale=gradient if name.startswith("gradients of ") else 0.0)
-        for name, pair in pairs.items()
-    }
+    scales = {"gradients": _largest(reference.gradients), "parameters": _largest(reference.parameters)}
+    return {name: _difference(*pair, scale=scales.get(name.split()[0], 0.0)) for name, pair in pairs.items()}
+
+
+def _largest(values: Mapping[str, Tensor]) -> float:
+    return max((float(value.abs().max()) for value in values.values() if value.numel()), default=0.0)
 
 
 def _difference(ours: Tensor, reference: Tensor, *, scale: float) -> Difference:
