@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _load(command)(command, rest)
     except InputError as error:
-        if _speaks():
+        if error.of_one_rank or _speaks():
             _complain(str(error))
         return 2
     except LostRankError as error:

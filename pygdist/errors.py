@@ -13,8 +13,17 @@ class InputError(ValueError):
     """Something the user gave cannot be used: the message names the file, field, option or layer, and what to do.
 
     The command line prints the message alone and exits with status 2. Raise it on all ranks or on none, so that
-    no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`).
+    no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints it for all.
+
+    Args:
+        message: One line.
+        of_one_rank: It depends on what this rank alone holds, and the ranks did not agree on it: this rank prints it
+            whatever its number. The message should name the rank.
     """
+
+    def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
+        super().__init__(message)
+        self.of_one_rank = of_one_rank
 
 
 class LostRankError(RuntimeError):

@@ -111,6 +111,9 @@ class Backend(ABC):
     def begin_forward(self) -> None:  # noqa: B027 (a hook: most backends have nothing to do)
         """Called before each forward pass of the distributed model."""
 
+    def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
+        """Called after each forward pass: let go of what only that pass needed."""
+
     @abstractmethod
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
@@ -152,6 +155,11 @@ class Backend(ABC):
         return int(self.communicator.gather([float(value)]).max())
 
     @property
+    def num_rows(self) -> int:
+        """Rows that a layer puts out on this rank; the owned nodes, unless a backend computes others too."""
+        return self.shard.num_owned
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of the whole graph."""
         return self.shard.num_nodes
@@ -161,8 +169,11 @@ class Backend(ABC):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in vars(self).items() if key not in _UNPICKLED}
-        return _revive, (type(self), state)
+        return _revive, (type(self), self._pickled_state())
+
+    def _pickled_state(self) -> dict[str, Any]:
+        """What a pickle holds: arguments and identity, nothing of a rank."""
+        return {key: value for key, value in vars(self).items() if key not in _UNPICKLED}
 
 
 backends: Registry[Backend] = Registry("backend")

@@ -17,6 +17,7 @@ from typing_extensions import override
 from pygdist.backends.base import Backend, Inner
 from pygdist.backends.layers import fused_adjacency, layer_name, neighbour_arguments, plain, with_phantom_edge
 from pygdist.errors import InputError
+from pygdist.nn.normalization import version_of
 
 __all__ = ["CommBackend"]
 
@@ -36,6 +37,10 @@ class CommBackend(Backend):
     @override
     def begin_forward(self) -> None:
         self._hop = 0
+        self._forget()
+
+    @override
+    def end_forward(self) -> None:
         self._forget()
 
     @override
@@ -70,6 +75,10 @@ class CommBackend(Backend):
         if edge_index.size(1) == 0:
             return with_phantom_edge(layer, inner, size, rows, edges=edges)
         return inner(edge_index, size=size, **rows)
+
+    @override
+    def _pickled_state(self) -> dict[str, Any]:
+        return {**super()._pickled_state(), "_fetched_for": None, "_fetched": {}}
 
     def _forget(self) -> None:
         self._fetched_for = None
@@ -106,24 +115,27 @@ class CommBackend(Backend):
             self._check_rows(layer, name, value)
             if self._known(value) is None and all(value is not other for other in missing.get(value.dtype, [])):
                 missing.setdefault(value.dtype, []).append(value)
-        for tensors in missing.values():
-            self._exchange(layer, tensors)
+        known = any(self._known(value) is not None for value in sources.values())
+        for number, tensors in enumerate(missing.values()):
+            self._exchange(layer, tensors, keep=known or number > 0)
         return {name: self._known(value) for name, value in sources.items()}  # type: ignore[misc]
 
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
         plan, label = self.shard.plan, f"hop {self._hop} of {layer_name(layer)}"
         # layers keep nodes in another dimension than the first (ARMA stacks, static graphs)
         rows = [tensor.movedim(layer.node_dim, 0) for tensor in tensors]
         flat = [row.reshape(row.size(0), math.prod(row.shape[1:])) for row in rows]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
         halo = self.communicator.exchange_rows(packed, plan, label=label)
+        if not keep:  # what an earlier hop of this layer fetched is not asked for again
+            self._fetched.clear()
         for tensor, row, part in zip(tensors, rows, halo.split([f.size(1) for f in flat], dim=1), strict=True):
             full = torch.cat([row, part.reshape(part.size(0), *row.shape[1:])])
-            self._fetched[id(tensor)] = (tensor, tensor._version, full.movedim(0, layer.node_dim))
+            self._fetched[id(tensor)] = (tensor, version_of(tensor), full.movedim(0, layer.node_dim))
 
     def _known(self, value: Tensor) -> Tensor | None:
         entry = self._fetched.get(id(value))
-        return entry[2] if entry is not None and entry[1] == value._version else None
+        return entry[2] if entry is not None and entry[1] == version_of(value) else None
 
     def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
         if value.size(layer.node_dim) != self.shard.num_owned:

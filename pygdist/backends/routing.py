@@ -61,14 +61,16 @@ def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
             module.__class__ = routed.layer_class(base)
         elif _global_forward(base) is not None:
             module.__class__ = routed.global_class(base)
-    model.__dict__[_HOOK] = model.register_forward_pre_hook(_BeginForward(backend))
+    model.__dict__[_HOOK] = (
+        model.register_forward_pre_hook(_BeginForward(backend)),
+        model.register_forward_hook(_EndForward(backend)),
+    )
     return model
 
 
 def undistribute(model: nn.Module) -> nn.Module:
     """Give every layer of ``model`` its own class back, in place; the inverse of :func:`distribute`."""
-    hook = model.__dict__.pop(_HOOK, None)
-    if hook is not None:
+    for hook in model.__dict__.pop(_HOOK, ()):
         hook.remove()
     for module in model.modules():
         base = getattr(type(module), _BASE, None)
@@ -90,6 +92,13 @@ class _BeginForward:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.backend.begin_forward()
+
+
+class _EndForward(_BeginForward):
+    """Forward hook on the model's root."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self.backend.end_forward()
 
 
 class _Routing:

@@ -1,8 +1,9 @@
 """The watchdog: knows where every rank is, so that a late or lost one is named instead of waited for in silence.
 
 Each rank writes a heartbeat with its place (epoch and exchange) into the job's rendezvous store, from a thread of its
-own. A rank that has waited long reads the others' places and says who is behind; a rank whose exchange failed finds
-out which heartbeat has stopped without a farewell: that rank was lost, the others are only its consequence.
+own, and a farewell when it leaves on its own account. A rank that has waited long reads the others' places and says
+who is behind; a rank whose exchange failed finds out which heartbeat has stopped without a farewell: that rank was
+lost, the others are only its consequence. If none was lost, it names who left and why, or who is late.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch.distributed as dist
 __all__ = ["Place", "Watchdog"]
 
 log = logging.getLogger(__name__)
+
+_FINISHED, _CONSEQUENCE = "finished", "lost a neighbour"  # farewells of ranks that are not the cause of a failure
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,13 @@ class Watchdog:
         """Note that the exchange is over."""
         self.place = replace(self.place, waiting=False)
 
-    def close(self, farewell: str = "finished") -> None:
-        """Stop the heartbeat and tell the others that this rank left on its own account."""
+    def close(self, farewell: str = _FINISHED) -> None:
+        """Stop the heartbeat and tell the others that this rank left on its own account.
+
+        Args:
+            farewell: Why. ``"finished"`` is the usual end; ``"lost a neighbour"`` says that this rank left because
+                another had gone, so the others look for that one.
+        """
         if self._stop.is_set():
             return
         self._stop.set()
@@ -79,10 +87,12 @@ class Watchdog:
         self._ask(self._store.set, f"left/{self.rank}", farewell)
 
     def diagnose(self) -> str:
-        """Name the ranks that are gone (heartbeat stopped, no farewell); takes three heartbeats.
+        """Name the ranks that an exchange failed for; takes three heartbeats.
 
         Returns:
-            One clause such as ``"rank 2 is lost (last seen in epoch 3, exchange 7 (...))"``.
+            One clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost (last
+            seen in epoch 3, exchange 7 (...))"``. If there is none: for each that left for a reason of its own; if
+            there is none either, for each that has finished or is late.
         """
         before = self._read_all()
         # a wait, not a poll: a live rank beats at least twice in this time
@@ -90,12 +100,20 @@ class Watchdog:
         after = self._read_all()
         if before is None or after is None:
             return "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
-        lost = [
-            f"rank {rank} is lost (last seen in {after[rank][1]})"
-            for rank in range(self.world_size)
-            if rank != self.rank and after[rank][0] == before[rank][0] and not self._has_left(rank)
-        ]
-        return "; ".join(lost) or "every other rank is alive or left on its own account"
+        lost, left, late = [], [], []
+        for rank, (beats, text, exchange) in enumerate(after):
+            if rank == self.rank:
+                continue
+            farewell = self._farewell(rank)
+            if farewell == _FINISHED:
+                late.append(f"rank {rank} has finished")
+            elif farewell is not None and farewell != _CONSEQUENCE:
+                left.append(f"rank {rank} left: {farewell}")
+            elif farewell is None and beats == before[rank][0]:
+                lost.append(f"rank {rank} is lost (last seen in {text})")
+            elif farewell is None and exchange < self.place.exchange:
+                late.append(f"rank {rank} is late, at {text}")
+        return "; ".join(lost or left or late) or "every other rank is alive or left on its own account"
 
     def _run(self) -> None:
         while not self._stop.wait(self.beat_s):
@@ -143,8 +161,12 @@ class Watchdog:
             places.append((int(beats), text, int(exchange)))
         return places
 
-    def _has_left(self, rank: int) -> bool:
-        return bool(self._ask(self._store.check, [f"left/{rank}"])[1])
+    def _farewell(self, rank: int) -> str | None:
+        """The first line of a rank's farewell; None if it said none."""
+        if not self._ask(self._store.check, [f"left/{rank}"])[1]:
+            return None
+        raw = self._ask(self._store.get, f"left/{rank}")[1] or b""
+        return (raw.decode().splitlines() or ["no reason given"])[0]
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
         """(True, result), or (False, None) when the store's host is gone, which is itself a finding."""

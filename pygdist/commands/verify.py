@@ -138,7 +138,7 @@ def run(command: str, arguments: list[str]) -> int:
         reference=options.reference,
         double=options.double,
     )
-    tolerance = options.tolerance or TOLERANCE[_dtype(options.double)]
+    tolerance = options.tolerance if options.tolerance is not None else TOLERANCE[_dtype(options.double)]
     return _report(differences, tolerance, f"{options.world_size} processes against one ({used})")
 
 

@@ -90,20 +90,24 @@ class Adjacency(EdgeIndex):
     def csr(self) -> CSR:
         """The edges by destination as :class:`~pygdist.kernels.CSR`."""
         if self._csr is None:
-            dst, src = self._data[1], self._data[0]
-            counts = torch.bincount(dst, minlength=self.num_dst)
-            indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            narrow = self.num_src < 2**31 - 1
-            index = src.to(torch.int32) if narrow else src
-            self._csr = CSR(indptr=indptr, index=index.contiguous(), num_cols=self.num_src, perm=None)
-            self._indptr = indptr
+            self._csr = self._make_csr()
         return self._csr
+
+    @torch.inference_mode(False)  # training uses what evaluation may have built first
+    def _make_csr(self) -> CSR:
+        dst, src = self._data[1], self._data[0]
+        counts = torch.bincount(dst, minlength=self.num_dst)
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        index = src.to(torch.int32) if self.num_src < 2**31 - 1 else src.clone()
+        self._indptr = indptr
+        return CSR(indptr=indptr, index=index.contiguous(), num_cols=self.num_src, perm=None)
 
     def transposed(self) -> CSR:
         """The edges by source, built once and kept with the adjacency that :meth:`with_value` started from."""
         owner = self if self._origin is None else self._origin
         if owner._transposed is None:
-            owner._transposed = transpose(owner.csr())
+            with torch.inference_mode(False):
+                owner._transposed = transpose(owner.csr())
         return owner._transposed
 
     def matmul(

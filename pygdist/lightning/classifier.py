@@ -16,7 +16,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import call_model
+from pygdist.nn.inputs import call_model, fill_in_sizes
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
@@ -77,12 +77,9 @@ class NodeClassifier(pl.LightningModule):
         # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
         undistribute(self.model)  # a run that failed half-way left it distributed
+        fill_in_sizes(self.model, shard)
         self.backend.bind(shard, communicator)
         distribute(self.model, backend=self.backend)
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.model.parameters()):
-            dtype = next(parameter.dtype for parameter in self.model.parameters())
-            with torch.no_grad():
-                run_model(self.model, shard.astype(dtype))
         self.metrics = nn.ModuleDict({
             f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
             for name in ("train", "val", "test")
@@ -143,7 +140,7 @@ class NodeClassifier(pl.LightningModule):
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         loss.update(total.detach() / max(count, 1), weight=count)
         if shard.multi_label:
-            score.update(out[chosen].detach(), shard.y[chosen].long())
+            score.update((out[chosen] > 0).long(), shard.y[chosen].long())  # as predict does; no guess of a sigmoid
         else:
             score.update((out[chosen].argmax(dim=-1) == shard.y[chosen]).float())
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}

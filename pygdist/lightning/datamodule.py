@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data
 from typing_extensions import override
 
@@ -127,6 +128,7 @@ class GraphDataModule(pl.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Load, preprocess, partition and write the store, unless it is in the cache. Runs on one process a machine."""
+        self._error = None
         if self.store is not None:
             return
         try:
@@ -171,13 +173,11 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError(self._error)
         if self._strategy is not None:
             self._folder = Path(self._strategy.broadcast(str(self._folder)))
-        if self._shard is not None:
-            return
         rank = 0 if self._alone else self.trainer.global_rank  # type: ignore[union-attr]
         error = None
         try:
-            self._shard = Shard.load(self.folder, rank, num_parts=self._num_parts())
-            self._moved = None
+            # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
+            self._shard, self._moved = Shard.load(self.folder, rank, num_parts=self._num_parts()), None
         except InputError as problem:
             error = str(problem)
         if communicator is not None:
@@ -206,7 +206,10 @@ class GraphDataModule(pl.LightningDataModule):
         return FullGraphLoader(self.shard)
 
     @override
-    def val_dataloader(self) -> FullGraphLoader:
+    def val_dataloader(self) -> FullGraphLoader | list[FullGraphLoader]:
+        if not self.shard.counts["val_mask"] and self.trainer is not None and self.trainer.state.fn == "fit":
+            rank_zero_info("the graph has no validation nodes (val_mask): training goes on without validation")
+            return []
         return FullGraphLoader(self.shard)
 
     @override
@@ -220,8 +223,10 @@ class GraphDataModule(pl.LightningDataModule):
     @override
     def transfer_batch_to_device(self, batch: Shard, device: torch.device, dataloader_idx: int) -> Shard:
         # the graph is the same in every epoch: it moves once, and its features take the type of the model
-        if self._moved is None or self._moved.x.device != device:
-            self._moved = batch.to(device).astype(self._model_dtype())
+        dtype = self._model_dtype()
+        if self._moved is None or (self._moved.x.device, self._moved.x.dtype) != (device, dtype):
+            with torch.inference_mode(False):  # training uses what an evaluation moved first
+                self._moved = batch.to(device).astype(dtype)
         return self._moved
 
     def _model_dtype(self) -> torch.dtype:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pygdist.errors import InputError
 
-__all__ = ["EDGE_INPUTS", "call_model", "edge_inputs"]
+__all__ = ["EDGE_INPUTS", "call_model", "edge_inputs", "fill_in_sizes"]
 
 #: Parameters of a model's ``forward`` that are filled from the graph.
 EDGE_INPUTS = ("edge_weight", "edge_attr")
@@ -54,3 +55,21 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
             f"{num_classes} classes; set the model's out_channels to {num_classes}"
         )
     return out
+
+
+def fill_in_sizes(model: nn.Module, graph: Any) -> None:
+    """Give layers of unknown input size (``in_channels=-1``) that of ``graph``, in place.
+
+    Runs the model on two nodes with the graph's widths, as plain PyG and in evaluation mode: nothing is exchanged, and
+    norms note no statistics.
+    """
+    lazy = next((p for p in model.parameters() if isinstance(p, nn.UninitializedParameter)), None)
+    if lazy is None:
+        return
+    modes = {module: module.training for module in model.modules()}
+    loops = torch.arange(2, device=lazy.device).repeat(2, 1)
+    extra = {name: value.new_ones((2, *value.shape[1:])).to(lazy) for name, value in edge_inputs(model, graph).items()}
+    with torch.no_grad():
+        model.eval()(torch.ones(2, graph.x.size(1)).to(lazy), loops, **extra)
+    for module, training in modes.items():
+        module.training = training

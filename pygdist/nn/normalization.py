@@ -6,6 +6,8 @@ result is kept: on a fixed graph the weights are computed, and the degrees excha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch_geometric.utils import add_remaining_self_loops, scatter
@@ -14,9 +16,12 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import Ranks
 
-__all__ = ["GlobalGCNNorm"]
+__all__ = ["GlobalGCNNorm", "version_of"]
 
-_KEPT = 8  # graphs that one model normalises: a few kinds of self-loops, dtypes and weights
+
+def version_of(tensor: Tensor | None) -> int:
+    """Counts the changes of a tensor in place; those made in inference mode, as Lightning evaluates, do not count."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class GlobalGCNNorm:
@@ -31,7 +36,7 @@ class GlobalGCNNorm:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._kept: list[tuple[tuple[object, ...], tuple[Tensor, Tensor | None], tuple[Adjacency, Tensor]]] = []
+        self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor]]] = {}
 
     def clear(self) -> None:
         """Forget what was kept; called when the backend gets another graph."""
@@ -50,19 +55,18 @@ class GlobalGCNNorm:
         """The normalised edges, sorted by destination, and their weights ``(num_edges,)``."""
         if flow != "source_to_target":
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node; a shard holds in-edges")
-        key = (
-            id(edge_index), id(edge_weight), None if edge_weight is None else edge_weight._version, num_nodes,
-            improved, add_self_loops, dtype,
-        )  # fmt: skip
-        for known, _, result in self._kept:
-            if known == key:
-                return result
-        result = self._normalise(edge_index, edge_weight, num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
-        if not result[1].requires_grad and isinstance(edge_index, Adjacency):
+        arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
+        if not isinstance(edge_index, Adjacency) or (edge_weight is not None and edge_weight.requires_grad):
+            return self._normalise(edge_index, edge_weight, *arguments)
+        # one result for each kind of normalisation: weights that a model computes anew replace those before
+        slot, version = (id(edge_index), *arguments), (id(edge_weight), version_of(edge_weight))
+        kept = self._kept.get(slot)
+        if kept is None or kept[0] != version:
             # the inputs are kept too, so that their ids stay theirs
-            self._kept.append((key, (edge_index, edge_weight), result))
-            del self._kept[:-_KEPT]
-        return result
+            with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
+                kept = (version, (edge_index, edge_weight), self._normalise(edge_index, edge_weight, *arguments))
+            self._kept[slot] = kept
+        return kept[2]
 
     def _normalise(
         self,

@@ -27,6 +27,10 @@ class Ranks(Protocol):
     def num_nodes(self) -> int:
         """Nodes of the whole graph."""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that a layer of this rank puts out, one per node."""
+
     def source_rows(self, x: Tensor) -> Tensor:
         """One row per owned node in, one per source of the adjacency out."""
 
@@ -41,7 +45,16 @@ class Ranks(Protocol):
 
 
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
-    """Mean over all nodes, per channel."""
+    """Mean over all nodes, per channel.
+
+    Raises:
+        InputError: If the rows are not the rank's nodes but edges, or some of the nodes.
+    """
+    if x.size(0) != ranks.num_rows:
+        raise InputError(
+            f"a norm over nodes got {x.size(0)} rows where this rank has {ranks.num_rows} nodes: norms over edges (the "
+            "default of PyG's MLP inside EdgeConv, say: MLP(..., norm=None)) or over some nodes cannot be distributed"
+        )
     return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
 
 

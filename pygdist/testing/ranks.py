@@ -151,17 +151,22 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores of one machine
     with contextlib.suppress(EOFError):  # the parent closed its end
         while True:
-            pipe.send_bytes(pickle.dumps(_call(*pickle.loads(pipe.recv_bytes()))))
+            pipe.send_bytes(_answer(pipe.recv_bytes()))
 
 
-def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> tuple[bool, Any]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+def _answer(job: bytes) -> bytes:
+    """The pickled pair (True, result) or (False, traceback), also if the job or the result cannot be pickled."""
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-        try:
-            return True, function(rank, world_size, *args)
-        finally:
-            dist.destroy_process_group()
+        return pickle.dumps((True, _call(*pickle.loads(job))))
     except BaseException:
         # everything, also a KeyboardInterrupt or an exit, belongs to the caller
-        return False, traceback.format_exc()
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    try:
+        return function(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()

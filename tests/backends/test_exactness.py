@@ -49,8 +49,8 @@ class Deaf(CommBackend):
     name = ""
 
     @override
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
-        super()._exchange(layer, tensors)
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
+        super()._exchange(layer, tensors, keep=keep)
         own = self.shard.num_owned
         for key, (tensor, version, full) in list(self._fetched.items()):
             mask = torch.arange(full.size(layer.node_dim)) < own
@@ -71,8 +71,8 @@ class OneWay(CommBackend):
         return super().propagate(layer, inner, edge_index, size, kwargs)
 
     @override
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor]) -> None:
-        super()._exchange(layer, tensors)
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
+        super()._exchange(layer, tensors, keep=keep)
         own = self.shard.num_owned
         for key, (tensor, version, full) in list(self._fetched.items()):
             size = full.size(layer.node_dim)

@@ -15,8 +15,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn import (
     GAT,
     GCN,
+    MLP,
     BatchNorm,
     ChebConv,
+    EdgeConv,
     GATv2Conv,
     GCNConv,
     MessagePassing,
@@ -120,6 +122,28 @@ def test_routing_survives_a_copy_in_the_copy_and_in_the_original(
         assert backend.hops == before + hops, "a hop did not reach the backend"
     twin.first.register_buffer("extra", torch.ones(1))
     assert "first.extra" not in model.state_dict()
+
+
+def test_a_comm_model_can_be_copied_after_a_forward_and_lets_go_of_its_rows(graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    model = distribute(build("GATv2Conv", 5, 3), backend=backend)
+    expected = model(shard.x, shard.adjacency)
+    assert not backend._fetched
+    for copier in (copy.deepcopy, _pickled, _saved):
+        assert torch.equal(copier(model)(shard.x, shard.adjacency), expected)
+
+
+def test_a_norm_over_edges_is_refused_where_it_would_be_wrong(graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    layer = distribute(EdgeConv(MLP([10, 8, 3])).double(), backend=backend)  # PyG's MLP has a BatchNorm by default
+    with pytest.raises(InputError, match=r"a norm over nodes got 148 rows where this rank has 37 nodes"):
+        layer(shard.x, shard.adjacency)
+    with torch.inference_mode():
+        layer.eval()(shard.x, shard.adjacency)  # running statistics are no statistics over rows
 
 
 def test_a_backend_unpickled_in_another_process_is_unbound() -> None:

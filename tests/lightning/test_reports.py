@@ -101,6 +101,67 @@ def test_one_process_without_a_strategy(tmp_path: Path) -> None:
     assert type(classifier.model.convs[0]).__name__ == "GCNConv", "a trained model is a plain model again"
 
 
+def _alone(folder: Path, **options: Any) -> Trainer:
+    settings = {"max_epochs": 2, "precision": "64-true", "default_root_dir": folder, "enable_progress_bar": False}
+    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **{**settings, **options})
+
+
+def test_any_order_of_stages_on_one_process(tmp_path: Path) -> None:
+    """Without a strategy Lightning evaluates in inference mode, whose tensors training cannot use."""
+    classifier, data = runs.module(str(tmp_path), backend="comm")
+    before = _alone(tmp_path).test(classifier, datamodule=data, verbose=False)[0]["test_loss"]
+    trainer = _alone(tmp_path)
+    trainer.fit(classifier, datamodule=data)
+    assert trainer.test(classifier, datamodule=data, verbose=False)[0]["test_loss"] < before
+    ((n_id, out),) = _alone(tmp_path).predict(classifier, datamodule=data)  # type: ignore[misc]
+    assert (n_id.tolist(), tuple(out.shape)) == (list(range(160)), (160, 4))
+    other = NodeClassifier(runs.model())
+    _alone(tmp_path, precision="32-true").fit(other, datamodule=data)  # the same data, another precision
+    assert other.model.convs[0].lin.weight.dtype == torch.float32
+
+
+def test_a_mended_mistake_is_forgotten(tmp_path: Path) -> None:
+    graph = runs.graph()
+    graph.x[3, 0] = float("nan")
+    data = GraphDataModule(graph, cache_dir=tmp_path)
+    with pytest.raises(InputError, match="x: 1 of 160 nodes hold NaN"):
+        _alone(tmp_path).fit(NodeClassifier(runs.model()), datamodule=data)
+    graph.x[3, 0] = 0
+    _alone(tmp_path).fit(NodeClassifier(runs.model()), datamodule=data)
+
+
+def test_a_graph_without_validation_nodes_trains(tmp_path: Path) -> None:
+    graph = runs.graph()
+    graph.val_mask = torch.zeros_like(graph.val_mask)
+    trainer = _alone(tmp_path)
+    trainer.fit(NodeClassifier(runs.model()), datamodule=GraphDataModule(graph, cache_dir=tmp_path))
+    assert "train_loss" in trainer.callback_metrics
+    assert "val_loss" not in trainer.callback_metrics
+
+
+def test_unknown_sizes_are_filled_in_without_touching_statistics(tmp_path: Path) -> None:
+    _, data = runs.module(str(tmp_path))
+    net = runs.GCN(-1, 8, num_layers=2, out_channels=4, norm="batch")
+    _alone(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(NodeClassifier(net), datamodule=data)
+    assert int(net.norms[0].module.num_batches_tracked) == 1
+
+
+def _own_after_a_look(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
+    classifier, data = runs.module(folder)
+    data.num_parts = 2
+    data.prepare_data()
+    data.setup()
+    first = data.shard.owned_id.tolist()
+    runs.trainer(rank, world_size, folder, max_epochs=1).fit(classifier, datamodule=data)
+    return first, data.shard.owned_id.tolist()
+
+
+def test_a_look_at_one_part_does_not_stick(pool: RankPool, tmp_path: Path) -> None:
+    (looked, first), (also, second) = pool.run(_own_after_a_look, 2, str(tmp_path))
+    assert looked == also == first
+    assert sorted(first + second) == list(range(160))
+
+
 def test_a_classifier_without_its_data_module_says_so(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_epochs=1)
     with pytest.raises(InputError, match="takes its graph from a GraphDataModule"):

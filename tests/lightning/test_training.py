@@ -151,7 +151,16 @@ def _fit_multi_label(rank: int, world_size: int, folder: str) -> tuple[list[dict
 
 
 def test_several_labels_per_node(pool: RankPool, tmp_path: Path) -> None:
+    graph, net = runs.graph(), runs.model().double()
+    y = torch.stack([graph.y == 0, graph.y <= 1, graph.y == 3, graph.y >= 2], dim=1).double()
+    out = net(graph.x, graph.edge_index, graph.edge_weight)[graph.train_mask]
+    wanted = y[graph.train_mask]
+    loss = float(functional.binary_cross_entropy_with_logits(out, wanted))
+    hit = float(((out > 0) & (wanted > 0)).sum())
+    f1 = 2 * hit / float((out > 0).sum() + wanted.sum())
     (one, weight), *_ = pool.run(_fit_multi_label, 1, str(tmp_path / "one"))
+    assert one[0]["train_loss"] == pytest.approx(loss, rel=1e-6)
+    assert one[0]["train_f1"] == pytest.approx(f1, rel=1e-6)
     for history, other in pool.run(_fit_multi_label, 3, str(tmp_path / "three")):
         for name in ("train_loss", "train_f1", "val_loss", "val_f1"):
             assert [e[name] for e in history] == pytest.approx([e[name] for e in one], rel=1e-6), name

@@ -62,7 +62,7 @@ def test_what_needs_several_graphs_is_refused(shard: Shard) -> None:
 
 def test_a_graph_of_one_node(shard: Shard) -> None:
     backend = CommBackend()
-    backend.bind(shard.replace(num_nodes=1), Communicator())
+    backend.bind(shard.replace(num_nodes=1, num_owned=1), Communicator())
     x = shard.x[:1]
     plain = BatchNorm(5, allow_single_element=True).double()
     assert torch.equal(distribute(copy.deepcopy(plain), backend=backend)(x), plain(x))

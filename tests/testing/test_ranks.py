@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +54,23 @@ def test_a_child_s_error_reaches_the_caller_and_the_pool_goes_on(how: str, said:
         with pytest.raises(RankError, match=said):
             pool.run(_fail, 2, how)
         assert len(pool.run(_sum, 2, torch.zeros(1))) == 2
+
+
+def _lock(rank: int, world_size: int) -> Any:
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_sent_is_told_with_its_traceback() -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed:(.|\n)*TypeError: cannot pickle '_thread.lock' object"):
+        run_ranks(_lock, 2)
+
+
+def test_a_function_that_ranks_cannot_import_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("made_up_by_the_caller")
+    exec("def work(rank, world_size): ...", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed:(.|\n)*No module named 'made_up_by_the_caller'"):
+        run_ranks(module.work, 2)
 
 
 def _hang(rank: int, world_size: int) -> None:
