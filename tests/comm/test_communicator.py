@@ -166,15 +166,17 @@ def test_a_late_rank_is_named_with_epoch_and_exchange(pool: RankPool) -> None:
 
 
 def _check_lost(rank: int, world_size: int, folder: Path) -> None:
-    group = dist.new_group()
-    watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world_size, beat_s=0.2)
-    communicator = Communicator(group, watchdog=watchdog)
+    group, store = dist.new_group(), dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(store, rank, world_size, beat_s=0.2)
+    communicator = Communicator(group, timeout_s=60, watchdog=watchdog)
     communicator.sum_over_ranks(torch.ones(1))
+    store.set(f"summed/{rank}", "")
     if rank == 2:
+        store.wait(["summed/0", "summed/1"])
         os.kill(os.getpid(), 9)
     communicator.epoch = 3
     with pytest.raises(LostRankError) as error:
-        communicator.sum_over_ranks(torch.ones(1))
+        communicator.exchange_rows(_rows(rank), _plan(rank, world_size))  # both want rows of rank 2
     watchdog.close("lost a neighbour")
     (folder / f"said-by-{rank}").write_text(str(error.value))  # the pool tells only of the rank that was killed
 
@@ -184,9 +186,10 @@ def test_a_killed_rank_is_named_by_the_survivors(tmp_path: Path) -> None:
         own.run(_check_lost, 3, tmp_path)
     for rank in (0, 1):
         said = (tmp_path / f"said-by-{rank}").read_text()
-        assert said.startswith(f"rank {rank}, epoch 3, exchange 2 (sum, forward, 1 float32): the exchange failed; ")
+        assert said.startswith(f"rank {rank}, epoch 3, exchange 2 (rows, forward, 5 float64): the exchange "), said
         assert "; rank 2 is lost (last seen in epoch 0, exchange " in said
-        assert f"rank {1 - rank} " not in said  # the other survivor is only a consequence
+        assert f"rank {1 - rank} is" not in said  # the other survivor is only a consequence
+        assert f"rank {1 - rank} left" not in said
 
 
 def _check_watchdog_warning(rank: int, world_size: int) -> list[str]:
