@@ -64,6 +64,8 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
         return "takes statistics over more than nodes and channels"
     if isinstance(module, Aggregation) and module not in inside:
         return "reads out all nodes at once outside of a message passing layer"
+    if type(module).__module__.startswith("torch_geometric.nn.attention"):
+        return "attends over all nodes"
     if type(module).__module__.startswith(("torch_geometric.nn.pool", "torch_geometric.nn.unpool")):
         return "pools nodes of the whole graph"
     return None

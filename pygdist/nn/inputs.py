@@ -49,6 +49,11 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
             f"the model does not take the {width} features per node of the graph ({error}); "
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
+    except IndexError as error:
+        raise InputError(
+            f"the model looks up node rows by edge_index outside of propagate ({error}); the sources of a rank's edges "
+            "may be nodes of other ranks, so normalise with PyG's gcn_norm, or before training with T.GCNNorm"
+        ) from error
     if out.dim() != 2 or (out.size(1) != num_classes if multi_label else out.size(1) < num_classes):
         raise InputError(
             f"the model gives {'x'.join(map(str, out.shape[1:])) or 'one'} values per node, the graph has "

@@ -27,6 +27,7 @@ from torch_geometric.nn import (
     TransformerConv,
 )
 from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.attention import PerformerAttention
 from typing_extensions import override
 
 from pygdist import InputError, Shard, distribute, undistribute
@@ -208,6 +209,9 @@ class Picky(SingleBackend):
         pytest.param(ChebConv(4, 4, K=2), r"'0' \(ChebConv\): it scales its Laplacian by a maximum", id="cheb"),
         pytest.param(Reversed(), r"'0' \(Reversed\): it has flow='target_to_source'", id="flow"),
         pytest.param(TopKPooling(4), r"'0' \(TopKPooling\): it pools nodes of the whole graph", id="pool"),
+        pytest.param(
+            PerformerAttention(4, 2), r"'0' \(PerformerAttention\): it attends over all nodes", id="attention"
+        ),
         pytest.param(SumAggregation(), r"'0' \(SumAggregation\): it reads out all nodes at once", id="readout"),
         pytest.param(nn.BatchNorm2d(4), r"'0' \(BatchNorm2d\): it takes statistics over more", id="batchnorm2d"),
         pytest.param(SAGEConv(4, 4), r"backend 'Picky' cannot run '0' \(SAGEConv\): it mixes features", id="backend"),
