@@ -142,5 +142,6 @@ class CommBackend(Backend):
             raise InputError(
                 f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
                 f"rank {self.shard.rank} owns {self.shard.num_owned} nodes; a tensor that holds a row for every node "
-                "of the graph (an embedding table, say) cannot be distributed this way"
+                "of the graph (an embedding table, say) cannot be distributed this way",
+                of_one_rank=True,
             )

@@ -52,7 +52,8 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
     except IndexError as error:
         raise InputError(
             f"the model looks up node rows by edge_index outside of propagate ({error}); the sources of a rank's edges "
-            "may be nodes of other ranks, so normalise with PyG's gcn_norm, or before training with T.GCNNorm"
+            "may be nodes of other ranks, so normalise with PyG's gcn_norm, or before training with T.GCNNorm",
+            of_one_rank=True,
         ) from error
     if out.dim() != 2 or (out.size(1) != num_classes if multi_label else out.size(1) < num_classes):
         raise InputError(

@@ -53,7 +53,8 @@ def _mean(ranks: Ranks, x: Tensor) -> Tensor:
     if x.size(0) != ranks.num_rows:
         raise InputError(
             f"a norm over nodes got {x.size(0)} rows where this rank has {ranks.num_rows} nodes: norms over edges (the "
-            "default of PyG's MLP inside EdgeConv, say: MLP(..., norm=None)) or over some nodes cannot be distributed"
+            "default of PyG's MLP inside EdgeConv, say: MLP(..., norm=None)) or over some nodes cannot be distributed",
+            of_one_rank=True,
         )
     return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
 
