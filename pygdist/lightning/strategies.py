@@ -21,6 +21,7 @@ from typing_extensions import override
 from pygdist.comm import Communicator, Watchdog
 from pygdist.errors import LostRankError
 from pygdist.lightning.launcher import ForkLauncher, GraphLauncher
+from pygdist.nn.loss import ddp_loss_scale
 
 __all__ = ["GraphDDPStrategy"]
 
@@ -85,7 +86,7 @@ class GraphDDPStrategy(DDPStrategy):
         Args:
             num_labelled: Labelled training nodes of the whole graph.
         """
-        return self.world_size / num_labelled
+        return ddp_loss_scale(num_labelled, self.world_size)
 
     @override
     def _configure_launcher(self) -> None:

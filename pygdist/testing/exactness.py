@@ -18,13 +18,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch_geometric.data import Data
 
 from pygdist.backends import Backend, distribute, resolve_backend
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.nn.inputs import edge_inputs
-from pygdist.nn.loss import summed_loss
+from pygdist.nn.loss import ddp_loss_scale, labelled, summed_loss
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS, build
 from pygdist.testing.ranks import RankPool
@@ -65,38 +67,48 @@ class Difference:
 
 
 def reference_step(model: nn.Module, data: Data) -> Step:
-    """One step of plain PyG on the whole graph; ``model`` is changed by it."""
-    return _step(model, model(data.x, data.edge_index, **edge_inputs(model, data)), data.y, data.train_mask, None)
+    """One step of plain PyG and PyTorch on the whole graph; ``model`` is changed by it.
+
+    Raises:
+        InputError: If the graph has no labelled training node.
+    """
+    y, mask = data.get("y"), data.get("train_mask")
+    if y is None or mask is None or not bool(labelled(y, mask).any()):
+        raise InputError("the graph has no labelled training nodes (y, train_mask), so there is no step to compare")
+    output, chosen = model(data.x, data.edge_index, **edge_inputs(model, data)), labelled(y, mask)
+    # torch's own means, not the sums that the ranks put together
+    if y.dim() == 1:
+        loss = functional.cross_entropy(output[chosen], y[chosen])
+    else:
+        loss = functional.binary_cross_entropy_with_logits(output[chosen], y[chosen].to(output.dtype))
+    loss.backward()
+    return _finish(model, output, float(loss.detach()))
 
 
 def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator) -> Step:
-    """One step of a distributed model on this rank's shard; gradients are averaged as DDP does."""
+    """One step of a distributed model on this rank: the classifier's loss, scaled for DDP and averaged as by it."""
+    if shard.y is None or shard.train_mask is None:
+        raise InputError("the graph has no labels (y, train_mask), so there is no step to compare")
     output = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
-    return _step(model, output, shard.y, shard.train_mask, communicator)
+    total, count = summed_loss(output, shard.y, shard.train_mask)
+    sums = communicator.gather((float(total.detach()), float(count))).sum(dim=0)
+    (total * ddp_loss_scale(int(sums[1]), communicator.world_size)).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if communicator.world_size > 1:
+            dist.all_reduce(parameter.grad, group=communicator.group)
+            parameter.grad /= communicator.world_size
+    return _finish(model, output, float(sums[0] / sums[1]))
 
 
-def _step(
-    model: nn.Module, output: Tensor, y: Tensor | None, mask: Tensor | None, communicator: Communicator | None
-) -> Step:
-    if y is None or mask is None:
-        raise ValueError("a training step needs labels and a train_mask")
-    total, count = summed_loss(output, y, mask)
-    world_size = 1 if communicator is None else communicator.world_size
-    own = (float(total.detach()), float(count))
-    table = torch.tensor([own], dtype=torch.float64) if communicator is None else communicator.gather(own)
-    loss_sum, count = float(table[:, 0].sum()), int(table[:, 1].sum())
-    (total * (world_size / count)).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if communicator is not None and world_size > 1:
-            dist.all_reduce(gradient, group=communicator.group)
-            gradient /= world_size
-        parameter.grad = gradient
-        gradients[name] = gradient.clone()
+def _finish(model: nn.Module, output: Tensor, loss: float) -> Step:
+    """Take the step and note what it did."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return Step(
-        loss=loss_sum / count,
+        loss=loss,
         output=output.detach(),
         gradients=gradients,
         parameters={name: value.detach().clone() for name, value in model.named_parameters()},
