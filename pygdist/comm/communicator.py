@@ -228,6 +228,7 @@ class Communicator:
         where = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
         who = "" if peer is None else f" with rank {peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
         found = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
         return LostRankError(f"{where}: the exchange{who} failed{found} [{cause}]")
 

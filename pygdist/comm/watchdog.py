@@ -117,7 +117,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(self.beat_s):
-            self._beat()
+            if not self._beat():
+                return  # the store is gone for good, and every further try would print torch's own complaint
             place = self.place
             late = time.monotonic() - self._since
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
@@ -142,10 +143,11 @@ class Watchdog:
         )
         self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and tools that look on
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
         self._beats += 1
         place = self.place
-        self._ask(self._store.set, f"beat/{self.rank}", f"{self._beats}|{place.exchange}|{place}")
+        known, _ = self._ask(self._store.set, f"beat/{self.rank}", f"{self._beats}|{place.exchange}|{place}")
+        return known
 
     def _read_all(self) -> list[tuple[int, str, int]] | None:
         """(beats, place, exchange) of every rank, or None when the store no longer answers."""
