@@ -9,6 +9,7 @@ and what looks at all nodes: norms (:mod:`pygdist.nn.norms`) and aggregations th
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
         if isinstance(module, MessagePassing):
             _forget_local_state(module)
             module.__class__ = routed.layer_class(base)
+            routed.layers.add(module)
         elif _global_forward(base) is not None:
             module.__class__ = routed.global_class(base)
     model.__dict__[_HOOK] = (
@@ -109,10 +111,13 @@ class _Routing:
         self.gcn_norm = GlobalGCNNorm(backend)
         self.replacements: dict[str, tuple[Any, Any]] = {"gcn_norm": (gcn_norm, self.gcn_norm)}
         self.classes: dict[type, type] = {}
+        self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
 
     def forget(self) -> None:
-        """Drop what was computed for one graph."""
+        """Drop what was computed for one graph, by us and by layers that cache (``cached=True``)."""
         self.gcn_norm.clear()
+        for layer in self.layers:
+            _forget_local_state(layer)
 
     def layer_class(self, base: type[MessagePassing]) -> type:
         """``base`` with its hops handed to the backend."""

@@ -32,10 +32,12 @@ class ExchangeMonitor(pl.Callback):
     ``sent_bytes_{min,max}``       payload bytes sent by a rank's backend
     ``sent_messages_{min,max}``    point-to-point messages sent by it
     ``sent_bytes_total``           payload bytes sent by all ranks
+    ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     =============================  ==================================================================
 
-    The gradient all-reduce of DDP is compute here: it overlaps with the backward pass and is not the backend's.
+    The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
+    slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph.
     """
 
     def __init__(self) -> None:
@@ -72,6 +74,7 @@ class ExchangeMonitor(pl.Callback):
             "peak_gib_max": high[5],
             "peak_gib_total": total[5],
         }
+        figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
             figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         # figures about ranks, reduced already: rank 0 logs them as they are
@@ -130,6 +133,11 @@ class PredictionWriter(BasePredictionWriter):
             module.backend.communicator.receive_from(rank, [ids, part], label="predictions")
             rows[ids.cpu().numpy()] = part.cpu().numpy()
         rows.flush()
+
+
+def _gradient_bytes(module: torch.nn.Module, world_size: int) -> float:
+    size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return 2 * (world_size - 1) * size / world_size
 
 
 def _synchronize(device: torch.device) -> None:

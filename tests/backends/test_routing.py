@@ -190,6 +190,21 @@ def test_what_a_layer_cached_on_another_topology_is_dropped(graph: tuple[Data, S
     assert torch.allclose(ours, layer(data.x, data.edge_index), rtol=0, atol=1e-12)
 
 
+def test_another_graph_on_the_same_backend_is_not_answered_from_a_cache(
+    graph: tuple[Data, Shard], tmp_path: Any
+) -> None:
+    _, shard = graph
+    other, part = random_graph("power-law")
+    write_store(other, part[1], tmp_path / "other", num_parts=1, method="test", arguments={})
+    second = Shard.load(tmp_path / "other", 0)
+    layer, backend = GCNConv(5, 3, cached=True).double(), _bound(SingleBackend(), shard)
+    expected = layer(other.x, other.edge_index)
+    distribute(layer, backend=backend)
+    layer(shard.x, shard.adjacency)
+    backend.bind(second, Communicator())
+    assert torch.allclose(layer(second.x, second.adjacency), expected, rtol=0, atol=1e-12)
+
+
 class Reversed(SAGEConv):
     def __init__(self) -> None:
         super().__init__(4, 4, flow="target_to_source")

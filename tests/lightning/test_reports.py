@@ -36,6 +36,7 @@ def test_bytes_and_messages_are_those_of_the_plan(pool: RankPool, tmp_path: Path
     last = history[-1]
     assert last["sent_bytes_total"] == per_rank.sum()
     assert (last["sent_bytes_min"], last["sent_bytes_max"]) == (per_rank.min(), per_rank.max())
+    assert last["gradient_bytes"] == pytest.approx(2 * 2 / 3 * (12 * 8 + 8 + 8 * 4 + 4) * 8)
     assert last["sent_messages_max"] == 2 * 2 * 2  # two hops, forward and backward, to two others
     assert history[0]["sent_bytes_total"] == per_rank.sum() + sent_rows.sum() * 8, "degrees travel once, in front"
     for epoch in history:
