@@ -22,7 +22,7 @@ from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import call_model
+from pygdist.nn.inputs import call_model, fill_in_sizes
 from pygdist.testing.exactness import (
     Difference,
     Step,
@@ -184,16 +184,12 @@ def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
 
 
 def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
-    """``model``, tried on the first edge: unknown input sizes (``in_channels=-1``) are filled in, wrong ones told."""
-    nodes = data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long)
-    few = data.subgraph(nodes)
-    lazy = any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters())
-    probe = model if lazy else copy.deepcopy(model)
-    modes = {module: module.training for module in probe.modules()}
-    with torch.no_grad():  # in evaluation mode, or norms would note the statistics of one edge
-        call_model(probe.eval(), few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
-    for module, training in modes.items():
-        module.training = training
+    """``model`` with unknown input sizes filled in; tried on the first edge, so that wrong sizes are told at once."""
+    fill_in_sizes(model, data)
+    few = data.subgraph(data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long))
+    probe = copy.deepcopy(model).eval()  # norms would refuse, or note, the statistics of one edge
+    with torch.no_grad():
+        call_model(probe, few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
     return model
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +11,6 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends import CommBackend, backends
-from pygdist.backends.base import Inner
 from pygdist.testing import LAYERS, RankPool, assert_exact
 
 EXACT = [name for name in backends if backends[name].exact]
@@ -63,12 +60,6 @@ class OneWay(CommBackend):
     """Halo rows arrive but no gradient goes back."""
 
     name = ""
-
-    @override
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        return super().propagate(layer, inner, edge_index, size, kwargs)
 
     @override
     def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
