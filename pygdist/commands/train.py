@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
 import subprocess
 import warnings
@@ -18,12 +17,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.multiprocessing import ProcessRaisedException
 from typing_extensions import override
 
 from pygdist.commands.export import read_checkpoint
 from pygdist.commands.messages import check_yaml, one_line, shorten
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError
 from pygdist.lightning import ExchangeMonitor, GraphDataModule, GraphDDPStrategy, NodeClassifier, PredictionWriter
 
 __all__ = ["GraphCLI", "Parser", "run"]
@@ -33,7 +31,6 @@ log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda said: "litlogger" not in said.getMessage())
 
 _SCORE = "val_acc"
-_RAISED = re.compile(r"^pygdist\.errors\.(InputError|LostRankError): (.*)$", re.MULTILINE)
 _FOUND_BY_LIGHTNING = ("best", "last", "hpc")  # values of --ckpt_path that are no files
 
 _PURPOSES = {
@@ -176,14 +173,6 @@ class GraphCLI(LightningCLI):
         except (InputError, MisconfigurationException, FileNotFoundError) as error:
             self._clean_up()
             raise error if isinstance(error, InputError) else InputError(one_line(str(error))) from error
-        except ProcessRaisedException as error:
-            # a rank that was forked or spawned; what it found is in its traceback, which ends with the error itself
-            self._clean_up()
-            found = _RAISED.findall(str(error))
-            if not found:
-                raise
-            kind, message = found[-1]
-            raise (InputError if kind == "InputError" else LostRankError)(message) from error
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise

@@ -2,29 +2,37 @@
 
 Lightning's own observer kills every process, its own included, five seconds after a child dies, and says so with a
 process number. Here the survivors get time to find out and say which rank was lost; only then is anything killed.
-Notebooks fork their ranks, and a fork does not carry OpenMP's threads along.
+What a spawned or forked rank finds wrong is raised in the process that started it. Notebooks fork their ranks, and a
+fork does not carry OpenMP's threads along.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-__all__ = ["ForkLauncher", "GraphLauncher"]
+from pygdist.errors import InputError, LostRankError
+
+__all__ = ["ForkLauncher", "GraphLauncher", "SpawnLauncher"]
 
 log = logging.getLogger(__name__)
+
+_ERRORS = "|".join(error.__name__ for error in (InputError, LostRankError))
+_RAISED = re.compile(rf"^{re.escape(InputError.__module__)}\.({_ERRORS}): (.*)$", re.MULTILINE)
 
 
 class GraphLauncher(_SubprocessScriptLauncher):
@@ -50,7 +58,37 @@ class GraphLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class ForkLauncher(_MultiProcessingLauncher):
+class SpawnLauncher(_MultiProcessingLauncher):
+    """Spawns the ranks from a Python script; their mistakes reach the caller as the errors that they are.
+
+    Args:
+        strategy: The strategy that the ranks run.
+        start_method: How processes are started.
+    """
+
+    def __init__(
+        self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as error:
+            # a process ends with the text of its traceback, whose last line is the error itself
+            found = _RAISED.findall(str(error))
+            if not found:
+                raise
+            kind, message = found[-1]
+            raise (InputError if kind == InputError.__name__ else LostRankError)(message) from error
+        except ProcessExitedException as error:
+            assert self._strategy.cluster_environment is not None
+            rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
+            raise LostRankError(f"rank {rank} (process {error.error_pid}) {_fate(error.exit_code)}") from error
+
+
+class ForkLauncher(SpawnLauncher):
     """Forks the ranks, as a notebook needs, and gives each one thread.
 
     OpenMP's threads do not survive a fork, but its record of them does: if the notebook has computed on several threads

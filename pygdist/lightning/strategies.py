@@ -7,7 +7,6 @@ of its own for the exchanges of backends, and a watchdog that names a late or lo
 from __future__ import annotations
 
 import datetime
-import inspect
 import itertools
 from typing import Any, Literal
 
@@ -15,23 +14,18 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import LostRankError
-from pygdist.lightning.launcher import ForkLauncher, GraphLauncher
-from pygdist.nn.loss import ddp_loss_scale
+from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
 
 __all__ = ["GraphDDPStrategy"]
 
 # what gloo and nccl say when the other end is gone or silent
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 _RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
-
-# torch renamed the option
-_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -61,13 +55,11 @@ class GraphDDPStrategy(DDPStrategy):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        # buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time
-        kwargs.setdefault(_SYNC_BUFFERS, False)
         super().__init__(
             timeout=datetime.timedelta(seconds=timeout_s),
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
-            **kwargs,
+            **{**DDP_OPTIONS, **kwargs},
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
         self._communicator: Communicator | None = None
@@ -96,6 +88,8 @@ class GraphDDPStrategy(DDPStrategy):
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         elif self._start_method == "fork":
             self._launcher = ForkLauncher(self)
+        else:
+            self._launcher = SpawnLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:

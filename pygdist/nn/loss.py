@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["ddp_loss_scale", "labelled", "summed_loss"]
+__all__ = ["labelled", "summed_loss"]
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
@@ -32,13 +32,3 @@ def summed_loss(output: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, int]:
         total = functional.binary_cross_entropy_with_logits(rows, labels.to(rows.dtype), reduction="sum")
         total = total / y.size(1)
     return total, int(chosen.sum())
-
-
-def ddp_loss_scale(num_labelled: int, world_size: int) -> float:
-    """Factor on a rank's summed loss that makes DDP's mean of gradients over ranks that of the mean over nodes.
-
-    Args:
-        num_labelled: Labelled training nodes of the whole graph.
-        world_size: Number of ranks, by which DDP divides.
-    """
-    return world_size / num_labelled

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
 from pygdist.backends import Backend, distribute, resolve_backend
 from pygdist.comm import Communicator
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.nn.inputs import edge_inputs
-from pygdist.nn.loss import ddp_loss_scale, labelled, summed_loss
+from pygdist.nn.loss import labelled, summed_loss
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS, build
 from pygdist.testing.ranks import RankPool
@@ -44,6 +47,7 @@ class Step:
         gradients: By parameter name.
         parameters: By name, after one step of SGD with learning rate 0.1.
         buffers: By name, after the step; running statistics of norms.
+        evaluated: Like ``output``, in evaluation mode and after the step.
     """
 
     loss: float
@@ -51,6 +55,7 @@ class Step:
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    evaluated: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,49 +80,55 @@ def reference_step(model: nn.Module, data: Data) -> Step:
     y, mask = data.get("y"), data.get("train_mask")
     if y is None or mask is None or not bool(labelled(y, mask).any()):
         raise InputError("the graph has no labelled training nodes (y, train_mask), so there is no step to compare")
-    output, chosen = model(data.x, data.edge_index, **edge_inputs(model, data)), labelled(y, mask)
+    run = partial(model, data.x, data.edge_index, **edge_inputs(model, data))
+    output, chosen = run(), labelled(y, mask)
     # torch's own means, not the sums that the ranks put together
     if y.dim() == 1:
         loss = functional.cross_entropy(output[chosen], y[chosen])
     else:
         loss = functional.binary_cross_entropy_with_logits(output[chosen], y[chosen].to(output.dtype))
     loss.backward()
-    return _finish(model, output, float(loss.detach()))
+    return _finish(model, run, output, float(loss.detach()))
 
 
 def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator) -> Step:
-    """One step of a distributed model on this rank: the classifier's loss, scaled for DDP and averaged as by it."""
+    """One step of a distributed model on this rank: the classifier's loss, its gradients averaged by torch's DDP."""
     if shard.y is None or shard.train_mask is None:
         raise InputError("the graph has no labels (y, train_mask), so there is no step to compare")
-    output = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
+    trained = model
+    if communicator.world_size > 1:
+        # in the default process group, as under Lightning: exchanges have their own
+        trained = DistributedDataParallel(model, find_unused_parameters=True, **DDP_OPTIONS)
+    inputs = edge_inputs(model, shard)
+    output = trained(shard.x, shard.adjacency, **inputs)
     total, count = summed_loss(output, shard.y, shard.train_mask)
     sums = communicator.gather((float(total.detach()), float(count))).sum(dim=0)
     (total * ddp_loss_scale(int(sums[1]), communicator.world_size)).backward()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if communicator.world_size > 1:
-            dist.all_reduce(parameter.grad, group=communicator.group)
-            parameter.grad /= communicator.world_size
-    return _finish(model, output, float(sums[0] / sums[1]))
+    return _finish(model, partial(model, shard.x, shard.adjacency, **inputs), output, float(sums[0] / sums[1]))
 
 
-def _finish(model: nn.Module, output: Tensor, loss: float) -> Step:
-    """Take the step and note what it did."""
+def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: float) -> Step:
+    """Take the step and note what it did; run the model once more, in evaluation mode."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    model.eval()
+    with torch.no_grad():
+        evaluated = run()
     return Step(
         loss=loss,
         output=output.detach(),
         gradients=gradients,
         parameters={name: value.detach().clone() for name, value in model.named_parameters()},
-        buffers={name: value.clone() for name, value in model.named_buffers()},
+        buffers=buffers,
+        evaluated=evaluated,
     )
 
 
 def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
-    """Largest difference of loss, output, each gradient, updated parameter and buffer.
+    """Largest difference of loss, output, each gradient, updated parameter and buffer, and the output afterwards.
 
     Args:
         ours: The step on a rank.
@@ -126,6 +137,7 @@ def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slic
     """
     pairs = {"loss": (torch.tensor(ours.loss), torch.tensor(reference.loss))}
     pairs["output"] = (ours.output, reference.output[rows])
+    pairs["output afterwards, in evaluation"] = (ours.evaluated, reference.evaluated[rows])
     for kind in ("gradients", "parameters", "buffers"):
         mine, theirs = getattr(ours, kind), getattr(reference, kind)
         if mine.keys() != theirs.keys():

@@ -56,6 +56,19 @@ class Deaf(CommBackend):
             self._fetched[key] = (tensor, version, full * mask.view(shape).to(full.dtype))
 
 
+class DeafInEvaluation(Deaf):
+    """Answers while the model trains only."""
+
+    name = ""
+
+    @override
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
+        if layer.training:
+            CommBackend._exchange(self, layer, tensors, keep=keep)
+        else:
+            super()._exchange(layer, tensors, keep=keep)
+
+
 class OneWay(CommBackend):
     """Halo rows arrive but no gradient goes back."""
 
@@ -86,6 +99,7 @@ class LocalDegrees(CommBackend):
     ("broken", "layer", "quantity"),
     [
         pytest.param(Deaf, "GINConv", "output", id="no-halo-rows"),
+        pytest.param(DeafInEvaluation, "GINConv", "output afterwards", id="no-halo-rows-in-evaluation"),
         pytest.param(OneWay, "SAGEConv-mean", "gradients", id="no-halo-gradients"),
         pytest.param(LocalDegrees, "GCNConv", "output", id="local-degrees"),
     ],

@@ -1,0 +1,113 @@
+"""Ranks started from Python: what one finds wrong reaches the caller, and a notebook's threads do no harm.
+
+Each test is a script of its own, so that a hang ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_THREADS = """
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch_geometric.nn import GCN
+
+from pygdist import GraphDataModule, NodeClassifier
+from pygdist.graph import load_graph
+
+
+class Threads(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        module.log("threads", float(torch.get_num_threads()), sync_dist=True)
+
+
+torch.set_num_threads(3)
+data = load_graph("sbm", num_nodes=2000)
+model = GCN(64, 64, num_layers=2, out_channels=10)
+model(data.x, data.edge_index).sum().backward()
+assert torch.get_num_threads() == 3
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="graph_ddp_notebook", max_epochs=2, logger=False,
+    callbacks=[Threads()], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(data, cache_dir=sys.argv[1]))
+assert trainer.callback_metrics["threads"] == 1, trainer.callback_metrics
+assert torch.get_num_threads() == 3, "the notebook itself keeps its threads"
+"""
+
+
+def test_ranks_forked_from_a_process_with_threads_train(tmp_path: Path) -> None:
+    # with OMP_NUM_THREADS set Lightning leaves the number of threads alone, and the ranks used to wait for ever
+    _run(_THREADS, tmp_path, OMP_NUM_THREADS="3")
+
+
+_FAILURE = """
+import os
+import signal
+import sys
+
+import lightning.pytorch as pl
+from torch_geometric.nn import GCN
+
+import pygdist
+from pygdist import GraphDataModule, NodeClassifier
+
+
+class Kill(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder, strategy, out_channels):
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=5, logger=False, callbacks=[Kill()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    model = GCN(64, 8, num_layers=2, out_channels=int(out_channels))
+    data = GraphDataModule("sbm", {"num_nodes": 500}, cache_dir=folder)
+    try:
+        trainer.fit(NodeClassifier(model), datamodule=data)
+    except (pygdist.InputError, pygdist.LostRankError) as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("strategy", ["graph_ddp_spawn", "graph_ddp_notebook"])
+def test_a_mistake_that_ranks_find_is_raised_in_the_caller(strategy: str, tmp_path: Path) -> None:
+    said = _run(_FAILURE, tmp_path, strategy, "3")
+    assert said.startswith("InputError: the model gives 3 values per node, the graph has 10 classes"), said
+
+
+@pytest.mark.parametrize("strategy", ["graph_ddp_spawn", "graph_ddp_notebook"])
+def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> None:
+    said = _run(_FAILURE, tmp_path, strategy, "10")
+    assert said.startswith("LostRankError: rank 1 (process "), said
+    assert said.strip().endswith("was killed by SIGKILL")
+
+
+def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
+    """Run a script in a fresh interpreter; what it printed last."""
+    path = folder / "script.py"
+    path.write_text(text)
+    script = subprocess.run(
+        [sys.executable, str(path), str(folder / "cache"), *args],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert script.returncode == 0, script.stderr
+    return script.stdout.strip().rpartition("\n")[2]
