@@ -81,8 +81,8 @@ def test_the_configuration_is_complete(tmp_path: Path) -> None:
     assert "hidden_channels: 16" in run.stdout
 
 
-def test_the_backend_is_exact_where_it_says_so(tmp_path: Path) -> None:
-    run = _run(tmp_path, "-m", "pytest", "-q", "test_rounded.py")
+def test_the_backends_are_exact_where_they_say_so(tmp_path: Path) -> None:
+    run = _run(tmp_path, "-m", "pytest", "-q", "test_mine.py")
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -61,7 +61,20 @@ class CommBackend(Backend):
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.communicator.exchange_rows(x, self.shard.plan, label="node values")])
+        return torch.cat([x, self.halo_rows(x, label="node values")])
+
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        r"""Fetch rows from their owners; what a subclass with another wire format overrides.
+
+        Args:
+            x: Rows that this rank owns.
+            label: What they are, for messages.
+
+        Shapes:
+            ``x`` is :math:`(n, F)` or :math:`(n)`, the result :math:`(h, F)` or :math:`(h)`, in the order of the
+            shard's halo; differentiable, its backward gives the gradients of the copies back to the owners.
+        """
+        return self.communicator.exchange_rows(x, self.shard.plan, label=label)
 
     @override
     def unbind(self) -> None:
@@ -121,12 +134,11 @@ class CommBackend(Backend):
         return {name: self._known(value) for name, value in sources.items()}  # type: ignore[misc]
 
     def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
-        plan, label = self.shard.plan, f"hop {self._hop} of {layer_name(layer)}"
         # layers keep nodes in another dimension than the first (ARMA stacks, static graphs)
         rows = [tensor.movedim(layer.node_dim, 0) for tensor in tensors]
         flat = [row.reshape(row.size(0), math.prod(row.shape[1:])) for row in rows]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-        halo = self.communicator.exchange_rows(packed, plan, label=label)
+        halo = self.halo_rows(packed, label=f"hop {self._hop} of {layer_name(layer)}")
         if not keep:  # what an earlier hop of this layer fetched is not asked for again
             self._fetched.clear()
         for tensor, row, part in zip(tensors, rows, halo.split([f.size(1) for f in flat], dim=1), strict=True):

@@ -21,6 +21,8 @@ __all__ = ["Place", "Watchdog"]
 
 log = logging.getLogger(__name__)
 
+_NO_STORE = "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
+_ANSWER_S = 10.0  # a store that takes longer will not answer
 _FINISHED, _CONSEQUENCE = "finished", "lost a neighbour"  # farewells of ranks that are not the cause of a failure
 
 
@@ -46,14 +48,28 @@ class Watchdog:
         world_size: Number of ranks.
         warn_after_s: Seconds in one exchange after which the late ranks are named in the log, once per exchange.
         beat_s: Seconds between heartbeats.
+        lost_after_s: Seconds of silence after which a rank that has exchanged something counts as lost, or the store
+            as gone.
+        on_lost: Called once with what was found, from the watchdog's thread: where a loss closes no connection (nccl, a
+            machine that froze), the main thread waits in a call that no exception reaches.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, *, warn_after_s: float = 60.0, beat_s: float = 1.0
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        warn_after_s: float = 60.0,
+        beat_s: float = 1.0,
+        lost_after_s: float = 20.0,
+        on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
-        self.warn_after_s, self.beat_s = warn_after_s, beat_s
+        self.warn_after_s, self.beat_s, self.lost_after_s = warn_after_s, beat_s, lost_after_s
+        self._on_lost = on_lost
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its number of heartbeats, and since when
         self.place = Place()
         self._since = time.monotonic()
         self._warned = -1
@@ -61,13 +77,18 @@ class Watchdog:
         self._stop = threading.Event()
         self._lock = threading.Lock()  # the store's connection is shared by the thread and diagnose()
         self._thread = threading.Thread(target=self._run, name="pygdist-watchdog", daemon=True)
+        self._answered = time.monotonic()
         self._beat()
         self._thread.start()
+        if on_lost is not None:
+            threading.Thread(target=self._guard, name="pygdist-store-guard", daemon=True).start()
 
     def enter(self, epoch: int, label: str) -> None:
         """Note that this rank starts to wait in an exchange."""
         self._since = time.monotonic()
         self.place = Place(epoch, self.place.exchange + 1, label, waiting=True)
+        if self.place.exchange == 1:
+            self._beat()  # from now on the others take silence for a loss
 
     def leave(self) -> None:
         """Note that the exchange is over."""
@@ -83,8 +104,9 @@ class Watchdog:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join()
-        self._ask(self._store.set, f"left/{self.rank}", farewell)
+        self._thread.join(timeout=_ANSWER_S)
+        if not self._thread.is_alive():  # else it waits for a store that froze
+            self._ask(self._store.set, f"left/{self.rank}", farewell)
 
     def diagnose(self) -> str:
         """Name the ranks that an exchange failed for; takes three heartbeats.
@@ -99,7 +121,7 @@ class Watchdog:
         threading.Event().wait(3 * self.beat_s)
         after = self._read_all()
         if before is None or after is None:
-            return "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
+            return _NO_STORE
         lost, left, late = [], [], []
         for rank, (beats, text, exchange) in enumerate(after):
             if rank == self.rank:
@@ -116,6 +138,7 @@ class Watchdog:
         return "; ".join(lost or left or late) or "every other rank is alive or left on its own account"
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._stop.wait(self.beat_s):
             if not self._beat():
                 return  # the store is gone for good, and every further try would print torch's own complaint
@@ -124,6 +147,29 @@ class Watchdog:
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
                 self._warned = place.exchange
                 self._warn(place, late)
+            if self._on_lost is not None and time.monotonic() - looked > self.lost_after_s / 5:
+                looked = time.monotonic()
+                if lost := self._silent():
+                    self._on_lost("; ".join(lost))
+                    return
+
+    def _guard(self) -> None:
+        """From a thread of its own, as a store on a machine that froze takes a question and never answers."""
+        while not self._stop.wait(self.beat_s):
+            if time.monotonic() - self._answered > self.lost_after_s and self._on_lost is not None:
+                self._on_lost(_NO_STORE)
+                return
+
+    def _silent(self) -> list[str]:
+        """A clause for each rank that has stopped without a farewell after its first exchange."""
+        now, lost = time.monotonic(), []
+        for rank, (beats, text, exchange) in enumerate(self._read_all() or ()):
+            known, since = self._heard.get(rank, (-1, now))
+            if beats != known:
+                self._heard[rank] = (beats, now)
+            elif rank != self.rank and exchange and now - since > self.lost_after_s and self._farewell(rank) is None:
+                lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {text})")
+        return lost
 
     def _warn(self, place: Place, late_s: float) -> None:
         places = self._read_all()
@@ -146,7 +192,11 @@ class Watchdog:
     def _beat(self) -> bool:
         self._beats += 1
         place = self.place
-        known, _ = self._ask(self._store.set, f"beat/{self.rank}", f"{self._beats}|{place.exchange}|{place}")
+        key = f"beat/{self.rank}"
+        self._ask(self._store.set, key, f"{self._beats}|{place.exchange}|{place}")
+        known, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
+        if known:
+            self._answered = time.monotonic()
         return known
 
     def _read_all(self) -> list[tuple[int, str, int]] | None:

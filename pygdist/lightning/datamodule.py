@@ -48,7 +48,7 @@ class GraphDataModule(pl.LightningDataModule):
         dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
             name such as ``ogbn-arxiv``; a folder of ``.npy`` arrays; or the name of a generator such as ``sbm``.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
-        partitioner: Who owns which node: a name (``chunk``, ``hash``), a class path, or an instance.
+        partitioner: Who owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an instance.
         partitioner_args: Arguments of the partitioner when it is given by name.
         num_parts: Number of parts; that of the trainer's ranks by default.
         symmetrize: Add the reverse of every edge.

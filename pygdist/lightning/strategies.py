@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
+import os
+import signal
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,6 +26,8 @@ from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLaunche
 
 __all__ = ["GraphDDPStrategy"]
 
+log = logging.getLogger(__name__)
+
 # what gloo and nccl say when the other end is gone or silent
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 _RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
@@ -37,6 +42,8 @@ class GraphDDPStrategy(DDPStrategy):
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
+        lost_after_s: Seconds without a heartbeat after which a rank counts as lost, and the others leave even if they
+            wait in a call that no error reaches, as with nccl.
         check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
         start_method: How Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
@@ -50,6 +57,7 @@ class GraphDDPStrategy(DDPStrategy):
         *,
         timeout_s: float = 600.0,
         warn_after_s: float = 60.0,
+        lost_after_s: float = 20.0,
         check_order: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool = False,
@@ -62,6 +70,7 @@ class GraphDDPStrategy(DDPStrategy):
             **{**DDP_OPTIONS, **kwargs},
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
+        self._lost_after_s = lost_after_s
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
@@ -103,6 +112,8 @@ class GraphDDPStrategy(DDPStrategy):
                 self.global_rank,
                 self.world_size,
                 warn_after_s=self._warn_after_s,
+                lost_after_s=self._lost_after_s,
+                on_lost=self._leave,
             )
         group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s)) if self.world_size > 1 else None
         self._communicator = Communicator(
@@ -132,6 +143,13 @@ class GraphDDPStrategy(DDPStrategy):
             ) from exception
         else:
             watchdog.close(f"{type(exception).__name__}: {exception}")
+
+    def _leave(self, found: str) -> None:
+        """End this process and those that it launched: its main thread waits for a rank that will not answer."""
+        log.error("rank %d, epoch %d: %s; leaving", self.global_rank, self.communicator.epoch, found)
+        if self._launcher is not None:
+            self._launcher.kill(signal.SIGKILL)
+        os._exit(1)
 
     @override
     def teardown(self) -> None:

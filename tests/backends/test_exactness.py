@@ -46,27 +46,18 @@ class Deaf(CommBackend):
     name = ""
 
     @override
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
-        super()._exchange(layer, tensors, keep=keep)
-        own = self.shard.num_owned
-        for key, (tensor, version, full) in list(self._fetched.items()):
-            mask = torch.arange(full.size(layer.node_dim)) < own
-            shape = [1] * full.dim()
-            shape[layer.node_dim] = -1
-            self._fetched[key] = (tensor, version, full * mask.view(shape).to(full.dtype))
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return super().halo_rows(x, label=label) * 0
 
 
-class DeafInEvaluation(Deaf):
-    """Answers while the model trains only."""
+class DeafInEvaluation(CommBackend):
+    """Nobody answers unless the model trains."""
 
     name = ""
 
     @override
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
-        if layer.training:
-            CommBackend._exchange(self, layer, tensors, keep=keep)
-        else:
-            super()._exchange(layer, tensors, keep=keep)
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return super().halo_rows(x, label=label) * float(torch.is_grad_enabled())
 
 
 class OneWay(CommBackend):
@@ -75,13 +66,8 @@ class OneWay(CommBackend):
     name = ""
 
     @override
-    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
-        super()._exchange(layer, tensors, keep=keep)
-        own = self.shard.num_owned
-        for key, (tensor, version, full) in list(self._fetched.items()):
-            size = full.size(layer.node_dim)
-            mine, halo = full.split([own, size - own], dim=layer.node_dim)
-            self._fetched[key] = (tensor, version, torch.cat([mine, halo.detach()], dim=layer.node_dim))
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return super().halo_rows(x, label=label).detach()
 
 
 class LocalDegrees(CommBackend):

@@ -22,7 +22,7 @@ class EveryOther(Partitioner):
 """
 
 
-@pytest.mark.parametrize("method", ["chunk", "hash"])
+@pytest.mark.parametrize("method", ["chunk", "hash", "metis"])
 def test_a_table_and_parts_to_train_on(method: str, folder: Path, graphs: Path) -> None:
     args = (f"--dataset={graphs / 'good'}", f"--method={method}", "--parts=2", "--out=new/parts")
     outcome = pygdist("partition", *args, folder=folder)

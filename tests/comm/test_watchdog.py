@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -36,9 +39,62 @@ def test_the_cause_is_named_and_not_its_consequences(farewells: dict[int, str | 
         else:
             ranks[rank].close(farewell)
     for rank in (0, 1, 2) if late else range(WORLD_SIZE):
-        ranks[rank].enter(0, "rows")
+        if farewells.get(rank, "alive") is not None:
+            ranks[rank].enter(0, "rows")
     found = ranks[0].diagnose()
     for watchdog in ranks:
         watchdog.close()
     assert found.startswith(said)
     assert found.count("rank ") == said.count("rank ")
+
+
+class Silence(list[str]):
+    """Receives what a watchdog finds, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = threading.Event()
+
+    def __call__(self, found: str) -> None:
+        self.append(found)
+        self.heard.set()
+
+
+def test_silence_after_an_exchange_is_a_loss() -> None:
+    store, found = dist.HashStore(), Silence()
+    ranks = [Watchdog(store, rank, 3, beat_s=0.05) for rank in (1, 2)]
+    ranks[0].enter(2, "rows")
+    ranks[1].enter(2, "rows")
+    ranks[0]._stop.set()
+    ranks[0]._thread.join()
+    ranks[0]._beat()  # the last one, in its place
+    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=0.5, on_lost=found)
+    assert found.heard.wait(30)
+    for watchdog in (watching, ranks[1]):
+        watchdog.close()
+    assert len(found) == 1
+    assert found[0].startswith("rank 1 is lost (silent for ")
+    assert found[0].endswith("last seen in epoch 2, exchange 1 (rows))")
+
+
+def test_silence_before_the_first_exchange_or_after_a_farewell_is_none() -> None:
+    store, found = dist.HashStore(), Silence()
+    loading, gone = (Watchdog(store, rank, 3, beat_s=0.05) for rank in (1, 2))
+    loading._stop.set()  # long work that lets no other thread of its process run
+    loading._thread.join()
+    gone.enter(2, "rows")
+    gone.close()
+    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=0.2, on_lost=found)
+    assert not found.heard.wait(1.5)
+    watching.close()
+
+
+def test_a_store_that_is_gone_is_a_loss() -> None:
+    found = Silence()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    watching = Watchdog(client, 1, 2, beat_s=0.05, lost_after_s=0.2, on_lost=found)
+    del server
+    assert found.heard.wait(60)
+    watching.close()
+    assert found == ["the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"]

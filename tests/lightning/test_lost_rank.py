@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,13 +15,13 @@ import os, signal
 from lightning.pytorch.callbacks import Callback
 
 class Kill(Callback):
-    def __init__(self, rank: int, epoch: int):
-        self.rank, self.epoch = rank, epoch
+    def __init__(self, rank: int, epoch: int, signal: str = "SIGKILL"):
+        self.rank, self.epoch, self.signal = rank, epoch, signal
 
     def on_before_backward(self, trainer, pl_module, loss):
         print(f"rank {trainer.global_rank} is process {os.getpid()}", flush=True)
         if (trainer.global_rank, trainer.current_epoch) == (self.rank, self.epoch):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, self.signal))
 """
 
 _CONFIG = """
@@ -40,13 +39,19 @@ trainer: {devices: 3, accelerator: cpu, max_epochs: 6, logger: false, enable_pro
 """
 
 
-def _fit(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+_COMMAND = [sys.executable, "-m", "pygdist.cli", "fit", "--config", "run.yaml"]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     environment.pop("PL_GLOBAL_SEED", None)
+    return environment
+
+
+def _fit(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pygdist.cli", "fit", "--config", "run.yaml", *options],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [*_COMMAND, *options], cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.fixture
@@ -73,6 +78,34 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
         resumed = _fit(folder, "--ckpt_path=checkpoints/last.ckpt")
         assert resumed.returncode == 0, resumed.stderr
         assert "max_epochs=6" in resumed.stdout + resumed.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["launching-rank", "launched-rank"])
+def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) -> None:
+    """It closes no connection: what a loss looks like to nccl, or from another machine."""
+    freeze = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
+    strategy = ["--trainer.strategy=pygdist.GraphDDPStrategy", "--trainer.strategy.lost_after_s=4"]
+    command = [*_COMMAND, *freeze, "--trainer.callbacks.signal=SIGSTOP", *strategy]
+    run = subprocess.Popen(
+        command, cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert run.stderr is not None
+    try:
+        said = []
+        for line in run.stderr:
+            # one that sees another leave first may say so before it has waited long enough itself
+            said += [line] if "; leaving" in line or line.startswith("pygdist: error:") else []
+            if len(said) == 2:
+                break
+        if rank:
+            assert run.wait(timeout=60) == 1
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # with the one that is frozen
+        run.wait()
+    what = "it lives with rank 0" if rank == 0 else "rank 2 is lost ("
+    assert len(said) == 2
+    assert all(what in line and "epoch 3" in line for line in said), said
 
 
 def _is_alive(pid: int) -> bool:
