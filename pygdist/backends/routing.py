@@ -186,16 +186,29 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     return None
 
 
+def _written(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
+    """The layer's hop as its authors wrote it.
+
+    PyG replaces ``propagate`` on a class by code from a template, made for the options of the class's first instance,
+    and notes what it replaced; in a subclass that may be the template of its parent, for another message.
+    """
+    for cls in base.__mro__:
+        found: Callable[..., Tensor] | None = vars(cls).get(name)
+        if found is not None and found is not vars(cls).get(f"_jinja_{name}"):
+            return found
+    raise AssertionError(f"{base.__name__} has no {name}")
+
+
 def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
+    own = _written(base, name)
+
     def hop(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
         if self.explain:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
         try:
-            # not the class's templated version: PyG writes that for the first instance's options
-            inner = partial(getattr(base, f"_orig_{name}", getattr(base, name)), self)
-            result: Tensor = getattr(backend, name)(self, inner, edge_index, size, kwargs)
+            result: Tensor = getattr(backend, name)(self, partial(own, self), edge_index, size, kwargs)
         finally:
             self._decomposed_layers = decomposed
         return result

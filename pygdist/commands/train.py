@@ -95,6 +95,8 @@ class GraphCLI(LightningCLI):
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # TensorBoard made it, for both
         warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)  # Lightning with torch 2.13
         warnings.filterwarnings("ignore", message=".*configure_optimizers. will be overridden")  # --optimizer says so
+        warnings.filterwarnings("ignore", message="The dirpath has changed")  # each command has a folder of its own
+        warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")  # there is one batch, the graph
         check_yaml(arguments)
         super().__init__(
             NodeClassifier,

@@ -15,9 +15,10 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["MASKS", "check", "is_multi_label", "plain", "rows_of"]
+__all__ = ["EDGE_FIELDS", "MASKS", "check", "is_multi_label", "plain", "rows_of"]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
+EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
@@ -30,9 +31,9 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
 
     Raises:
         InputError: Edges that are no ``(2, E)`` integers or point outside the graph; features, edge weights or edge
-            attributes of another length, or that are not finite; labels that are no classes (integers from 0, -1 =
-            unlabelled; floats that hold such integers) and no label matrix (0 to 1, a row of NaN = unlabelled); masks
-            of another length or type.
+            attributes of another length, or that are not finite; edge types that are no integers from 0; labels that
+            are no classes (integers from 0, -1 = unlabelled; floats that hold such integers) and no label matrix (0 to
+            1, a row of NaN = unlabelled); masks of another length or type.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -46,7 +47,7 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
         raise InputError(f"num_classes is {num_classes}, expected at least 1")
     _check_edges(data, num_nodes)
     _check_finite("x", x, "node")
-    for name in ("edge_weight", "edge_attr"):
+    for name in EDGE_FIELDS:
         if isinstance(value := data.get(name), Tensor):
             _check_edge_values(name, value, data.num_edges)
     if isinstance(y := data.get("y"), Tensor):
@@ -120,7 +121,17 @@ def _check_edge_values(name: str, value: Tensor, num_edges: int) -> None:
         raise InputError(f"{name}: shape {tuple(value.shape)}, expected one entry for each of {num_edges} edges")
     if name == "edge_weight" and value.numel() != num_edges:
         raise InputError(f"edge_weight: shape {tuple(value.shape)}, expected ({num_edges},); use edge_attr for vectors")
+    if name == "edge_type":
+        _check_edge_types(value, num_edges)
     _check_finite(name, value, "edge")
+
+
+def _check_edge_types(value: Tensor, num_edges: int) -> None:
+    if value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
+        raise InputError(f"edge_type: {value.dtype} of shape {tuple(value.shape)}, expected ({num_edges},) integers")
+    if num_edges and int(value.min()) < 0:
+        edge = int((value.reshape(-1) < 0).nonzero()[0])
+        raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")
 
 
 def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:

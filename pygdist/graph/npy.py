@@ -10,6 +10,7 @@ Files, all but the first optional; shapes as in PyG:
 ``train_idx.npy``             ids instead of a mask; ``val_idx`` (or ``valid_idx``), ``test_idx``
 ``edge_weight.npy``           ``(E,)``
 ``edge_attr.npy``             ``(E, D)``
+``edge_type.npy``             ``(E,)`` integers from 0
 ============================  ====================================================================
 
 Arrays are memory-mapped, never unpickled, and read when they are used.
@@ -27,10 +28,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
+from pygdist.graph.check import EDGE_FIELDS, MASKS
 
 __all__ = ["load_npy", "save_npy"]
 
-FIELDS = ("edge_index", "edge_weight", "edge_attr", "x", "y", "train_mask", "val_mask", "test_mask")
+FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _INDEX_FILES = {
     "train_mask": ("train_idx",),
     "val_mask": ("val_idx", "valid_idx"),

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS
+from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.folder import checksum, write_rows
 from pygdist.graph.node_parts import NodeParts
 
 __all__ = ["open_array", "write_parts"]
 
 _NODE_FIELDS = ("x", "y", *MASKS)
-_EDGE_FIELDS = ("edge_weight", "edge_attr")
 
 
 def write_parts(data: Data, part: NDArray[np.int32], folder: Path, num_parts: int) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
 def _fields(data: Data, num_nodes: int) -> dict[str, NDArray[Any]]:
     """The arrays to cut. Masks that are absent are empty, so that a reader finds all three."""
     fields = {}
-    for name in (*_NODE_FIELDS, *_EDGE_FIELDS):
+    for name in (*_NODE_FIELDS, *EDGE_FIELDS):
         value = data.get(name)
         if isinstance(value, Tensor):
             fields[name] = value.numpy()
@@ -103,7 +102,7 @@ def _write_part(parts: NodeParts, part: int, folder: Path, fields: Mapping[str, 
     for name in _NODE_FIELDS:
         if name in fields:
             files[name] = write_rows(folder / f"{name}.npy", fields[name], owned)
-    for name in _EDGE_FIELDS:
+    for name in EDGE_FIELDS:
         if name in fields:
             files[name] = write_rows(folder / f"{name}.npy", fields[name], topology.e_id)
     return {

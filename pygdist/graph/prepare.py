@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS, check, is_multi_label, plain, rows_of
+from pygdist.graph.check import EDGE_FIELDS, MASKS, check, is_multi_label, plain, rows_of
 from pygdist.graph.edges import drop_duplicates, drop_self_loops, make_symmetric
 
 __all__ = ["check", "fingerprint", "labelled_nodes", "prepare"]
@@ -25,7 +25,7 @@ __all__ = ["check", "fingerprint", "labelled_nodes", "prepare"]
 log = logging.getLogger(__name__)
 
 DEFAULT_SPLIT = (0.5, 0.25, 0.25)
-_FIELDS = ("edge_index", "edge_weight", "edge_attr", "x", "y", *MASKS)
+_FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 
 
 def prepare(
@@ -45,8 +45,8 @@ def prepare(
     Args:
         data: A graph as :func:`pygdist.graph.load_graph` gives it; it is not changed, and tensors that are already in
             the right form are shared with the result.
-        symmetrize: Give every edge whose reverse is missing a reverse with the same weight and attributes.
-        remove_duplicates: Keep one edge of each (source, target): weights are summed, attributes averaged.
+        symmetrize: Give every edge whose reverse is missing a reverse with the same weight, attributes and type.
+        remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
         remove_self_loops: Drop the edges from a node to itself.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
             kept, and where it has none, 50/25/25 are drawn.
@@ -56,8 +56,8 @@ def prepare(
     Returns:
         The graph, with ``edge_index`` (int64), ``x`` (float32, or float64 if it came so), ``y`` (int64 of shape
         ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has no labels),
-        three bool masks that hold labelled nodes only, ``edge_weight`` and ``edge_attr`` if given, and ``num_classes``;
-        and what was done, one sentence each.
+        three bool masks that hold labelled nodes only, ``edge_weight``, ``edge_attr`` and ``edge_type`` (int64) if
+        given, and ``num_classes``; and what was done, one sentence each.
 
     Raises:
         InputError: If :func:`check` finds something, or the split is no three shares.
@@ -118,6 +118,8 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
             fields[name] = fields[name].to(torch.float32)
     if "edge_weight" in fields:
         fields["edge_weight"] = fields["edge_weight"].reshape(-1)
+    if "edge_type" in fields:
+        fields["edge_type"] = fields["edge_type"].reshape(-1).to(torch.int64)
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
+from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store import open_part, read_meta
 
 __all__ = ["Shard"]
-
-MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 class Shard:
@@ -33,7 +32,7 @@ class Shard:
         x: Features of the owned rows, ``(n, num_features)``.
         y: Labels of the owned rows, ``(n,)`` int64 with -1 for unlabelled, or ``(n, num_classes)`` float.
         train_mask, val_mask, test_mask: Owned rows that count in each stage, ``(n,)`` bool.
-        edge_weight, edge_attr: Per edge, in the order of ``adjacency``.
+        edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
         counts: Labelled nodes of the whole graph by mask name.
     """
@@ -56,6 +55,7 @@ class Shard:
         test_mask: Tensor | None,
         edge_weight: Tensor | None,
         edge_attr: Tensor | None,
+        edge_type: Tensor | None,
         num_nodes: int,
         num_edges: int,
         num_classes: int,
@@ -67,7 +67,7 @@ class Shard:
         self.adjacency, self.e_id, self.plan = adjacency, e_id, plan
         self.x, self.y = x, y
         self.train_mask, self.val_mask, self.test_mask = train_mask, val_mask, test_mask
-        self.edge_weight, self.edge_attr = edge_weight, edge_attr
+        self.edge_weight, self.edge_attr, self.edge_type = edge_weight, edge_attr, edge_type
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
 
@@ -106,8 +106,7 @@ class Shard:
         src = _tensor(arrays["src"]).long()
         dst = torch.repeat_interleave(torch.arange(num_owned), indptr.diff(), output_size=src.numel())
         optional = {
-            name: _tensor(arrays[name]) if name in arrays else None
-            for name in ("x", "y", *MASKS, "edge_weight", "edge_attr")
+            name: _tensor(arrays[name]) if name in arrays else None for name in ("x", "y", *MASKS, *EDGE_FIELDS)
         }
         if optional["x"] is None:
             optional["x"] = torch.empty(num_owned, 0)
@@ -148,7 +147,7 @@ class Shard:
         """The shard with features, edge inputs and several labels per node in ``dtype``; itself if they are."""
         floats = {
             name: value.to(dtype)
-            for name in ("x", "y", "edge_weight", "edge_attr")
+            for name in ("x", "y", *EDGE_FIELDS)
             if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
         }
         return self.replace(**floats) if floats else self

@@ -22,7 +22,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
-from pygdist.graph.check import plain
+from pygdist.graph.check import MASKS, plain
 from pygdist.graph.npy import load_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.sbm import degree_corrected_sbm
@@ -35,7 +35,6 @@ GENERATORS: dict[str, Callable[..., Any]] = {
     "power-law": power_law,
     "reference": power_law,  # the graph that timings are quoted on is the one of the default arguments
 }
-_MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 def register_generator(name: str, generator: Callable[..., Any]) -> None:
@@ -167,7 +166,7 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
             raise InputError(f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used")
         data: Data = dataset[0]
         split = dataset.get_idx_split()
-    for mask, key in zip(_MASKS, ("train", "valid", "test"), strict=True):
+    for mask, key in zip(MASKS, ("train", "valid", "test"), strict=True):
         data[mask] = torch.zeros(int(data.num_nodes or 0), dtype=torch.bool)
         data[mask][split[key]] = True
     return data
@@ -212,7 +211,7 @@ def _edges_from_adjacency(data: Data, name: str) -> None:
 
 
 def _pick_split(data: Data, split_index: int) -> None:
-    for name in _MASKS:
+    for name in MASKS:
         mask = data.get(name)
         if isinstance(mask, Tensor) and mask.dim() == 2:
             if not 0 <= split_index < mask.size(1):

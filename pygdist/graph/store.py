@@ -7,7 +7,8 @@ r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder
 ``indptr``            ``(n + 1,)`` int64, in-edges of owned rows (CSR over targets)
 ``src``               ``(e,)`` int32 (int64 if needed), sources as positions in ``n_id``, ordered by ``e_id``
 ``e_id``              ``(e,)`` int64, position of each edge in the whole graph
-``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, in the order of ``src``; absent if the graph has none
+``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, ``edge_type`` ``(e,)`` int64, in the order of ``src``; each
+                      absent if the graph has none
 ``x``                 ``(n, F)`` features of owned rows
 ``y``                 ``(n,)`` int64, -1 = unlabelled, or ``(n, C)`` float32; absent if the graph has no labels
 ``train_mask``        ``(n,)`` bool, and ``val_mask``, ``test_mask``

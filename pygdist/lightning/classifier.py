@@ -43,8 +43,9 @@ class NodeClassifier(pl.LightningModule):
     the whole graph, the same number on every rank.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with ``edge_weight`` or ``edge_attr`` if its forward
-            has these parameters and the graph has them. ``in_channels=-1`` layers take their size from the graph.
+        model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
+            if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
+            the graph.
         backend: How neighbours arrive: a registered name, a class path, or an instance.
         lr: Learning rate of Adam; another optimiser goes through ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.

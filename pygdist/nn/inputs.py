@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from pygdist.errors import InputError
+from pygdist.graph.check import EDGE_FIELDS
 
-__all__ = ["EDGE_INPUTS", "call_model", "edge_inputs", "fill_in_sizes"]
-
-#: Parameters of a model's ``forward`` that are filled from the graph.
-EDGE_INPUTS = ("edge_weight", "edge_attr")
+__all__ = ["call_model", "edge_inputs", "fill_in_sizes"]
 
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
-    """The edge weights and attributes of ``graph`` (a ``Data`` or a ``Shard``) that ``model.forward`` takes."""
+    """The edge weights, attributes and types of ``graph`` (a ``Data`` or a ``Shard``) that ``model.forward`` takes."""
     taken = inspect.signature(model.forward).parameters
-    found = {name: getattr(graph, name, None) for name in EDGE_INPUTS if name in taken}
+    found = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -74,7 +72,10 @@ def fill_in_sizes(model: nn.Module, graph: Any) -> None:
         return
     modes = {module: module.training for module in model.modules()}
     loops = torch.arange(2, device=lazy.device).repeat(2, 1)
-    extra = {name: value.new_ones((2, *value.shape[1:])).to(lazy) for name, value in edge_inputs(model, graph).items()}
+    extra = {
+        name: value.new_ones((2, *value.shape[1:])).to(lazy) if value.is_floating_point() else loops[0] * 0
+        for name, value in edge_inputs(model, graph).items()
+    }
     with torch.no_grad():
         model.eval()(torch.ones(2, graph.x.size(1)).to(lazy), loops, **extra)
     for module, training in modes.items():

@@ -98,7 +98,8 @@ def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator)
     trained = model
     if communicator.world_size > 1:
         # in the default process group, as under Lightning: exchanges have their own
-        trained = DistributedDataParallel(model, find_unused_parameters=True, **DDP_OPTIONS)
+        # a static graph may leave parameters without gradient
+        trained = DistributedDataParallel(model, static_graph=True, **DDP_OPTIONS)
     inputs = edge_inputs(model, shard)
     output = trained(shard.x, shard.adjacency, **inputs)
     total, count = summed_loss(output, shard.y, shard.train_mask)

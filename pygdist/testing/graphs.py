@@ -24,8 +24,9 @@ def random_graph(
         seed: Everything is drawn from it.
 
     Returns:
-        The graph, with ``edge_weight`` ``(E,)`` and ``edge_attr`` ``(E, 4)``, edges sorted by destination as
-        order-dependent aggregations want them, and ``{world_size: part}`` with ``part`` of shape ``(num_nodes,)``.
+        The graph, with ``edge_weight`` ``(E,)``, ``edge_attr`` ``(E, 4)`` and two edge types, edges sorted by
+        destination as order-dependent aggregations want them, and ``{world_size: part}`` with ``part`` of shape
+        ``(num_nodes,)``.
     """
     rng = np.random.default_rng([seed, GRAPHS.index(kind)])
     num_edges = 4 * num_nodes
@@ -48,11 +49,13 @@ def random_graph(
     if kind == "no-train-part":
         for world_size in (2, 3, 4):
             part[world_size] = np.where(train, part[world_size] % (world_size - 1), world_size - 1)
+    edge_attr = torch.from_numpy(rng.standard_normal((num_edges, 4)))
     data = Data(
         x=torch.from_numpy(rng.standard_normal((num_nodes, num_features))),
         edge_index=torch.from_numpy(edges),
         edge_weight=torch.from_numpy(rng.random(num_edges) + 0.1),
-        edge_attr=torch.from_numpy(rng.standard_normal((num_edges, 4))),
+        edge_attr=edge_attr,
+        edge_type=(edge_attr[:, 0] > 0).long(),
         y=torch.from_numpy(y),
         train_mask=torch.from_numpy(train),
         val_mask=torch.from_numpy(~train & (y >= 0)),

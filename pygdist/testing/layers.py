@@ -1,7 +1,7 @@
 """The layers that the exactness suite runs, by name: each makes a small model of unmodified PyG layers.
 
-Every model is called as ``model(x, edge_index, edge_weight=..., edge_attr=...)`` and uses what its layers take. The
-README's list of supported layers is generated from :data:`LAYERS` and checked by a test.
+Every model is called as ``model(x, edge_index, edge_weight=..., edge_attr=..., edge_type=...)``, as far as it takes
+them. The README's list of supported layers is generated from :data:`LAYERS` and checked by a test.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ class Stack(nn.Module):
             self.first, self.second = case.make(in_channels, HIDDEN), case.make(HIDDEN, out_channels)
 
     def forward(
-        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_weight: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        edge_type: Tensor | None = None,
     ) -> Tensor:
-        edge_type = None if edge_attr is None else (edge_attr[:, 0] > 0).long()
         given = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
         extra = {name: given[name] for name in self.takes if name in given}
         x = self.lin_in(x)

@@ -118,7 +118,7 @@ class RankPool:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     answers[rank] = (False, f"the process ended (exit code {self._exit_code(rank)})")
         return answers
 

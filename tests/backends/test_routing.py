@@ -19,9 +19,11 @@ from torch_geometric.nn import (
     BatchNorm,
     ChebConv,
     EdgeConv,
+    FastRGCNConv,
     GATv2Conv,
     GCNConv,
     MessagePassing,
+    RGCNConv,
     SAGEConv,
     TopKPooling,
     TransformerConv,
@@ -102,6 +104,15 @@ def _saved(model: nn.Module) -> nn.Module:
     buffer.seek(0)
     copied: nn.Module = torch.load(buffer, weights_only=False)
     return copied
+
+
+def test_a_subclass_is_not_run_by_its_parents_template(graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    RGCNConv(5, 3, num_relations=2)  # PyG writes a propagate for it, which FastRGCNConv inherits; their messages differ
+    layer = FastRGCNConv(5, 3, num_relations=2).double()
+    expected = layer(data.x, data.edge_index, data.edge_type)
+    distribute(layer, backend=_bound(SingleBackend(), shard))
+    assert torch.allclose(layer(shard.x, shard.adjacency, shard.edge_type), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])

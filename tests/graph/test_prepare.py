@@ -266,3 +266,34 @@ def test_fingerprint_ignores_memory_layout() -> None:
     other.edge_index = other.edge_index.t().contiguous().t()
     other.x = other.x.t().contiguous().t()
     assert fingerprint(other) == fingerprint(data)
+
+
+# --- edge types -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edge_type", "message"),
+    [
+        (torch.zeros(2, dtype=torch.long), r"edge_type: shape \(2,\), expected one entry for each of 3 edges"),
+        (torch.zeros(3), r"edge_type: torch.float32 of shape \(3,\), expected \(3,\) integers"),
+        (torch.zeros(3, 2, dtype=torch.long), r"edge_type: torch.int64 of shape \(3, 2\)"),
+        (torch.tensor([0, -2, 1]), "edge_type: edge 1 has type -2"),
+    ],
+)
+def test_edge_types_that_are_none(edge_type: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check(graph(edge_type=edge_type))
+
+
+def test_edges_of_two_types_are_two_edges() -> None:
+    edges, types = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 0]]), torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    data = graph(edge_index=edges, edge_type=types)
+    merged, notes = prepare(data, remove_duplicates=True)
+    assert merged.edge_index.tolist() == [[0, 0, 1], [1, 1, 0]]
+    assert merged.edge_type.tolist() == [1, 0, 0]
+    assert merged.edge_type.dtype == torch.int64
+    assert "removed 1 duplicate edges" in notes
+    both, _ = prepare(data, symmetrize=True, remove_duplicates=True)
+    assert sorted(zip(*both.edge_index.tolist(), both.edge_type.tolist(), strict=True)) == [
+        (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1),
+    ]  # fmt: skip

@@ -33,6 +33,7 @@ def random_graph(num_nodes: int, num_edges: int, seed: int = 0, *, multi_label: 
         edge_index=torch.from_numpy(rng.integers(0, max(1, num_nodes * 3 // 4), (2, num_edges))),
         edge_weight=torch.from_numpy(rng.random(num_edges)),
         edge_attr=torch.from_numpy(rng.random((num_edges, 2), dtype=np.float32)),
+        edge_type=torch.from_numpy(rng.integers(0, 3, num_edges)),
         y=torch.from_numpy(y),
         num_classes=4,
         **masks,
@@ -98,7 +99,7 @@ def _check_edges(data: Data, part: np.ndarray, p: int, arrays: dict[str, np.ndar
     np.testing.assert_array_equal(n_id[dst], target[e_id])
     np.testing.assert_array_equal(np.lexsort((e_id, dst)), np.arange(len(src)))
     assert set(n_id[np.sum(part == p) :]) == {s for s in source[e_id] if part[s] != p}, "no halo row without use"
-    for name in ("edge_weight", "edge_attr"):
+    for name in ("edge_weight", "edge_attr", "edge_type"):
         np.testing.assert_array_equal(arrays[name], data[name].numpy()[e_id])
     assert (src.dtype, indptr.dtype, e_id.dtype, n_id.dtype) == (np.int32, np.int64, np.int64, np.int64)
 
@@ -148,7 +149,13 @@ def test_meta_says_what_is_inside(tmp_path: Path) -> None:
         "num_features": 3,
         "num_classes": 4,
         "multi_label": False,
-        "dtypes": {"x": "float32", "y": "int64", "edge_weight": "float64", "edge_attr": "float32"},
+        "dtypes": {
+            "x": "float32",
+            "y": "int64",
+            "edge_weight": "float64",
+            "edge_attr": "float32",
+            "edge_type": "int64",
+        },
         **figures,
     }
     assert {name: meta[name] for name in expected} == expected
@@ -159,7 +166,7 @@ def test_fields_may_be_absent(tmp_path: Path) -> None:
     data = Data(x=torch.ones(3, 2, dtype=torch.float64), edge_index=torch.tensor([[0, 1], [1, 2]]))
     meta = write(data, [0, 1, 0], tmp_path / "store", 2)
     arrays = open_part(tmp_path / "store", 0)
-    assert not {"y", "edge_weight", "edge_attr"} & arrays.keys()
+    assert not {"y", "edge_weight", "edge_attr", "edge_type"} & arrays.keys()
     assert not arrays["train_mask"].any()
     assert arrays["x"].dtype == np.float64
     assert meta["num_classes"] == 0
