@@ -63,7 +63,12 @@ class Registry(Generic[T]):
             inspect.signature(cls).bind(**arguments)
         except TypeError as error:
             raise InputError(f"{self.kind} '{value}': {error}") from error
-        return cls(**arguments)
+        try:
+            return cls(**arguments)
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{self.kind} '{value}': {error}") from error
 
 
 def import_path(path: str, kind: str) -> Any:

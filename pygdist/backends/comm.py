@@ -147,7 +147,11 @@ class CommBackend(Backend):
 
     def _known(self, value: Tensor) -> Tensor | None:
         entry = self._fetched.get(id(value))
-        return entry[2] if entry is not None and entry[1] == version_of(value) else None
+        if entry is None or entry[1] != version_of(value):
+            return None
+        # rows fetched under no_grad carry no gradient back
+        wanted = value.requires_grad and torch.is_grad_enabled()
+        return entry[2] if entry[2].requires_grad or not wanted else None
 
     def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
         if value.size(layer.node_dim) != self.shard.num_owned:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend
+from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = ["REFUSED_LAYERS", "refusals"]
 
@@ -34,6 +38,7 @@ REFUSED_LAYERS: dict[str, str] = {
     "XConv": "builds its edges inside the layer from a search over all nodes",
 }
 
+_READOUTS = ("global_add_pool", "global_mean_pool", "global_max_pool")
 _BATCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -59,7 +64,11 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
             return f"has flow='{module.flow}'; a shard holds the in-edges of its nodes, so only source_to_target runs"
         if module.explain:
             return "is in explain mode"
+        if norms := _norms_over_edges(module):
+            return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"
         return backend.refuse(module)
+    if readouts := _readouts(type(module)):
+        return f"calls {', '.join(readouts)}, which reads out all nodes at once"
     if isinstance(module, _BATCH_NORMS):
         return "takes statistics over more than nodes and channels"
     if isinstance(module, Aggregation) and module not in inside:
@@ -69,3 +78,28 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
     if type(module).__module__.startswith(("torch_geometric.nn.pool", "torch_geometric.nn.unpool")):
         return "pools nodes of the whole graph"
     return None
+
+
+def _readouts(cls: type[nn.Module]) -> list[str]:
+    """PyG's readouts over all nodes that the code of a class calls by name."""
+    names = set()
+    for function in (value for base in cls.__mro__ for value in vars(base).values()):
+        if isinstance(function, types.FunctionType):
+            for name in _READOUTS:
+                readout = getattr(glob, name)
+                # by its own name, or as an attribute of a module
+                if name in function.__code__.co_names and function.__globals__.get(name, readout) is readout:
+                    names.add(name)
+    return sorted(name for name in names if not hasattr(cls, name))
+
+
+def _norms_over_edges(layer: MessagePassing) -> list[str]:
+    """Classes of norms in the modules that the layer's ``message`` calls."""
+    names = type(layer).message.__code__.co_names
+    inner = [module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)]
+    return [
+        type(part).__name__
+        for module in inner
+        for part in module.modules()
+        if any(cls in GLOBAL_NORMS for cls in type(part).__mro__)
+    ]

@@ -63,6 +63,8 @@ def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
             routed.layers.add(module)
         elif _global_forward(base) is not None:
             module.__class__ = routed.global_class(base)
+        elif any(_uses(function, routed.replacements) for function in _functions(base)):
+            module.__class__ = routed.normalising_class(base)
     model.__dict__[_HOOK] = (
         model.register_forward_pre_hook(_BeginForward(backend)),
         model.register_forward_hook(_EndForward(backend)),
@@ -153,6 +155,25 @@ class _Routing:
             self.classes[base] = type(f"Distributed{base.__name__}", (base,), body)
         return self.classes[base]
 
+    def normalising_class(self, base: type[nn.Module]) -> type:
+        """A model that calls ``gcn_norm`` itself, with that name rebound."""
+        if base not in self.classes:
+            body = {
+                _BASE: base,
+                _BACKEND: self.backend,
+                "__reduce_ex__": _reduce,
+                "__module__": base.__module__,
+                "__doc__": base.__doc__,
+            }
+            self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), body)
+        return self.classes[base]
+
+    def class_of(self, base: type[nn.Module]) -> type:
+        """The class that stands for ``base``, whatever its kind."""
+        if issubclass(base, MessagePassing):
+            return self.layer_class(base)
+        return self.global_class(base) if _global_forward(base) is not None else self.normalising_class(base)
+
     def _rebound_bases(self, base: type) -> tuple[type, ...]:
         """The bases of the generated class: each class whose code calls ``gcn_norm``, with that name rebound.
 
@@ -217,6 +238,11 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
     return hop
 
 
+def _functions(base: type) -> list[types.FunctionType]:
+    """Every function that the class and its bases define."""
+    return [value for cls in base.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)]
+
+
 def _uses(function: types.FunctionType, replacements: dict[str, tuple[Any, Any]]) -> bool:
     return any(
         name in function.__code__.co_names and function.__globals__.get(name) is original
@@ -256,9 +282,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _rebuild(base: type[nn.Module], backend: Backend) -> nn.Module:
-    routing = _routing_of(backend)
-    cls = routing.layer_class(base) if issubclass(base, MessagePassing) else routing.global_class(base)
-    module: nn.Module = object.__new__(cls)
+    module: nn.Module = object.__new__(_routing_of(backend).class_of(base))
     return module
 
 

@@ -92,6 +92,8 @@ def _say(found: list[str], types: list[str], given: str, missing: str) -> str:
         return text[0].lower() + text[1:] if text[1:2].islower() else text
     if missing and not types:
         return f"there is no class '{missing}' that fits here; check the spelling, or give its full path"
+    if not types:
+        return f"cannot be read from {given!r}" if given else "cannot be given in a file or on the command line"
     expected = f"one of {', '.join(types)}" if len(types) > 2 else " or ".join(types)
     return f"expected {expected}, got {given!r}"
 

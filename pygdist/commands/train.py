@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -90,6 +90,7 @@ class GraphCLI(LightningCLI):
 
     def __init__(self, arguments: list[str]) -> None:
         self._made: list[Path] = []  # folders of this run that were not there before, innermost first
+        self._without: set[type[Callback]] = set()  # callbacks of ours that the trainer's options switch off
         # Lightning warns wherever sys.argv is not empty, as it is not under the pygdist command
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # TensorBoard made it, for both
@@ -130,6 +131,8 @@ class GraphCLI(LightningCLI):
         checkpoint = self.config[subcommand].get("ckpt_path")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
+        elif checkpoint == "best" and subcommand != "fit":
+            raise InputError("--ckpt_path=best: a new run knows no best checkpoint; give its file, under checkpoints/")
         elif checkpoint is not None and checkpoint not in _FOUND_BY_LIGHTNING:
             read_checkpoint(checkpoint)  # here every rank of every strategy says the same, before any has started
 
@@ -147,10 +150,16 @@ class GraphCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         _check_strategy(config["strategy"])
-        if config["logger"] in (None, True) and not config["fast_dev_run"]:
+        if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
             kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
             folder = Path(kwargs["logger"][0].log_dir)
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        if config["enable_checkpointing"] is False or config["barebones"]:
+            self._without |= {BestCheckpoint}
+        if config["barebones"]:
+            self._without |= {ExchangeMonitor, PredictionWriter}
+            self.save_config_callback = None
+            kwargs["log_every_n_steps"] = None  # our default; Lightning would complain of it
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
@@ -158,6 +167,10 @@ class GraphCLI(LightningCLI):
                 "graph of its own; on a graph in parts use graph_ddp"
             )
         return trainer
+
+    @override
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        return super()._instantiate_trainer(config, [one for one in callbacks if type(one) not in self._without])
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -176,6 +189,9 @@ class GraphCLI(LightningCLI):
             self._clean_up()
             raise error if isinstance(error, InputError) else InputError(one_line(str(error))) from error
         except RuntimeError as error:
+            if str(error).startswith("Early stopping conditioned on"):
+                self._clean_up()
+                raise InputError(f"EarlyStopping: {one_line(str(error))}") from error
             if "loading state_dict" not in str(error):
                 raise
             self._clean_up()
@@ -205,6 +221,8 @@ class GraphCLI(LightningCLI):
 
     def before_predict(self) -> None:
         """Find out that the predictions cannot be written before they are computed, on every rank."""
+        if self.trainer.limit_predict_batches == 0:
+            raise InputError("--trainer.limit_predict_batches=0: there would be no predictions; leave it out")
         path = Path(self._get(self.config_init, "predictions").path)
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

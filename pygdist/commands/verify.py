@@ -22,7 +22,7 @@ from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import call_model, fill_in_sizes
+from pygdist.nn.inputs import call_model, fill_in_sizes, row_lookup
 from pygdist.testing.exactness import (
     Difference,
     Step,
@@ -100,8 +100,8 @@ def _compare(
     """The differences on one rank, or what is wrong with the input, which every rank finds."""
     try:
         return _differences(rank, world_size, model, backend, folder, expected, double)
-    except InputError as error:
-        return str(error)
+    except (InputError, IndexError) as error:  # rows of other ranks looked up outside of propagate are out of range
+        return str(error) if isinstance(error, InputError) else row_lookup(error)
 
 
 def _differences(

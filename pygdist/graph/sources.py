@@ -11,6 +11,7 @@ import copy
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
         return factory(**args)
     except OSError as error:  # a failed download is one of these, too
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
+    except InputError:
+        raise
+    except (TypeError, ValueError, AssertionError, KeyError) as error:  # how datasets refuse their arguments
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise InputError(f"dataset '{name}': {type(error).__name__}: {error or line} (with {dict(args)})") from error
 
 
 def _made(value: Any) -> Any:

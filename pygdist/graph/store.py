@@ -17,8 +17,8 @@ r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
 ====================  =====================================================================================
 
-``meta.json`` states counts, types, what made the parts, what preprocessing did, and size and checksum of every file.
-No pickle is written or read.
+``meta.json`` states counts, types, what made the parts, what preprocessing did, size and checksum of every file, and
+its own checksum. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import json
 import logging
 import resource
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ __all__ = ["FORMAT_VERSION", "open_part", "peak_rss_bytes", "read_meta", "store_
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _PLACEMENT = "nodes"
 _SAME = ("fingerprint", "partition", "num_parts", "method", "arguments", "num_classes")
 
@@ -119,6 +120,7 @@ def write_store(
                 return found
             with fresh_folder(folder, replace=overwrite) as temporary:
                 meta = header | write_parts(data, part, temporary, num_parts) | {"peak_rss_bytes": peak_rss_bytes()}
+                meta["crc32"] = _checksum(meta)
                 (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
                 flush(temporary / "meta.json")
             log.info("wrote %d parts to %s", num_parts, folder)
@@ -153,6 +155,8 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
             "partition the graph again"
         )
     assert isinstance(meta, dict)
+    if meta.get("crc32") != _checksum(meta):
+        raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
     return meta
 
 
@@ -211,6 +215,12 @@ def peak_rss_bytes() -> int:
     """Most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _checksum(meta: Mapping[str, Any]) -> str:
+    """Of what ``meta.json`` says besides its own checksum."""
+    rest = {name: value for name, value in meta.items() if name != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def _canonical(arguments: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
@@ -62,6 +63,8 @@ class NodeClassifier(pl.LightningModule):
         weight_decay: float = 5e-4,
     ) -> None:
         super().__init__()
+        if lr < 0 or weight_decay < 0:
+            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected no negative numbers")
         self.model = model
         self.backend = resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
@@ -70,9 +73,13 @@ class NodeClassifier(pl.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         shard, communicator = self._shard(), self._communicator()
-        if self.trainer.accumulate_grad_batches != 1:
+        accumulated = [self.trainer.accumulate_grad_batches]
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                accumulated += callback.scheduling.values()
+        if set(accumulated) != {1}:
             raise InputError(
-                f"accumulate_grad_batches={self.trainer.accumulate_grad_batches}: a full-graph epoch is one step, so "
+                f"accumulate_grad_batches={max(accumulated)}: a full-graph epoch is one step, so "
                 "there is nothing to accumulate, and Lightning would only divide the loss; leave it at 1"
             )
         # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads

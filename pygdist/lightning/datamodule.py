@@ -9,11 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, load_graph, prepare, read_meta, store_key
+from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import Partitioner, partition_graph, resolve_partitioner
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
@@ -184,6 +186,13 @@ class GraphDataModule(pl.LightningDataModule):
             communicator.agree(error)
         elif error is not None:
             raise InputError(error)
+        self._fill_in_sizes()
+
+    def _fill_in_sizes(self) -> None:
+        """Before callbacks are set up: those that average weights copy the model then."""
+        model = None if self._alone else getattr(self.trainer.lightning_module, "model", None)  # type: ignore[union-attr]
+        if isinstance(model, nn.Module):
+            fill_in_sizes(model, self.shard)
 
     def _num_parts(self) -> int:
         world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.errors import LostRankError
+from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
 
 __all__ = ["GraphDDPStrategy"]
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # what gloo and nccl say when the other end is gone or silent
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
+# what DDP says of parameters without gradient, and what Lightning makes of it
+_UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
 
 
@@ -130,6 +132,14 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS):
+            if self._watchdog is not None:
+                self._watchdog.close("the model has unused parameters")
+                self._watchdog = None
+            raise InputError(
+                "some parameters of the model take no part in its loss; freeze or remove them, or use strategy "
+                f"'{self._unused_name}'"
+            ) from exception
         if self._watchdog is None:
             return
         watchdog, self._watchdog = self._watchdog, None
@@ -143,6 +153,11 @@ class GraphDDPStrategy(DDPStrategy):
             ) from exception
         else:
             watchdog.close(f"{type(exception).__name__}: {exception}")
+
+    @property
+    def _unused_name(self) -> str:
+        method = "" if self._start_method == "popen" else f"_{self._start_method}"
+        return f"graph_ddp{method}_find_unused_parameters_true"
 
     def _leave(self, found: str) -> None:
         """End this process and those that it launched: its main thread waits for a rank that will not answer."""

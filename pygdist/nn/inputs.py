@@ -7,17 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
 
-__all__ = ["call_model", "edge_inputs", "fill_in_sizes"]
+__all__ = ["call_model", "edge_inputs", "fill_in_sizes", "row_lookup"]
 
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     """The edge weights, attributes and types of ``graph`` (a ``Data`` or a ``Shard``) that ``model.forward`` takes."""
     taken = inspect.signature(model.forward).parameters
-    found = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken}
+    unused = set()
+    if type(model).__module__.startswith("torch_geometric."):
+        # PyG's models have every parameter, whether their layers use it or not
+        unused = {name for name in EDGE_FIELDS if getattr(model, f"supports_{name}", True) is False}
+        layers = [layer for layer in model.modules() if isinstance(layer, MessagePassing)]
+        if all(getattr(layer, "edge_dim", 0) is None for layer in layers):
+            unused.add("edge_attr")
+    found = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken and name not in unused}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -37,9 +45,16 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
     Raises:
         InputError: If the model takes another number of features than the graph has, or gives too few values.
     """
-    width = graph.x.size(1)
+    width, inputs = graph.x.size(1), edge_inputs(model, graph)
     try:
-        out: Tensor = model(graph.x, edges, **edge_inputs(model, graph))
+        inspect.signature(model.forward).bind(graph.x, edges, **inputs)
+    except TypeError as error:
+        call = ", ".join(["x", "edge_index", *(f"{name}=..." for name in inputs)])
+        raise InputError(
+            f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap the model in one that can"
+        ) from error
+    try:
+        out: Tensor = model(graph.x, edges, **inputs)
     except RuntimeError as error:
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
             raise
@@ -48,17 +63,21 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
     except IndexError as error:
-        raise InputError(
-            f"the model looks up node rows by edge_index outside of propagate ({error}); the sources of a rank's edges "
-            "may be nodes of other ranks, so normalise with PyG's gcn_norm, or before training with T.GCNNorm",
-            of_one_rank=True,
-        ) from error
+        raise InputError(row_lookup(error), of_one_rank=True) from error
     if out.dim() != 2 or (out.size(1) != num_classes if multi_label else out.size(1) < num_classes):
         raise InputError(
             f"the model gives {'x'.join(map(str, out.shape[1:])) or 'one'} values per node, the graph has "
             f"{num_classes} classes; set the model's out_channels to {num_classes}"
         )
     return out
+
+
+def row_lookup(error: IndexError) -> str:
+    """What an index error inside a distributed model means."""
+    return (
+        f"the model looks up node rows by edge_index outside of propagate ({error}); the sources of a rank's edges may "
+        "be nodes of other ranks, so normalise with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
+    )
 
 
 def fill_in_sizes(model: nn.Module, graph: Any) -> None:

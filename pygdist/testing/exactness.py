@@ -253,10 +253,14 @@ def _check_exact(
 
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
-    """Dropout of any kind does nothing: its random numbers depend on the number of ranks, its absence does not."""
+    """Dropout by torch of any kind does nothing: its numbers depend on the number of ranks, its absence does not."""
 
     def identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
-    with mock.patch("torch.nn.functional.dropout", identity), mock.patch("torch.dropout", identity):
+    kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch(f"torch.nn.functional.{kind}", identity))
+        stack.enter_context(mock.patch("torch.dropout", identity))
         yield

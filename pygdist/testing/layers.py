@@ -99,6 +99,21 @@ class Twice(nn.Module):
         return out
 
 
+class Detached(nn.Module):
+    """One layer on the same rows twice, first without gradient."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin, self.conv = nn.Linear(in_channels, HIDDEN), pyg.SAGEConv(HIDDEN, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = self.lin(x)
+        with torch.no_grad():
+            target: Tensor = self.conv(hidden, edge_index)
+        out: Tensor = self.conv(hidden, edge_index) + target
+        return out
+
+
 class Dna(nn.Module):
     """Dynamic neighbourhood aggregation, whose input has a dimension of layers between nodes and channels."""
 
@@ -222,6 +237,7 @@ LAYERS: dict[str, LayerCase] = {
     "RGATConv": _case(pyg.RGATConv, _TYPE, num_relations=2),
     "RGCNConv": _case(pyg.RGCNConv, _TYPE, num_relations=2, note="one set of nodes, edge_type per edge"),
     "ResGatedGraphConv": _case(pyg.ResGatedGraphConv, _ATTR, edge_dim=4),
+    "SAGEConv-detached": _case(pyg.SAGEConv, make=Detached, whole=True),
     "SAGEConv-jk": _case(pyg.SAGEConv, make=Twice, whole=True),
     "SAGEConv-lstm": _case(pyg.SAGEConv, aggr="lstm", note="lstm: edges sorted by destination, as PyG asks"),
     "SAGEConv-many": _case(pyg.SAGEConv, aggr=["mean", "max", "std"], project=True),

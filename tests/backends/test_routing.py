@@ -22,14 +22,17 @@ from torch_geometric.nn import (
     FastRGCNConv,
     GATv2Conv,
     GCNConv,
+    GraphConv,
     MessagePassing,
     RGCNConv,
     SAGEConv,
     TopKPooling,
     TransformerConv,
+    global_mean_pool,
 )
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.attention import PerformerAttention
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from typing_extensions import override
 
 from pygdist import InputError, Shard, distribute, undistribute
@@ -147,15 +150,64 @@ def test_a_comm_model_can_be_copied_after_a_forward_and_lets_go_of_its_rows(grap
         assert torch.equal(copier(model)(shard.x, shard.adjacency), expected)
 
 
+class NormOverEdges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = BatchNorm(5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.norm(x.repeat(4, 1))
+        return out
+
+
+class MeanPool(nn.Module):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = x - global_mean_pool(x, None)
+        return out
+
+
+class NormalisesItself(nn.Module):
+    """A model that calls ``gcn_norm``, not one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GraphConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edges, weight = gcn_norm(edge_index, None, x.size(0), add_self_loops=False)
+        out: Tensor = self.conv(x, edges, weight)
+        return out
+
+
+def test_gcn_norm_in_a_model_is_that_of_the_whole_graph(pool: RankPool, tmp_path: Any) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
+    torch.manual_seed(0)
+    model = NormalisesItself().double()
+    with torch.no_grad():
+        expected = model(data.x, data.edge_index)
+    pool.run(_check_gcn_norm, 2, model, str(tmp_path / "store"), expected)
+
+
+def _check_gcn_norm(rank: int, world_size: int, model: nn.Module, store: str, expected: Tensor) -> None:
+    shard, backend = Shard.load(store, rank), CommBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    distribute(model, backend=backend)
+    for copied in (model, copy.deepcopy(model)):
+        with torch.no_grad():
+            assert torch.allclose(copied(shard.x, shard.adjacency), expected[shard.owned_id], rtol=0, atol=1e-12)
+    assert type(undistribute(model)) is NormalisesItself
+
+
 def test_a_norm_over_edges_is_refused_where_it_would_be_wrong(graph: tuple[Data, Shard]) -> None:
     _, shard = graph
     backend = CommBackend()
     backend.bind(shard, Communicator())
-    layer = distribute(EdgeConv(MLP([10, 8, 3])).double(), backend=backend)  # PyG's MLP has a BatchNorm by default
+    model = distribute(NormOverEdges().double(), backend=backend)
     with pytest.raises(InputError, match=r"a norm over nodes got 148 rows where this rank has 37 nodes"):
-        layer(shard.x, shard.adjacency)
+        model(shard.x, shard.adjacency)
     with torch.inference_mode():
-        layer.eval()(shard.x, shard.adjacency)  # running statistics are no statistics over rows
+        model.eval()(shard.x, shard.adjacency)  # running statistics are no statistics over rows
 
 
 def test_a_backend_unpickled_in_another_process_is_unbound() -> None:
@@ -239,6 +291,10 @@ class Picky(SingleBackend):
             PerformerAttention(4, 2), r"'0' \(PerformerAttention\): it attends over all nodes", id="attention"
         ),
         pytest.param(SumAggregation(), r"'0' \(SumAggregation\): it reads out all nodes at once", id="readout"),
+        pytest.param(MeanPool(), r"'0' \(MeanPool\): it calls global_mean_pool, which reads out all", id="global-pool"),
+        pytest.param(
+            EdgeConv(MLP([8, 8, 4])), r"'0' \(EdgeConv\): it takes the statistics of BatchNorm over edges", id="edges"
+        ),
         pytest.param(nn.BatchNorm2d(4), r"'0' \(BatchNorm2d\): it takes statistics over more", id="batchnorm2d"),
         pytest.param(SAGEConv(4, 4), r"backend 'Picky' cannot run '0' \(SAGEConv\): it mixes features", id="backend"),
     ],

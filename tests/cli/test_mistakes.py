@@ -73,6 +73,20 @@ OPTIONS = {
         [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={sed: 1}"],
         ["partitioner 'hash'", "'sed'"],
     ),
+    "option of another type": (
+        [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={seed: abc}"],
+        ["partitioner 'hash'", "'str' and 'int'"],
+    ),
+    "argument of another type": (
+        [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: many}"],
+        ["dataset 'sbm'", "TypeError", "'num_nodes': 'many'"],
+    ),
+    "negative rate": ([*FIT, "--model.lr=-1"], ["lr is -1.0"]),
+    "best of what": (["test", "--config=run.yaml", "--ckpt_path=best"], ["--ckpt_path=best"]),
+    "no predictions": (
+        ["predict", "--config=run.yaml", "--trainer.limit_predict_batches=0"],
+        ["--trainer.limit_predict_batches=0"],
+    ),
     "partition over something": ([*PARTITION, "--dataset=sbm", "--out=run.yaml"], ["run.yaml: exists"]),
 }
 

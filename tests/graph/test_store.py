@@ -140,7 +140,7 @@ def test_meta_says_what_is_inside(tmp_path: Path) -> None:
     meta = write(data, [0] * 10, tmp_path / "store", 1, notes=["removed 3 self-loops"], figures=figures)
     assert meta == read_meta(tmp_path / "store")
     expected = {
-        "format_version": 1,
+        "format_version": 2,
         "placement": "nodes",
         "method": "given",
         "arguments": {"seed": 1},
@@ -336,7 +336,7 @@ def test_no_store(tmp_path: Path, store: Path) -> None:
 def test_another_format(store: Path) -> None:
     meta = json.loads((store / "meta.json").read_text())
     (store / "meta.json").write_text(json.dumps({**meta, "format_version": 99}))
-    with pytest.raises(InputError, match="format version 99, but this pygdist reads version 1"):
+    with pytest.raises(InputError, match="format version 99, but this pygdist reads version 2"):
         read_meta(store)
 
 
@@ -344,6 +344,13 @@ def test_another_format(store: Path) -> None:
 def test_damaged_meta(store: Path, text: str) -> None:
     (store / "meta.json").write_text(text)
     with pytest.raises(InputError, match=r"meta.json: is corrupted"):
+        open_part(store, 0)
+
+
+def test_another_count_in_meta(store: Path) -> None:
+    text = (store / "meta.json").read_text()
+    (store / "meta.json").write_text(text.replace('"num_nodes": 20', '"num_nodes": 21'))
+    with pytest.raises(InputError, match=r"meta.json: is corrupted \(its checksum is of another content\)"):
         open_part(store, 0)
 
 
