@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         except InputError:
             raise
         except (TypeError, ValueError) as error:
-            raise InputError(f"{self.kind} '{value}': {error}") from error
+            raise InputError(f"{self.kind} '{value}': {error} (with {arguments})") from error
 
 
 def import_path(path: str, kind: str) -> Any:

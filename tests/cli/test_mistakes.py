@@ -75,7 +75,7 @@ OPTIONS = {
     ),
     "option of another type": (
         [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={seed: abc}"],
-        ["partitioner 'hash'", "'str' and 'int'"],
+        ["partitioner 'hash'", "'seed': 'abc'"],
     ),
     "argument of another type": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: many}"],
