@@ -188,6 +188,11 @@ class GraphCLI(LightningCLI):
         except (InputError, MisconfigurationException, FileNotFoundError) as error:
             self._clean_up()
             raise error if isinstance(error, InputError) else InputError(one_line(str(error))) from error
+        except ValueError as error:
+            if "in Lightning, but" not in str(error):  # other numbers of processes than torchrun's or SLURM's
+                raise
+            self._clean_up()
+            raise InputError(one_line(str(error))) from error
         except RuntimeError as error:
             if str(error).startswith("Early stopping conditioned on"):
                 self._clean_up()
