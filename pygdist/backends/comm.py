@@ -15,7 +15,14 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend, Inner
-from pygdist.backends.layers import fused_adjacency, layer_name, neighbour_arguments, plain, with_phantom_edge
+from pygdist.backends.layers import (
+    fused_adjacency,
+    layer_name,
+    neighbour_arguments,
+    norms_over_edges,
+    plain,
+    with_phantom_edge,
+)
 from pygdist.errors import InputError
 from pygdist.nn.normalization import version_of
 
@@ -33,6 +40,12 @@ class CommBackend(Backend):
         self._fetched_for: MessagePassing | None = None
         self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._hop = 0
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        if norms := norms_over_edges(layer):
+            return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"
+        return None
 
     @override
     def begin_forward(self) -> None:

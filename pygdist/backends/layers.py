@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
+from pygdist.nn.norms import GLOBAL_NORMS
 
-__all__ = ["fused_adjacency", "layer_name", "neighbour_arguments", "plain", "with_phantom_edge"]
+__all__ = ["fused_adjacency", "layer_name", "neighbour_arguments", "norms_over_edges", "plain", "with_phantom_edge"]
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
@@ -88,3 +89,15 @@ def with_phantom_edge(
     edge = torch.tensor([[num_src], [num_dst]], device=device)
     out = inner(edge, size=(num_src + 1, num_dst + 1), **{name: padded(value) for name, value in kwargs.items()})
     return out[:0] if edges else out.narrow(dim, 0, num_dst)
+
+
+def norms_over_edges(layer: MessagePassing) -> list[str]:
+    """Classes of norms in the modules that the layer's ``message`` calls."""
+    names = type(layer).message.__code__.co_names
+    inner = [module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)]
+    return [
+        type(part).__name__
+        for module in inner
+        for part in module.modules()
+        if any(cls in GLOBAL_NORMS for cls in type(part).__mro__)
+    ]

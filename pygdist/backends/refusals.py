@@ -10,7 +10,6 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend
-from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = ["REFUSED_LAYERS", "refusals"]
 
@@ -64,8 +63,6 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
             return f"has flow='{module.flow}'; a shard holds the in-edges of its nodes, so only source_to_target runs"
         if module.explain:
             return "is in explain mode"
-        if norms := _norms_over_edges(module):
-            return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"
         return backend.refuse(module)
     if readouts := _readouts(type(module)):
         return f"calls {', '.join(readouts)}, which reads out all nodes at once"
@@ -91,15 +88,3 @@ def _readouts(cls: type[nn.Module]) -> list[str]:
                 if name in function.__code__.co_names and function.__globals__.get(name, readout) is readout:
                     names.add(name)
     return sorted(name for name in names if not hasattr(cls, name))
-
-
-def _norms_over_edges(layer: MessagePassing) -> list[str]:
-    """Classes of norms in the modules that the layer's ``message`` calls."""
-    names = type(layer).message.__code__.co_names
-    inner = [module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)]
-    return [
-        type(part).__name__
-        for module in inner
-        for part in module.modules()
-        if any(cls in GLOBAL_NORMS for cls in type(part).__mro__)
-    ]

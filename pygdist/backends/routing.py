@@ -124,14 +124,7 @@ class _Routing:
     def layer_class(self, base: type[MessagePassing]) -> type:
         """``base`` with its hops handed to the backend."""
         if base not in self.classes:
-            body: dict[str, Any] = {
-                _BASE: base,
-                _BACKEND: self.backend,
-                "SUPPORTS_FUSED_EDGE_INDEX": True,
-                "__reduce_ex__": _reduce,
-                "__module__": base.__module__,
-                "__doc__": base.__doc__,
-            }
+            body = {**self._body(base), "SUPPORTS_FUSED_EDGE_INDEX": True}
             for name in ("propagate", "edge_updater"):
                 # PyG assigns these three on the class when it unpickles, deep-copies or decomposes a layer; a class
                 # that defines them itself keeps its routing
@@ -144,28 +137,14 @@ class _Routing:
         if base not in self.classes:
             make = _global_forward(base)
             assert make is not None
-            body = {
-                _BASE: base,
-                _BACKEND: self.backend,
-                "forward": make(self.backend),
-                "__reduce_ex__": _reduce,
-                "__module__": base.__module__,
-                "__doc__": base.__doc__,
-            }
+            body = {**self._body(base), "forward": make(self.backend)}
             self.classes[base] = type(f"Distributed{base.__name__}", (base,), body)
         return self.classes[base]
 
     def normalising_class(self, base: type[nn.Module]) -> type:
         """A model that calls ``gcn_norm`` itself, with that name rebound."""
         if base not in self.classes:
-            body = {
-                _BASE: base,
-                _BACKEND: self.backend,
-                "__reduce_ex__": _reduce,
-                "__module__": base.__module__,
-                "__doc__": base.__doc__,
-            }
-            self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), body)
+            self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), self._body(base))
         return self.classes[base]
 
     def class_of(self, base: type[nn.Module]) -> type:
@@ -173,6 +152,16 @@ class _Routing:
         if issubclass(base, MessagePassing):
             return self.layer_class(base)
         return self.global_class(base) if _global_forward(base) is not None else self.normalising_class(base)
+
+    def _body(self, base: type[nn.Module]) -> dict[str, Any]:
+        """What every generated class defines."""
+        return {
+            _BASE: base,
+            _BACKEND: self.backend,
+            "__reduce_ex__": _reduce,
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+        }
 
     def _rebound_bases(self, base: type) -> tuple[type, ...]:
         """The bases of the generated class: each class whose code calls ``gcn_norm``, with that name rebound.
