@@ -3,6 +3,16 @@
 from pygdist.backends.base import Backend, backends, resolve_backend
 from pygdist.backends.comm import CommBackend
 from pygdist.backends.routing import distribute, undistribute
+from pygdist.backends.savings import Savings
 from pygdist.backends.single import SingleBackend
 
-__all__ = ["Backend", "CommBackend", "SingleBackend", "backends", "distribute", "resolve_backend", "undistribute"]
+__all__ = [
+    "Backend",
+    "CommBackend",
+    "Savings",
+    "SingleBackend",
+    "backends",
+    "distribute",
+    "resolve_backend",
+    "undistribute",
+]

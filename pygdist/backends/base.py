@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.savings import Savings
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -58,6 +59,7 @@ class Backend(ABC):
     def __init__(self) -> None:
         self._shard: Shard | None = None
         self._communicator: Communicator | None = None
+        self.savings = Savings()  # distribute() may give others
         self.routing: Any = None  # the classes that distribute() made for this backend
         self._token = uuid.uuid4().hex  # a pickle of this backend finds it again in this process
         _LIVE[self._token] = self

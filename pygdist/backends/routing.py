@@ -20,6 +20,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from pygdist.backends.base import Backend
 from pygdist.backends.refusals import refusals
+from pygdist.backends.savings import Savings
 from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
@@ -31,12 +32,13 @@ _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
 _BASE, _BACKEND, _HOOK = "_pygdist_base", "_pygdist_backend", "_pygdist_hook"
 
 
-def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
+def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = None) -> nn.Module:
     """Reroute every PyG layer of ``model`` through ``backend``, in place.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
         backend: How neighbours arrive; bound to a shard before the first forward pass.
+        savings: Which work need not be done; by default all that can be left undone is.
 
     Returns:
         ``model`` itself. Call it as ``model(shard.x, shard.adjacency)`` with the rank's own rows.
@@ -54,6 +56,7 @@ def distribute(model: nn.Module, *, backend: Backend) -> nn.Module:
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
+    backend.savings = Savings() if savings is None else savings
     routed = _routing_of(backend)
     for module in list(model.modules()):
         base = type(module)

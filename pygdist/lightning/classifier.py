@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
-from pygdist.backends import Backend, distribute, resolve_backend, undistribute
+from pygdist.backends import Backend, Savings, distribute, resolve_backend, undistribute
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -50,6 +50,7 @@ class NodeClassifier(pl.LightningModule):
         backend: How neighbours arrive: a registered name, a class path, or an instance.
         lr: Learning rate of Adam; another optimiser goes through ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
+        savings: Which work need not be done, and the memory for it; ``--model.savings.first_hop=false`` for example.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -61,6 +62,7 @@ class NodeClassifier(pl.LightningModule):
         backend: Backend | str = "comm",
         lr: float = 0.01,
         weight_decay: float = 5e-4,
+        savings: Savings = Savings(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
         if lr < 0 or weight_decay < 0:
@@ -68,6 +70,7 @@ class NodeClassifier(pl.LightningModule):
         self.model = model
         self.backend = resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
+        self.savings = savings
         self.metrics = nn.ModuleDict()
 
     @override
@@ -87,7 +90,7 @@ class NodeClassifier(pl.LightningModule):
         undistribute(self.model)  # a run that failed half-way left it distributed
         fill_in_sizes(self.model, shard)
         self.backend.bind(shard, communicator)
-        distribute(self.model, backend=self.backend)
+        distribute(self.model, backend=self.backend, savings=self.savings)
         self.metrics = nn.ModuleDict({
             f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
             for name in ("train", "val", "test")

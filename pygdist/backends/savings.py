@@ -1,0 +1,65 @@
+"""Which work is left undone: switches for what a distributed model skips, and how much memory that may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from pygdist.errors import InputError
+
+__all__ = ["Savings"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Savings:
+    """What a distributed model need not do. Everything here is exact, so all of it is on; each part can be turned off.
+
+    Attributes:
+        first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again, and
+            with it the exchange that fetched its halo rows.
+        first_hop_mib: Memory that one rank may keep for that, in MiB; ``None`` stands for a quarter of the memory that
+            is free when the model is distributed. A result that does not fit is computed anew each time.
+        cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
+        no_input_gradient: Compute no gradient for rows that need none.
+        fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`.
+        block_mib: Memory that the messages of one ``propagate`` may take, in MiB, where a layer's own ``message`` runs;
+            more than that is done in blocks of destinations, which are computed a second time in the backward pass.
+            ``None`` stands for a quarter of the free memory, 0 for no blocks at all.
+
+    Raises:
+        InputError: If a limit is negative.
+    """
+
+    first_hop: bool = True
+    first_hop_mib: float | None = None
+    cheaper_side: bool = True
+    no_input_gradient: bool = True
+    fused_attention: bool = True
+    block_mib: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first_hop_mib", "block_mib"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 0:
+                raise InputError(f"savings.{name} is {limit}: expected a number of MiB, 0 or more")
+
+    def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
+        """Bytes that one of ``ranks`` ranks may keep on ``device``."""
+        return _limit(self.first_hop_mib, device, ranks)
+
+    def block_bytes(self, device: torch.device, ranks: int) -> int | None:
+        """Bytes that the messages of one hop may take on ``device``; ``None`` for no limit."""
+        return None if self.block_mib == 0 else _limit(self.block_mib, device, ranks)
+
+
+def _limit(mib: float | None, device: torch.device, ranks: int) -> int:
+    if mib is not None:
+        return int(mib * _MIB)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    # ranks may share the machine; nobody tells how many do, so all of them are taken to
+    return int(psutil.virtual_memory().available) // 4 // ranks
