@@ -1,4 +1,4 @@
-"""Aggregation on one rank: the product of a sparse matrix and dense rows, and its gradients.
+"""Aggregation on one rank: the product of a sparse matrix and dense rows, attention over edges, and their gradients.
 
 Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On the CPU the native library
 (:mod:`pygdist.native`) does the work, on CUDA and where the library is missing torch's own operators do.
@@ -6,7 +6,8 @@ Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On t
 
 from __future__ import annotations
 
+from pygdist.kernels.attention import edge_softmax, gatv2_scores
 from pygdist.kernels.csr import CSR, transpose
-from pygdist.kernels.spmm import Reduce, spmm
+from pygdist.kernels.spmm import EdgeOp, Reduce, sddmm, spmm
 
-__all__ = ["CSR", "Reduce", "spmm", "transpose"]
+__all__ = ["CSR", "EdgeOp", "Reduce", "edge_softmax", "gatv2_scores", "sddmm", "spmm", "transpose"]

@@ -1,46 +1,31 @@
-"""The torch operators behind :func:`pygdist.kernels.spmm`: shapes, gradients, and the choice of who computes.
+"""The torch operators behind :func:`pygdist.kernels.spmm` and :func:`pygdist.kernels.sddmm`: shapes and gradients.
 
 Registered as custom operators so that autograd, ``torch.compile`` and the profiler see one opaque step each. Dense
-tensors are two-dimensional and float32 or float64; :func:`pygdist.kernels.spmm` sees to that. A sparse matrix arrives
-as its tensors, since operators take no objects.
+tensors are two-dimensional, edge values are ``(E, H)``; the doors see to that. A sparse matrix arrives as its tensors,
+since operators take no objects; ``perm`` tells where the edge values of each entry are.
 
-============================  ==============================================  =======================
-operator                      result                                          gradient
-============================  ==============================================  =======================
-``pygdist::spmm``             ``(N, F)``                                      the three below
-``pygdist::share_ties``       ``(N, F)``, max and min only                    none
-``pygdist::extremum_grad``    ``(M, F)``, gradient of ``x`` for max and min   none
-``pygdist::sddmm``            ``(E)``, gradient of the weights                none
-============================  ==============================================  =======================
+================================  ==============================================  =======================
+operator                          result                                          gradient
+================================  ==============================================  =======================
+``pygdist::spmm``                 ``(N, F)``                                      by the operators below
+``pygdist::sddmm``                ``(E, H)``, also the gradient of edge values    two ``pygdist::spmm``
+``pygdist::share_ties``           ``(N, F)``, max and min only                    none
+``pygdist::extremum_grad``        ``(M, F)``, gradient of ``x`` for max and min   none
+``pygdist::extremum_value_grad``  ``(E, H)``, the same for the edge values        none
+================================  ==============================================  =======================
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pygdist.kernels import _spmm_native, _spmm_torch
+from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR, transpose
-from pygdist.native import library
 
-__all__ = ["spmm_op"]
-
-
-class _Kernels(Protocol):
-    """What :mod:`_spmm_native` and :mod:`_spmm_torch` both offer."""
-
-    def spmm(self, csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor: ...
-    def share_ties(self, csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor, grad_out: Tensor) -> Tensor: ...
-    def extremum_grad(
-        self, transposed: CSR, x: Tensor, weight: Tensor | None, out: Tensor, share: Tensor
-    ) -> Tensor: ...
-    def sddmm(self, csr: CSR, x: Tensor, grad: Tensor, weight: Tensor | None, out: Tensor | None) -> Tensor: ...
-
-
-def _kernels(x: Tensor) -> _Kernels:
-    return _spmm_native if x.device.type == "cpu" and library.load() is not None else _spmm_torch
+__all__ = ["sddmm_op", "spmm_op"]
 
 
 @torch.library.custom_op("pygdist::spmm", mutates_args=())
@@ -49,38 +34,71 @@ def spmm_op(
     index: Tensor,
     x: Tensor,
     weight: Tensor | None,
+    perm: Tensor | None,
+    op: str,
     reduce: str,
     transposed_indptr: Tensor | None = None,
     transposed_index: Tensor | None = None,
     transposed_perm: Tensor | None = None,
+    transposed_weight: Tensor | None = None,
 ) -> Tensor:
-    """Multiply; the transposed structure is only for the gradient of ``x``, which makes its own if it is missing."""
-    return _kernels(x).spmm(CSR(indptr, index, x.shape[0]), x, weight, reduce)
-
-
-@torch.library.custom_op("pygdist::share_ties", mutates_args=())
-def share_ties_op(
-    indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, out: Tensor, grad_out: Tensor
-) -> Tensor:
-    """Divide the gradient of each maximum or minimum by the number of entries that attain it."""
-    return _kernels(x).share_ties(CSR(indptr, index, x.shape[0]), x, weight, out, grad_out)
-
-
-@torch.library.custom_op("pygdist::extremum_grad", mutates_args=())
-def extremum_grad_op(
-    transposed_indptr: Tensor, transposed_index: Tensor, x: Tensor, weight: Tensor | None, out: Tensor, share: Tensor
-) -> Tensor:
-    """Give each source the shares of the maxima or minima that it attains; ``weight`` is in transposed order."""
-    transposed = CSR(transposed_indptr, transposed_index, out.shape[0])
-    return _kernels(x).extremum_grad(transposed, x, weight, out, share)
+    """Multiply; what is transposed is only for the gradient of ``x``, which makes its own where it is missing."""
+    return kernels_for(x).spmm(CSR(indptr, index, x.shape[0], perm), x, weight, op, reduce)
 
 
 @torch.library.custom_op("pygdist::sddmm", mutates_args=())
 def sddmm_op(
-    indptr: Tensor, index: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None = None, out: Tensor | None = None
+    indptr: Tensor,
+    index: Tensor,
+    x: Tensor,
+    y: Tensor,
+    perm: Tensor | None,
+    heads: int,
+    transposed_indptr: Tensor | None = None,
+    transposed_index: Tensor | None = None,
+    transposed_perm: Tensor | None = None,
 ) -> Tensor:
-    """Dot products ``<x[j], grad[i]>`` for each entry; with ``out``, over the features whose extremum it attains."""
-    return _kernels(x).sddmm(CSR(indptr, index, x.shape[0]), x, grad, weight, out)
+    """Dot products ``<x[j], y[i]>`` for each entry and head, in float32 at least."""
+    return kernels_for(x).sddmm(CSR(indptr, index, x.shape[0], perm), x, y, heads)
+
+
+@torch.library.custom_op("pygdist::share_ties", mutates_args=())
+def share_ties_op(
+    indptr: Tensor,
+    index: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    perm: Tensor | None,
+    op: str,
+    out: Tensor,
+    grad_out: Tensor,
+) -> Tensor:
+    """Divide the gradient of each maximum or minimum by the number of entries that attain it."""
+    return kernels_for(x).share_ties(CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad_out)
+
+
+@torch.library.custom_op("pygdist::extremum_grad", mutates_args=())
+def extremum_grad_op(
+    transposed_indptr: Tensor,
+    transposed_index: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    transposed_perm: Tensor | None,
+    op: str,
+    out: Tensor,
+    share: Tensor,
+) -> Tensor:
+    """Give each source the shares of the maxima or minima that it attains."""
+    transposed = CSR(transposed_indptr, transposed_index, out.shape[0], transposed_perm)
+    return kernels_for(x).extremum_grad(transposed, x, weight, op, out, share)
+
+
+@torch.library.custom_op("pygdist::extremum_value_grad", mutates_args=())
+def extremum_value_grad_op(
+    indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor, perm: Tensor | None, op: str, out: Tensor, share: Tensor
+) -> Tensor:
+    """Give each edge value the shares of the maxima or minima that its entry attains."""
+    return kernels_for(x).extremum_value_grad(CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share)
 
 
 @spmm_op.register_fake
@@ -88,59 +106,104 @@ def _(indptr: Tensor, index: Tensor, x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(indptr.shape[0] - 1, x.shape[1])
 
 
+@sddmm_op.register_fake
+def _(indptr: Tensor, index: Tensor, x: Tensor, y: Tensor, perm: Tensor | None, heads: int, *args: Any) -> Tensor:
+    return x.new_empty(index.shape[0], heads, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 @share_ties_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, out: Tensor, grad_out: Tensor) -> Tensor:
-    return torch.empty_like(grad_out, memory_format=torch.contiguous_format)
+def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Any, perm: Any, op: str, out: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 @extremum_grad_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, out: Tensor, share: Tensor) -> Tensor:
+def _(indptr: Tensor, index: Tensor, x: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@sddmm_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(index.shape[0])
+@extremum_value_grad_op.register_fake
+def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    indptr, index, x, weight, reduce, *transposed = inputs
-    extremum = reduce in ("max", "min")
+def _setup_spmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    indptr, index, x, weight, perm, ctx.op, ctx.reduce, *transposed = inputs
+    extremum = ctx.reduce in ("max", "min")
     # A plain sum of rows does not need the rows again: they may be freed.
-    keep_x = extremum or (weight is not None and weight.requires_grad)
-    ctx.save_for_backward(indptr, index, x if keep_x else None, weight, output if extremum else None, *transposed)
-    ctx.reduce = reduce
-    ctx.num_cols = x.shape[0]
+    weight_needs_x = weight is not None and weight.requires_grad and ctx.op == "mul"
+    kept = x if extremum or weight_needs_x else None
+    ctx.save_for_backward(indptr, index, kept, weight, perm, output if extremum else None, *transposed)
+    ctx.num_cols, ctx.width = x.shape
 
 
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    indptr, index, x, weight, out, *transposed = ctx.saved_tensors
-    csr = CSR(indptr, index, ctx.num_cols)
+def _spmm_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    indptr, index, x, weight, perm, out, *transposed = ctx.saved_tensors
+    csr = CSR(indptr, index, ctx.num_cols, perm)
     _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
     if ctx.reduce == "mean":
         grad_out = grad_out / indptr.diff().clamp(min=1).unsqueeze(-1)
     elif out is not None:
-        grad_out = share_ties_op(indptr, index, x, weight, out, grad_out)
-    grad_x = _grad_x(csr, x, weight, out, grad_out, transposed) if needs_x else None
-    grad_weight = sddmm_op(indptr, index, x, grad_out, weight, out) if needs_weight else None
-    return None, None, grad_x, grad_weight, None, None, None, None
+        grad_out = share_ties_op(indptr, index, x, weight, perm, ctx.op, out, grad_out)
+    grad_x = _grad_x(ctx.op, csr, x, weight, out, grad_out, transposed) if needs_x else None
+    grad_weight = _grad_weight(ctx.op, csr, x, weight, out, grad_out) if needs_weight else None
+    return None, None, grad_x, grad_weight, *[None] * 7
 
 
 def _grad_x(
-    csr: CSR, x: Tensor | None, weight: Tensor | None, out: Tensor | None, grad: Tensor, given: list[Tensor | None]
+    op: str,
+    csr: CSR,
+    x: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    grad: Tensor,
+    given: list[Tensor | None],
 ) -> Tensor:
     """Carry the gradient of each row back to the columns that it was made of."""
-    indptr, index, perm = given
-    if indptr is None:
+    indptr, index, perm, permuted_weight = given
+    if indptr is None or index is None:
         made = transpose(csr)
         indptr, index, perm = made.indptr, made.index, made.perm
-    if weight is not None and perm is not None:
-        weight = weight.index_select(0, perm)
-    if out is None:
-        result: Tensor = spmm_op(indptr, index, grad, weight, "sum")
+    if weight is not None and permuted_weight is not None:
+        weight, perm = permuted_weight, None
+    elif csr.perm is not None and perm is not None:
+        perm = csr.perm.index_select(0, perm)
+    if out is not None:
+        result: Tensor = extremum_grad_op(indptr, index, x, weight, perm, op, out, grad)
+    elif op == "mul":
+        result = spmm_op(indptr, index, grad, weight, perm, op, "sum")
     else:
-        result = extremum_grad_op(indptr, index, x, weight, out, grad)
+        result = spmm_op(indptr, index, grad, None, None, "copy", "sum")
     return result
 
 
-spmm_op.register_autograd(_backward, setup_context=_setup_context)
+def _grad_weight(op: str, csr: CSR, x: Tensor, weight: Tensor, out: Tensor | None, grad: Tensor) -> Tensor:
+    if out is not None:
+        result: Tensor = extremum_value_grad_op(csr.indptr, csr.index, x, weight, csr.perm, op, out, grad)
+    elif op == "mul":
+        result = sddmm_op(csr.indptr, csr.index, x, grad, csr.perm, weight.shape[1]).to(weight.dtype)
+    else:
+        by_row = grad.reshape(grad.shape[0], weight.shape[1], grad.shape[1] // weight.shape[1]).sum(dim=2)
+        result = by_row.index_select(0, csr.row_index()).to(weight.dtype)
+        if csr.perm is not None:
+            result = torch.empty_like(result).index_copy(0, csr.perm.long(), result)
+    return result
+
+
+def _setup_sddmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    indptr, index, x, y, perm, ctx.heads, *transposed = inputs
+    ctx.save_for_backward(indptr, index, x, y, perm, *transposed)
+
+
+def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    indptr, index, x, y, perm, *transposed = ctx.saved_tensors
+    _, _, needs_x, needs_y, *_ = ctx.needs_input_grad
+    grad_x = grad_y = None
+    if needs_x:
+        grad_x = _grad_x("mul", CSR(indptr, index, x.shape[0], perm), None, grad, None, y, [*transposed, None])
+    if needs_y:
+        grad_y = spmm_op(indptr, index, x, grad, perm, "mul", "sum")
+    return None, None, grad_x, grad_y, *[None] * 5
+
+
+spmm_op.register_autograd(_spmm_backward, setup_context=_setup_spmm)
+sddmm_op.register_autograd(_sddmm_backward, setup_context=_setup_sddmm)

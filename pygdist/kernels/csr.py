@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CSR", "transpose"]
+__all__ = ["CSR", "narrowest", "transpose"]
 
 _INT32_MAX = 2**31 - 1
 
@@ -24,7 +24,7 @@ class CSR:
         indptr: Row ``i`` has the entries ``indptr[i]`` to ``indptr[i + 1]``; int64.
         index: The column of each entry; int32 or int64. int32 is faster, being half as much to read.
         num_cols: Number of columns.
-        perm: For each entry its id in the caller's own order of edges; int64. ``None`` means the same order.
+        perm: For each entry its id in the caller's own order of edges; int32 or int64. ``None`` means the same order.
 
     Shapes:
         ``indptr`` is :math:`(N + 1)`, ``index`` and ``perm`` are :math:`(E)`.
@@ -45,8 +45,9 @@ class CSR:
             raise ValueError(f"indptr must be int64 of shape (rows + 1,), got {_describe(self.indptr)}")
         if self.index.dim() != 1 or self.index.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"index must be int32 or int64 of shape (edges,), got {_describe(self.index)}")
-        if self.perm is not None and (self.perm.shape != self.index.shape or self.perm.dtype != torch.int64):
-            raise ValueError(f"perm must be int64 of shape {tuple(self.index.shape)}, got {_describe(self.perm)}")
+        perm = self.perm
+        if perm is not None and (perm.shape != self.index.shape or perm.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"perm must be int32 or int64 of shape {tuple(self.index.shape)}, got {_describe(perm)}")
         if self.num_cols < 0:
             raise ValueError(f"num_cols must not be negative, got {self.num_cols}")
         if any(tensor.device != self.indptr.device for tensor in (self.index, self.perm) if tensor is not None):
@@ -66,13 +67,13 @@ class CSR:
             ``row`` and ``col`` are :math:`(E)`.
 
         Returns:
-            The matrix, with int32 columns where they fit and with ``perm``, the position of each entry in ``row``.
+            The matrix, with ``perm``, the position of each entry in ``row``; both int32 where they fit.
         """
         perm = torch.argsort(row, stable=True)
-        dtype = torch.int32 if num_cols <= _INT32_MAX else torch.int64
+        perm = perm.to(narrowest(row.numel()))
         indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
         torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
-        return cls(indptr, col.to(dtype).index_select(0, perm), num_cols, perm)
+        return cls(indptr, col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)
 
     @property
     def num_rows(self) -> int:
@@ -122,6 +123,11 @@ def transpose(csr: CSR) -> CSR:
         order of ``csr``.
     """
     return CSR.from_coo(csr.index, csr.row_index(), num_rows=csr.num_cols, num_cols=csr.num_rows)
+
+
+def narrowest(count: int) -> torch.dtype:
+    """The integer type for ids below ``count``: int32 is half as much to read."""
+    return torch.int32 if count <= _INT32_MAX else torch.int64
 
 
 def _describe(tensor: Tensor) -> str:

@@ -19,7 +19,7 @@ import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 __all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "load", "set_isa"]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -37,18 +37,24 @@ class NativeCsr(ctypes.Structure):
 
     _fields_ = (
         ("num_rows", ctypes.c_int64),
+        ("num_cols", ctypes.c_int64),
         ("num_features", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
         ("indptr", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
+        ("perm", ctypes.c_void_p),
         ("index_bits", ctypes.c_int32),
+        ("perm_bits", ctypes.c_int32),
         ("value_bits", ctypes.c_int32),
+        ("op", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
     )
 
 
 _CSR = ctypes.POINTER(NativeCsr)
 _INT = ctypes.c_int32
+_REAL = ctypes.c_double
 _ARRAY = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_set_isa": (_INT,),
@@ -56,6 +62,11 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_share_ties": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_extremum_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_sddmm": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_edge_softmax": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
+    "pygdist_edge_softmax_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_sum_edges": (_CSR, _ARRAY),
+    "pygdist_gatv2_scores": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
+    "pygdist_gatv2_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY),
 }
 """Argument types of each function; all return an ``int32_t``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import pygdist.kernels._choose as choose
 import pygdist.kernels._spmm_ops as ops
-from pygdist.kernels import CSR, spmm, transpose
+from pygdist.kernels import CSR, sddmm, spmm, transpose
 from pygdist.native import Isa, library, load, set_isa
 from tests.kernels.oracle import random_csr, scatter_oracle
 
@@ -28,17 +30,17 @@ def with_int64(csr: CSR) -> CSR:
 
 
 def values_and_gradients(
-    product: Callable[..., Tensor], csr: CSR, x: Tensor, weight: Tensor | None, reduce: str
+    product: Callable[..., Tensor], csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, **options: Any
 ) -> list[Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight) if tensor is not None]
-    out = product(csr, leaves[0], leaves[1] if weight is not None else None, reduce)
+    out = product(csr, leaves[0], leaves[1] if weight is not None else None, reduce, **options)
     upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def assert_matches_oracle(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) -> None:
-    found = values_and_gradients(spmm, csr, x, weight, reduce)
-    expected = values_and_gradients(scatter_oracle, csr, x, weight, reduce)
+def assert_matches_oracle(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, op: str = "mul") -> None:
+    found = values_and_gradients(spmm, csr, x, weight, reduce, op=op)
+    expected = values_and_gradients(scatter_oracle, csr, x, weight, reduce, op=op)
     for name, a, b in zip(("out", "grad_x", "grad_weight"), found, expected, strict=False):
         tolerance = TOLERANCE[a.dtype] * max(1.0, float(b.abs().max()) if b.numel() else 1.0)
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
@@ -71,6 +73,92 @@ def test_values_and_gradients_match_scatter(reduce: str, dtype: torch.dtype, int
     weight = torch.randn(csr.num_entries, dtype=dtype) if weighted else None
     for width in WIDTHS:
         assert_matches_oracle(csr, torch.randn(csr.num_cols, width, dtype=dtype), weight, reduce)
+
+
+@pytest.mark.parametrize("op", ["mul", "add", "sub", "div"])
+@pytest.mark.parametrize("heads", [None, 1, 3], ids=["scalar", "one-head", "three-heads"])
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.usefixtures("path")
+def test_operators_and_heads(reduce: str, heads: int | None, op: str) -> None:
+    torch.manual_seed(4)
+    csr = random_csr()
+    weight = torch.randn(csr.num_entries, *([] if heads is None else [heads]), dtype=torch.float64)
+    weight += 2 * weight.sign()  # away from 0, for the sake of division
+    for channels in (1, 2, 7, 16, 40):
+        x = torch.randn(csr.num_cols, heads or 1, channels, dtype=torch.float64)
+        assert_matches_oracle(csr, x, weight, reduce, op)
+
+
+@pytest.mark.parametrize("transposed_weight", [False, True], ids=["looked-up", "given"])
+@pytest.mark.usefixtures("path")
+def test_weights_of_the_transposed_matrix(transposed_weight: bool) -> None:
+    csr = random_csr()
+    back = transpose(csr)
+    x = torch.randn(csr.num_cols, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(csr.num_entries, dtype=torch.float64)
+    assert back.perm is not None
+    given = weight[back.perm] if transposed_weight else None
+    out = spmm(csr, x, weight, transposed=back, transposed_weight=given)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    (expected,) = torch.autograd.grad(scatter_oracle(csr, x, weight, "sum").sum(), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["32", "64", "16"])
+@pytest.mark.parametrize("num_features", [64, 128, 131, 602])
+@needs_library
+def test_products_done_slab_by_slab(num_features: int, dtype: torch.dtype, weighted: bool, reduce: str) -> None:
+    # wide rows of many nodes with many edges each: copied a few columns at a time (dispatch.cpp: worth_slabs)
+    csr = random_csr(300, 2600, 30_000)
+    x = torch.randint(-8, 9, (csr.num_cols, num_features)).to(dtype)
+    weight = torch.randint(-2, 3, (csr.num_entries,)).to(dtype) if weighted else None
+    expected = scatter_oracle(csr, x.double(), None if weight is None else weight.double(), reduce)
+    assert torch.equal(spmm(csr, x, weight, reduce), expected.to(dtype)) or reduce == "mean"
+    torch.testing.assert_close(spmm(csr, x, weight, reduce).double(), expected, rtol=4e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("channels", [1, 5, 32, 41])
+@pytest.mark.usefixtures("path")
+def test_sddmm_matches_the_obvious(heads: int, channels: int) -> None:
+    csr = random_csr()
+    x = torch.randn(csr.num_cols, heads, channels, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(csr.num_rows, heads, channels, dtype=torch.float64, requires_grad=True)
+    expected = (x[csr.index.long()] * y[csr.row_index().long()]).sum(dim=-1)
+    upstream = torch.randn_like(expected)
+    for back in (None, transpose(csr)):
+        found = sddmm(csr, x, y, transposed=back)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        pairs = zip(
+            torch.autograd.grad(found, (x, y), upstream),
+            torch.autograd.grad(expected, (x, y), upstream, retain_graph=True),
+            strict=True,
+        )
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("path")
+def test_sddmm_gradcheck() -> None:
+    csr = random_csr(6, 5, 14)
+    x = torch.randn(csr.num_cols, 2, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(csr.num_rows, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, y: sddmm(csr, x, y), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "match"),
+    [
+        pytest.param((5, 2), (6, 2), r"\(rows, heads, channels\), got \(5, 2\)", id="dimensions"),
+        pytest.param((5, 2, 3), (6, 3, 3), "heads, channels", id="heads"),
+        pytest.param((6, 2, 3), (5, 2, 3), r"one row per column \(5\) and per row \(6\)", id="rows"),
+    ],
+)
+def test_sddmm_refuses_wrong_shapes(x: tuple[int, ...], y: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        sddmm(random_csr(6, 5, 14), torch.ones(x), torch.ones(y))
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
@@ -248,13 +336,18 @@ def test_operators_are_well_formed(reduce: str) -> None:
     csr, weight = random_csr(6, 5, 14), torch.randn(14, dtype=torch.float64, requires_grad=True)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     back = transpose(csr)
-    torch.library.opcheck(ops.spmm_op, (csr.indptr, csr.index, x, weight, reduce, back.indptr, back.index, back.perm))
+    matrix, transposed = (csr.indptr, csr.index), (back.indptr, back.index, back.perm)
+    for op in ("copy", "mul", "add"):
+        values = None if op == "copy" else weight.unsqueeze(1)
+        torch.library.opcheck(ops.spmm_op, (*matrix, x, values, None, op, reduce, *transposed))
     if reduce in ("max", "min"):
-        x, weight = x.detach(), weight.detach()
-        out, grad = spmm(csr, x, weight, reduce), torch.randn(6, 3, dtype=torch.float64)
-        torch.library.opcheck(ops.share_ties_op, (csr.indptr, csr.index, x, weight, out, grad))
-        torch.library.opcheck(ops.extremum_grad_op, (back.indptr, back.index, x, weight[back.perm], out, grad))
-        torch.library.opcheck(ops.sddmm_op, (csr.indptr, csr.index, x, grad, weight, out))
+        x, values = x.detach(), weight.detach().unsqueeze(1)
+        out, grad = spmm(csr, x, values[:, 0], reduce), torch.randn(6, 3, dtype=torch.float64)
+        torch.library.opcheck(ops.share_ties_op, (*matrix, x, values, None, "mul", out, grad))
+        torch.library.opcheck(ops.extremum_grad_op, (*transposed[:2], x, values, back.perm, "mul", out, grad))
+        torch.library.opcheck(ops.extremum_value_grad_op, (*matrix, x, values, None, "mul", out, grad))
+    y = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(ops.sddmm_op, (*matrix, x, y, None, 3, *transposed))
 
 
 def test_compiles_without_a_graph_break() -> None:
@@ -306,7 +399,7 @@ def test_plain_sum_does_not_keep_the_features() -> None:
 
 def test_without_library_nothing_but_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
-    monkeypatch.setattr(ops._spmm_native, "spmm", lambda *_: pytest.fail("called the native library"))
+    monkeypatch.setattr(choose._native, "spmm", lambda *_: pytest.fail("called the native library"))
     csr = random_csr()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's notes on its sparse tensors are not for our users
@@ -321,6 +414,8 @@ def test_without_library_nothing_but_torch_runs(monkeypatch: pytest.MonkeyPatch)
         pytest.param({"x": torch.ones(5, 2, dtype=torch.int64)}, "x must be a floating-point", id="integer"),
         pytest.param({"weight": torch.ones(3)}, r"weight must have shape \(14,\), got \(3,\)", id="weight-length"),
         pytest.param({"weight": torch.ones(14, dtype=torch.bool)}, "weight must be a floating", id="weight-dtype"),
+        pytest.param({"weight": torch.ones(14, 3)}, r"edges by heads needs x of shape \(rows, heads", id="heads"),
+        pytest.param({"op": "pow"}, "op must be one of mul, add, sub, div, got 'pow'", id="op"),
         pytest.param({"reduce": "prod"}, "reduce must be one of sum, mean, max, min, got 'prod'", id="reduce"),
         pytest.param({"x": torch.ones(5, 2, device="meta")}, "x is on meta, the matrix on cpu", id="device"),
         pytest.param({"transposed": random_csr(6, 5, 14)}, "transposed must have", id="transposed"),

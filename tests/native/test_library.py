@@ -50,7 +50,14 @@ def test_unknown_type_codes_are_refused() -> None:
     matrix = NativeCsr(indptr=ctypes.addressof(offsets), index_bits=32, value_bits=32, num_threads=1)
     assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) == 0
     assert native.pygdist_spmm(ctypes.byref(matrix), 9, None, None) != 0
-    matrix.value_bits = 16
+    matrix.value_bits = 16  # bfloat16: sums and means only
+    assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) == 0
+    assert native.pygdist_spmm(ctypes.byref(matrix), 2, None, None) != 0
+    assert native.pygdist_sddmm(ctypes.byref(matrix), None, None, None, None) == 0
+    assert native.pygdist_edge_softmax(ctypes.byref(matrix), None, None, None, 1.0, None) != 0
+    matrix.op = 7
+    assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) != 0
+    matrix.op, matrix.value_bits = 0, 8
     assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) != 0
     assert native.pygdist_sddmm(ctypes.byref(matrix), None, None, None, None) != 0
     assert native.pygdist_share_ties(ctypes.byref(matrix), None, None, None, None) != 0
@@ -73,7 +80,7 @@ def test_header_and_python_agree() -> None:
     assert declared == {"pygdist_abi_version", *library._SIGNATURES}
     struct = re.search(r"typedef struct pygdist_csr \{(.*?)\} pygdist_csr;", text, re.DOTALL)
     assert struct is not None
-    fields = re.findall(r"(\w+);", struct[1])
+    fields = re.findall(r"(\w+);", re.sub(r"//.*", "", struct[1]))
     assert fields == [name for name, _ in NativeCsr._fields_]
 
 

@@ -1,4 +1,5 @@
-// What the dispatcher (dispatch.cpp) and the kernels (kernels.cpp, built once per instruction set) agree on.
+// What the dispatcher (dispatch.cpp) and the kernels (spmm.cpp, attention.cpp, each built once per instruction set)
+// agree on.
 #pragma once
 
 #include "pygdist_native.h"
@@ -9,31 +10,55 @@ namespace pygdist {
 struct Job {
   pygdist_csr csr;
   int32_t reduce = PYGDIST_SUM;
+  int64_t first_column = 0;  // the columns of the dense matrices to work on
+  int64_t last_column = 0;
+  int64_t stride = 0;  // values from one row to the next in the matrix that entries point to
   const void* x = nullptr;
   const void* out = nullptr;
   const void* grad = nullptr;
   void* result = nullptr;
+  // attention
+  const void* source = nullptr;
+  const void* target = nullptr;
+  const void* edge = nullptr;
+  const void* attention = nullptr;
+  double slope = 1.0;
+  void* row_result = nullptr;
 };
 
 // Computes rows begin..end-1 of the result. A row is always computed by one call, in entry order, so the result does
 // not depend on how rows are dealt to threads.
 using RowsKernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
+#define PYGDIST_KERNELS(KERNEL) \
+  KERNEL(spmm)                  \
+  KERNEL(share_ties)            \
+  KERNEL(extremum_grad)         \
+  KERNEL(sddmm)                 \
+  KERNEL(edge_softmax)          \
+  KERNEL(edge_softmax_grad)     \
+  KERNEL(sum_edges)             \
+  KERNEL(gatv2_scores)          \
+  KERNEL(gatv2_grad)
+
+#define PYGDIST_MEMBER(name) RowsKernel name;
+#define PYGDIST_FUNCTION(name) void name(const Job& job, int64_t begin, int64_t end);
+
 struct KernelTable {
-  RowsKernel spmm;
-  RowsKernel share_ties;
-  RowsKernel extremum_grad;
-  RowsKernel sddmm;
+  PYGDIST_KERNELS(PYGDIST_MEMBER)
 };
 
 namespace portable {
-extern const KernelTable kernels;
+PYGDIST_KERNELS(PYGDIST_FUNCTION)
 }
 namespace avx2 {
-extern const KernelTable kernels;
+PYGDIST_KERNELS(PYGDIST_FUNCTION)
 }
 namespace avx512 {
-extern const KernelTable kernels;
+PYGDIST_KERNELS(PYGDIST_FUNCTION)
 }
+
+#undef PYGDIST_MEMBER
+#undef PYGDIST_FUNCTION
 
 }  // namespace pygdist

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 1
+#define PYGDIST_ABI_VERSION 2
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -18,16 +18,24 @@ extern "C" {
 // A sparse matrix in CSR form, the type and width of the dense rows it meets, and the threads to use.
 typedef struct pygdist_csr {
   int64_t num_rows;
-  int64_t num_features;   // columns of every dense matrix of the call
+  int64_t num_cols;
+  int64_t num_features;   // columns of every dense matrix of the call: num_heads times the channels of one head
+  int64_t num_heads;      // values of each entry; value h meets the h-th group of columns
   const int64_t* indptr;  // num_rows + 1 offsets, the first one 0
   const void* index;      // column of each entry
-  const void* weight;     // value of each entry, or null for all ones
+  const void* weight;     // edge values, num_heads for each entry; null where op is PYGDIST_COPY
+  const void* perm;       // entry e has the edge values at perm[e]; null: at e
   int32_t index_bits;     // 32 or 64: signed integers in `index`
-  int32_t value_bits;     // 32 or 64: IEEE floats in `weight` and in the dense matrices
+  int32_t perm_bits;      // the same for `perm`; 0 if it is null
+  int32_t value_bits;     // of the dense matrices. 32, 64: IEEE floats. 16: bfloat16, sums in float, edge values float
+  int32_t op;             // how an edge value meets a row
   int32_t num_threads;
 } pygdist_csr;
 
 typedef enum pygdist_reduce { PYGDIST_SUM = 0, PYGDIST_MEAN = 1, PYGDIST_MAX = 2, PYGDIST_MIN = 3 } pygdist_reduce;
+
+// The message of an entry (i, j): x[j], weight_ij * x[j], or weight_ij + x[j].
+typedef enum pygdist_op { PYGDIST_COPY = 0, PYGDIST_MUL = 1, PYGDIST_ADD = 2 } pygdist_op;
 
 typedef enum pygdist_status { PYGDIST_OK = 0, PYGDIST_BAD_TYPE = 1, PYGDIST_BAD_REDUCE = 2 } pygdist_status;
 
@@ -44,7 +52,7 @@ PYGDIST_API int32_t pygdist_abi_version(void);
 // Chooses the code path of later calls, for tests and measurements; capped at what the machine has. Returns the choice.
 PYGDIST_API int32_t pygdist_set_isa(int32_t level);
 
-// out[i] = reduce over entries (i, j) of weight_ij * x[j]; rows without entries become 0.
+// out[i] = reduce over entries (i, j) of their messages; rows without entries become 0. bfloat16 for sum and mean only.
 PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out);
 
 // For max and min: share[i] = grad_out[i] / number of entries that attain out[i], feature by feature. An `out` of
@@ -52,14 +60,38 @@ PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const v
 PYGDIST_API int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* out, const void* grad_out,
                                        void* share);
 
-// For max and min, over the transposed matrix: grad_x[j] = sum of weight_ij * share[i] where weight_ij * x[j] is out[i].
+// For max and min, over the transposed matrix: grad_x[j] = sum of share[i], times weight_ij if op multiplies, over the
+// entries whose message is out[i].
 PYGDIST_API int32_t pygdist_extremum_grad(const pygdist_csr* transposed, const void* x, const void* out,
                                           const void* share, void* grad_x);
 
-// grad_weight[e] = <x[j], grad[i]> for each entry e = (i, j). With `out` not null, only over those features where
-// weight_ij * x[j] is out[i] (max and min).
+// grad_weight[e, h] = <x[j], grad[i]> over the columns of head h, for each entry e = (i, j); the sum of grad[i] if op
+// adds. With `out` not null, only over those features whose message is out[i] (max and min; needs `weight`).
 PYGDIST_API int32_t pygdist_sddmm(const pygdist_csr* csr, const void* x, const void* grad, const void* out,
                                   void* grad_weight);
+
+// alpha[e, h] = softmax over the entries of row i of leaky_relu(source[j, h] + target[i, h] + edge[e, h]). Each of the
+// three may be null, which counts as zeros; a slope of 1 leaves the sum as it is. Features are not read.
+PYGDIST_API int32_t pygdist_edge_softmax(const pygdist_csr* csr, const void* source, const void* target,
+                                         const void* edge, double slope, void* alpha);
+
+// The gradient of pygdist_edge_softmax: grad_score[e, h] for `edge`, and grad_target[i, h], which may be null.
+PYGDIST_API int32_t pygdist_edge_softmax_grad(const pygdist_csr* csr, const void* source, const void* target,
+                                              const void* edge, double slope, const void* alpha, const void* grad_alpha,
+                                              void* grad_score, void* grad_target);
+
+// out[i, h] = sum of the edge values of row i.
+PYGDIST_API int32_t pygdist_sum_edges(const pygdist_csr* csr, void* out);
+
+// scores[e, h] = sum over the channels of head h of attention * leaky_relu(source[j] + target[i]).
+PYGDIST_API int32_t pygdist_gatv2_scores(const pygdist_csr* csr, const void* source, const void* target,
+                                         const void* attention, double slope, void* scores);
+
+// The gradient of pygdist_gatv2_scores for its target, with the gradients of the scores as edge values. grad_attention,
+// which may be null, gets one row per target; their sum is the gradient of `attention`. Over the transposed matrix, with
+// source and target swapped, it is the gradient for the source.
+PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const void* target,
+                                       const void* attention, double slope, void* grad_target, void* grad_attention);
 
 #ifdef __cplusplus
 }

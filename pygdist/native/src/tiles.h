@@ -1,6 +1,23 @@
 // Feature tiles: a row of any width is walked in groups of vectors that stay in registers.
 //
-// Included by kernels.cpp inside the namespace of one instruction set, so that no two builds share a symbol.
+// Included by the kernels inside the namespace of one instruction set, so that no two builds share a symbol.
+
+// A value stored in 16 bits: the upper half of a float. Sums are kept in float.
+struct bf16 {
+  uint16_t bits;
+};
+
+// What values stored as T are computed in.
+template <class T>
+struct ComputedIn {
+  using type = T;
+};
+template <>
+struct ComputedIn<bf16> {
+  using type = float;
+};
+template <class T>
+using Computed = typename ComputedIn<T>::type;
 
 // A vector of `Lanes` values, in the vector extension of GCC and Clang; one lane is the plain scalar.
 template <class T, int Lanes>
@@ -15,29 +32,61 @@ template <class T, int Lanes>
 using Vector = typename VectorOf<T, Lanes>::type;
 
 template <class T>
-constexpr int kLanes = PYGDIST_VECTOR_BYTES / static_cast<int>(sizeof(T));
+constexpr int kLanes = PYGDIST_VECTOR_BYTES / static_cast<int>(sizeof(Computed<T>));
 
 // Accumulators per tile: half of the registers of SSE2 and AVX2, which leaves room for the message and the weight.
 constexpr int kTileVectors = 8;
+
+template <int Lanes, class T>
+inline Vector<Computed<T>, Lanes> load_vector(const T* from) {
+  Vector<Computed<T>, Lanes> value;
+  if constexpr (sizeof(T) == sizeof(Computed<T>)) {
+    __builtin_memcpy(&value, from, sizeof(value));
+  } else {
+    Vector<uint16_t, Lanes> half;
+    __builtin_memcpy(&half, from, sizeof(half));
+    if constexpr (Lanes == 1) {
+      const uint32_t bits = static_cast<uint32_t>(half) << 16;
+      __builtin_memcpy(&value, &bits, sizeof(value));
+    } else {
+      const auto bits = __builtin_convertvector(half, Vector<uint32_t, Lanes>) << 16;
+      __builtin_memcpy(&value, &bits, sizeof(value));
+    }
+  }
+  return value;
+}
+
+// To bfloat16 it rounds to the nearest, ties to even, as torch does; a NaN stays one.
+template <int Lanes, class T>
+inline void store_vector(T* to, const Vector<Computed<T>, Lanes>& value) {
+  if constexpr (sizeof(T) == sizeof(Computed<T>)) {
+    __builtin_memcpy(to, &value, sizeof(value));
+  } else {
+    Vector<uint32_t, Lanes> bits;
+    __builtin_memcpy(&bits, &value, sizeof(bits));
+    const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const auto quiet = (bits >> 16) | 0x40;
+    if constexpr (Lanes == 1) {
+      to->bits = static_cast<uint16_t>(value == value ? rounded : quiet);
+    } else {
+      const auto half = __builtin_convertvector((value == value) ? rounded : quiet, Vector<uint16_t, Lanes>);
+      __builtin_memcpy(to, &half, sizeof(half));
+    }
+  }
+}
 
 // `Count` adjacent vectors of a row, from column `first`.
 template <class T, int L, int C>
 struct Tile {
   static constexpr int Lanes = L;
   static constexpr int Count = C;
-  using V = Vector<T, L>;
+  using V = Vector<Computed<T>, L>;
 
   int64_t first;
 
-  inline V load(const T* row, int k) const {
-    V value;
-    __builtin_memcpy(&value, row + first + k * Lanes, sizeof(V));
-    return value;
-  }
+  inline V load(const T* row, int k) const { return load_vector<L>(row + first + k * Lanes); }
 
-  inline void store(T* row, int k, const V& value) const {
-    __builtin_memcpy(row + first + k * Lanes, &value, sizeof(V));
-  }
+  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + k * Lanes, value); }
 
   // Brings the tile's part of a row that is needed soon into the cache.
   inline void prefetch(const T* row) const {
@@ -48,27 +97,28 @@ struct Tile {
   }
 };
 
-// Covers columns first..features-1 with tiles of at most `Count` vectors. The last tile ends where the row ends, so it
+// Covers columns first..last-1 with tiles of at most `Count` vectors. The last tile ends where the columns end, so it
 // may overlap the one before it: those columns are computed twice, with equal results, which is cheaper than masks or a
-// scalar tail.
+// scalar tail. The columns are no fewer than one vector.
 template <class T, int Lanes, int Count, class Body>
-inline void cover(int64_t first, int64_t features, const Body& body) {
+inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) {
   constexpr int64_t kWidth = Count * Lanes;
-  for (; first + kWidth <= features; first += kWidth) body(Tile<T, Lanes, Count>{first});
-  if (first >= features) return;
+  for (; first + kWidth <= last; first += kWidth) body(Tile<T, Lanes, Count>{first});
+  if (first >= last) return;
   if constexpr (Count > 1) {
     // Half as many vectors would not reach the end: one wide tile is one walk over the entries less.
-    const bool half_reaches = features - first <= kWidth / 2;
-    if (half_reaches || features < kWidth) return cover<T, Lanes, Count / 2>(first, features, body);
+    const bool half_reaches = last - first <= kWidth / 2;
+    if (half_reaches || last - begin < kWidth) return cover<T, Lanes, Count / 2>(begin, first, last, body);
   }
-  body(Tile<T, Lanes, Count>{features - kWidth});
+  body(Tile<T, Lanes, Count>{last - kWidth});
 }
 
-// Calls `body(tile)` for tiles that cover columns 0..features-1. Rows narrower than a vector use a narrower vector.
+// Calls `body(tile)` for tiles that cover columns first..last-1. Fewer columns than a vector has lanes use a narrower
+// vector.
 template <class T, int Lanes = kLanes<T>, class Body>
-inline void for_each_tile(int64_t features, const Body& body) {
+inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
   if constexpr (Lanes > 1) {
-    if (features < Lanes) return for_each_tile<T, Lanes / 2>(features, body);
+    if (last - first < Lanes) return for_each_tile<T, Lanes / 2>(first, last, body);
   }
-  cover<T, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(0, features, body);
+  cover<T, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(first, first, last, body);
 }

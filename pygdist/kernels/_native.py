@@ -1,0 +1,157 @@
+"""The kernels on the CPU by the native library: tensors become pointers here.
+
+Nothing is checked beyond what the doors (:mod:`pygdist.kernels.spmm`, :mod:`pygdist.kernels.attention`) have checked.
+Dense tensors of one call are two-dimensional and of one dtype. The C++ side uses as many threads as torch does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pygdist.kernels.csr import CSR
+from pygdist.native import NativeCsr, library
+
+__all__ = [
+    "edge_softmax",
+    "edge_softmax_grad",
+    "extremum_grad",
+    "extremum_value_grad",
+    "gatv2_grad",
+    "gatv2_scores",
+    "sddmm",
+    "share_ties",
+    "spmm",
+    "sum_edges",
+]
+
+_REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_OP_CODES = {"copy": 0, "mul": 1, "add": 2}
+
+
+def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
+    """Reduce the messages of the entries of each row."""
+    out = x.new_empty(csr.num_rows, x.shape[1])
+    _call("pygdist_spmm", csr, weight, x, _REDUCE_CODES[reduce], x, out, op=op)
+    return out
+
+
+def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
+    """Divide the gradient of each extremum among the entries that attain it."""
+    share = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
+    _call("pygdist_share_ties", csr, weight, x, x, out, grad_out, share, op=op)
+    return share
+
+
+def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
+    """Sum, for each source, the shares of the extrema that it attains."""
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _call("pygdist_extremum_grad", transposed, weight, x, x, out, share, grad_x, op=op)
+    return grad_x
+
+
+def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
+    """The gradient of the edge values, from the shares of the extrema that each entry attains."""
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    _call("pygdist_sddmm", csr, weight, x, x, share, out, grad_weight, op=op)
+    return grad_weight
+
+
+def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
+    """Dot products of source and destination rows, entry by entry and head by head."""
+    out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
+    _call("pygdist_sddmm", csr, None, x, x, y, None, out, heads=heads)
+    return out
+
+
+def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
+    """Softmax of additive scores over the entries of each row."""
+    like = next(part for part in (edge, source, target) if part is not None)
+    alpha = like.new_empty(csr.num_entries, like.shape[1])
+    _call("pygdist_edge_softmax", csr, None, like, source, target, edge, slope, alpha, heads=like.shape[1])
+    return alpha
+
+
+def edge_softmax_grad(
+    csr: CSR,
+    source: Tensor | None,
+    target: Tensor | None,
+    edge: Tensor | None,
+    slope: float,
+    alpha: Tensor,
+    grad_alpha: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the scores, by entry and summed by row."""
+    heads = alpha.shape[1]
+    grad_score, grad_target = torch.empty_like(alpha), alpha.new_empty(csr.num_rows, heads)
+    parts = (source, target, edge, slope, alpha, grad_alpha, grad_score, grad_target)
+    _call("pygdist_edge_softmax_grad", csr, None, alpha, *parts, heads=heads)
+    return grad_score, grad_target
+
+
+def sum_edges(csr: CSR, values: Tensor) -> Tensor:
+    """The sum of the edge values of each row."""
+    out = values.new_empty(csr.num_rows, values.shape[1])
+    _call("pygdist_sum_edges", csr, values, values, out)
+    return out
+
+
+def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
+    """Scores of GATv2, entry by entry and head by head."""
+    scores = source.new_empty(csr.num_entries, heads)
+    _call("pygdist_gatv2_scores", csr, None, source, source, target, attention, slope, scores, heads=heads)
+    return scores
+
+
+def gatv2_grad(
+    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows of ``target``, and of ``attention`` as one row for each of them."""
+    grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
+    grad_attention = torch.empty_like(grad_target)
+    parts = (source, target, attention, slope, grad_target, grad_attention)
+    _call("pygdist_gatv2_grad", csr, grad_scores, source, *parts, op="mul")
+    return grad_target, grad_attention
+
+
+def _call(
+    name: str,
+    csr: CSR,
+    values: Tensor | None,
+    like: Tensor,
+    *arguments: Tensor | float | None,
+    op: str = "copy",
+    heads: int = 1,
+) -> None:
+    """Call a function of the library; ``like`` tells width and dtype of the dense tensors.
+
+    The contiguous copies live until the call returns. A result among the arguments is contiguous already, so it is
+    written in place. Edge values are ``(E, heads)``, at ``csr.perm`` if there is one.
+    """
+    native = library.load()
+    assert native is not None, "the caller has looked"
+    held = [part if part is None else part.contiguous() for part in (csr.indptr, csr.index, csr.perm, values)]
+    indptr, index, perm, values = held
+    assert indptr is not None
+    assert index is not None
+    matrix = NativeCsr(
+        num_rows=csr.num_rows,
+        num_cols=csr.num_cols,
+        num_features=like.shape[1],
+        num_heads=heads if values is None else values.shape[1],
+        indptr=indptr.data_ptr(),
+        index=index.data_ptr(),
+        weight=None if values is None else values.data_ptr(),
+        perm=None if perm is None else perm.data_ptr(),
+        index_bits=8 * index.element_size(),
+        perm_bits=0 if perm is None else 8 * perm.element_size(),
+        value_bits=8 * like.element_size(),
+        op=_OP_CODES[op],
+        num_threads=torch.get_num_threads(),
+    )
+    dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
+    pointers = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in dense]
+    status = getattr(native, name)(ctypes.byref(matrix), *pointers)
+    assert status == 0, f"{name} refused its arguments with status {status}"

@@ -1,0 +1,221 @@
+r"""The kernels by torch's own operators: on CUDA, and on a CPU without the native library.
+
+Sums and means are CSR products, one for each head. What has to lift rows to edges does so for a block of edges at a
+time, except for maxima and minima, which hold :math:`E \times F` values; the native library never does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pygdist.kernels.csr import CSR
+
+__all__ = [
+    "edge_softmax",
+    "edge_softmax_grad",
+    "extremum_grad",
+    "extremum_value_grad",
+    "gatv2_grad",
+    "gatv2_scores",
+    "sddmm",
+    "share_ties",
+    "spmm",
+    "sum_edges",
+]
+
+_INT32_MAX = 2**31 - 1
+_BLOCK_VALUES = 2**25  # values that are lifted to edges at a time
+
+
+def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
+    """Reduce the messages of the entries of each row."""
+    if x.dtype == torch.bfloat16:
+        return spmm(csr, x.float(), weight, op, reduce).bfloat16()
+    if reduce in ("max", "min"):
+        out = x.new_zeros(csr.num_rows, x.shape[1])
+        row = csr.row_index().long().unsqueeze(-1).expand(-1, x.shape[1])
+        messages = _message(x.index_select(0, csr.index), _values(csr, weight), op)
+        return out.scatter_reduce_(0, row, messages, f"a{reduce}", include_self=False)
+    if weight is None:
+        out = _product(csr, x, None)
+    elif op == "add":
+        out = _product(csr, x, None) + _by_head(sum_edges(csr, weight), x.shape[1])
+    elif x.shape[1] == 0:
+        out = x.new_zeros(csr.num_rows, 0)
+    else:
+        values = _values(csr, weight)
+        assert values is not None
+        groups = zip(x.chunk(weight.shape[1], dim=1), values.unbind(1), strict=True)
+        out = torch.cat([_product(csr, part, value) for part, value in groups], dim=1)
+    return out / csr.indptr.diff().clamp(min=1).unsqueeze(-1) if reduce == "mean" else out
+
+
+def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
+    """Divide the gradient of each extremum among the entries that attain it."""
+    row = csr.row_index()
+    messages = _message(x.index_select(0, csr.index), _values(csr, weight), op)
+    attains = (messages == out.index_select(0, row)).to(x.dtype)
+    # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share.
+    count = (out == 0).to(x.dtype).index_add_(0, row, attains)
+    return grad_out / count
+
+
+def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
+    """Sum, for each source, the shares of the extrema that it attains."""
+    source, values = transposed.row_index(), _values(transposed, weight)
+    gradient = share.index_select(0, transposed.index)
+    if op == "mul" and values is not None:
+        gradient = gradient * _by_head(values, x.shape[1])
+    messages = _message(x.index_select(0, source), values, op)
+    attained = torch.where(messages == out.index_select(0, transposed.index), gradient, 0)
+    return torch.zeros_like(x, memory_format=torch.contiguous_format).index_add_(0, source, attained)
+
+
+def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
+    """The gradient of the edge values, from the shares of the extrema that each entry attains."""
+    row, source = csr.row_index(), x.index_select(0, csr.index)
+    gradient = share.index_select(0, row)
+    if op == "mul":
+        gradient = gradient * source
+    attained = _message(source, _values(csr, weight), op) == out.index_select(0, row)
+    by_head = _head_sums(torch.where(attained, gradient, 0), weight.shape[1])
+    return _at_positions(csr, by_head)
+
+
+def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
+    """Dot products of source and destination rows, entry by entry and head by head."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    row = csr.row_index()
+    out = x.new_zeros(csr.num_entries, heads, dtype=dtype)
+    for block in _blocks(csr, x.shape[1]):
+        products = x.index_select(0, csr.index[block]).to(dtype) * y.index_select(0, row[block])
+        out[block] = _head_sums(products, heads)
+    return _at_positions(csr, out)
+
+
+def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
+    """Softmax of additive scores over the entries of each row."""
+    row = csr.row_index().long()
+    scores = torch.nn.functional.leaky_relu(_additive(csr, row, source, target, edge), slope)
+    index = row.unsqueeze(-1).expand_as(scores)
+    largest = scores.new_zeros(csr.num_rows, scores.shape[1]).scatter_reduce_(
+        0, index, scores, "amax", include_self=False
+    )
+    alpha = (scores - largest.index_select(0, row)).exp()
+    total = alpha.new_zeros(largest.shape).index_add_(0, row, alpha) + 1e-16  # as in PyG's softmax
+    return alpha / total.index_select(0, row)
+
+
+def edge_softmax_grad(
+    csr: CSR,
+    source: Tensor | None,
+    target: Tensor | None,
+    edge: Tensor | None,
+    slope: float,
+    alpha: Tensor,
+    grad_alpha: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the scores, by entry and summed by row."""
+    row = csr.row_index()
+    dot = alpha.new_zeros(csr.num_rows, alpha.shape[1]).index_add_(0, row, alpha * grad_alpha)
+    gradient = alpha * (grad_alpha - dot.index_select(0, row))
+    gradient = torch.where(_additive(csr, row, source, target, edge) > 0, gradient, gradient * slope)
+    return gradient, torch.zeros_like(dot).index_add_(0, row, gradient)
+
+
+def sum_edges(csr: CSR, values: Tensor) -> Tensor:
+    """The sum of the edge values of each row."""
+    ordered = _values(csr, values)
+    assert ordered is not None
+    return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), ordered)
+
+
+def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
+    """Scores of GATv2, entry by entry and head by head."""
+    row = csr.row_index()
+    scores = source.new_zeros(csr.num_entries, heads)
+    for block in _blocks(csr, source.shape[1]):
+        total = source.index_select(0, csr.index[block]) + target.index_select(0, row[block])
+        products = torch.nn.functional.leaky_relu(total, slope) * attention
+        scores[block] = _head_sums(products, heads)
+    return scores
+
+
+def gatv2_grad(
+    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows of ``target``, and of ``attention`` as one row for each of them."""
+    row, values = csr.row_index(), _values(csr, grad_scores)
+    assert values is not None
+    grad_target, grad_attention = torch.zeros_like(target), torch.zeros_like(target)
+    for block in _blocks(csr, source.shape[1]):
+        total = source.index_select(0, csr.index[block]) + target.index_select(0, row[block])
+        factor = _by_head(values[block], source.shape[1])
+        factor = torch.where(total > 0, factor, factor * slope)
+        grad_target.index_add_(0, row[block], factor * attention)
+        grad_attention.index_add_(0, row[block], factor * total)
+    return grad_target, grad_attention
+
+
+def _blocks(csr: CSR, width: int) -> Iterator[slice]:
+    """Runs of entries whose lifted rows hold a bounded number of values."""
+    step = max(_BLOCK_VALUES // max(width, 1), 1)
+    for start in range(0, csr.num_entries, step):
+        yield slice(start, start + step)
+
+
+def _values(csr: CSR, values: Tensor | None) -> Tensor | None:
+    """Edge values in the order of the entries."""
+    return values if values is None or csr.perm is None else values.index_select(0, csr.perm)
+
+
+def _at_positions(csr: CSR, by_entry: Tensor) -> Tensor:
+    """The inverse of :func:`_values`."""
+    return by_entry if csr.perm is None else torch.empty_like(by_entry).index_copy_(0, csr.perm.long(), by_entry)
+
+
+def _by_head(values: Tensor, width: int) -> Tensor:
+    """``(E, heads)`` to ``(E, width)``."""
+    return values if values.shape[1] == 1 else values.repeat_interleave(width // values.shape[1], dim=1)
+
+
+def _head_sums(rows: Tensor, heads: int) -> Tensor:
+    """``(E, width)`` to ``(E, heads)``."""
+    return rows.reshape(rows.shape[0], heads, rows.shape[1] // heads).sum(dim=2)
+
+
+def _message(rows: Tensor, values: Tensor | None, op: str) -> Tensor:
+    if values is None:
+        return rows
+    values = _by_head(values, rows.shape[1])
+    return rows + values if op == "add" else rows * values
+
+
+def _additive(csr: CSR, row: Tensor, source: Tensor | None, target: Tensor | None, edge: Tensor | None) -> Tensor:
+    parts = [] if edge is None else [edge]
+    if source is not None:
+        parts.append(source.index_select(0, csr.index))
+    if target is not None:
+        parts.append(target.index_select(0, row))
+    return torch.stack(parts).sum(dim=0) if len(parts) > 1 else parts[0]
+
+
+def _product(csr: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+    # torch wants one index dtype; the narrow one is faster and offsets are far fewer than columns. On the CPU it reads
+    # strided tensors as if they were contiguous, and answers wrongly.
+    dtype = csr.index.dtype if csr.num_entries <= _INT32_MAX else torch.int64
+    values = x.new_ones(csr.num_entries) if values is None else values.contiguous()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        matrix = torch.sparse_csr_tensor(
+            csr.indptr.to(dtype).contiguous(),
+            csr.index.to(dtype).contiguous(),
+            values,
+            (csr.num_rows, csr.num_cols),
+            check_invariants=False,
+        )
+    return matrix @ x.contiguous()

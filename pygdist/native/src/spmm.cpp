@@ -1,0 +1,287 @@
+// The sparse product and its gradients. Built once per instruction set: PYGDIST_ISA names the namespace,
+// PYGDIST_VECTOR_BYTES the width of its vectors. No OpenMP and nothing of the standard library in here: an inline
+// function compiled for AVX-512 could otherwise be the copy that the linker keeps for the portable path.
+#include "kernels.h"
+
+namespace pygdist {
+namespace PYGDIST_ISA {
+
+#include "tiles.h"
+#include "view.h"
+
+// What entry e sends of the row that it points to; `value` is its edge value.
+template <int32_t Op, class V, class T>
+inline V message(const V& row, T value) {
+  if constexpr (Op == PYGDIST_MUL) {
+    return row * value;
+  } else if constexpr (Op == PYGDIST_ADD) {
+    return row + value;
+  } else {
+    return row;
+  }
+}
+
+// The gradient of a message with respect to the row, times `grad`.
+template <int32_t Op, class V, class T>
+inline V row_gradient(const V& grad, T value) {
+  if constexpr (Op == PYGDIST_MUL) return grad * value;
+  return grad;
+}
+
+template <int32_t Op, class View>
+inline typename View::Value edge_value(const View& view, int64_t e, int64_t head) {
+  if constexpr (Op == PYGDIST_COPY) return 1;
+  return view.weight[view.values_of(e) + head];
+}
+
+// A compile-time flag, so that a loop without permutation or heads does not ask for them at every entry.
+struct Plain {
+  template <class View>
+  static inline int64_t values_of(const View&, int64_t e) {
+    return e;
+  }
+};
+struct General {
+  template <class View>
+  static inline int64_t values_of(const View& view, int64_t e) {
+    view.prefetch_values(view.weight, e);
+    return view.values_of(e);
+  }
+};
+
+// The mean is a sum until its end. `best != best` keeps a NaN once it is there, as torch's amax and amin do.
+template <int32_t Reduce, class V>
+inline V combine(const V& best, const V& value) {
+  if constexpr (Reduce == PYGDIST_MAX) {
+    return ((best >= value) | (best != best)) ? best : value;
+  } else if constexpr (Reduce == PYGDIST_MIN) {
+    return ((best <= value) | (best != best)) ? best : value;
+  } else {
+    return best + value;
+  }
+}
+
+template <int32_t Reduce, int32_t Op, class Values, class T, class I>
+void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
+  using Value = Computed<T>;
+  const T* const x = static_cast<const T*>(job.x);
+  T* const result = static_cast<T*>(job.result) + row * view.features;
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  if (begin == end) {
+    __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
+    return;
+  }
+  const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](auto tile) {
+      using Tile = decltype(tile);
+      typename Tile::V total[Tile::Count];
+      const T* source = view.row_of(x, begin);
+      Value value = edge_value<Op>(view, begin, head);
+      const Value* const values = Op == PYGDIST_COPY ? nullptr : view.weight + head;
+      for (int k = 0; k < Tile::Count; ++k) total[k] = message<Op>(tile.load(source, k), value);
+      for (int64_t e = begin + 1; e < end; ++e) {
+        tile.prefetch(view.row_ahead(x, e));
+        source = view.row_of(x, e);
+        if constexpr (Op != PYGDIST_COPY) value = values[Values::values_of(view, e)];
+        for (int k = 0; k < Tile::Count; ++k) {
+          total[k] = combine<Reduce>(total[k], message<Op>(tile.load(source, k), value));
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) tile.store(result, k, total[k] / divisor);
+    });
+  });
+}
+
+template <int32_t Op, class T, class I>
+void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
+  using Value = Computed<T>;
+  const T* const x = static_cast<const T*>(job.x);
+  const T* const out = static_cast<const T*>(job.out) + row * view.features;
+  const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
+  T* const share = static_cast<T*>(job.result) + row * view.features;
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](auto tile) {
+      using Tile = decltype(tile);
+      using V = typename Tile::V;
+      const V zero = V{}, one = zero + Value{1};
+      V best[Tile::Count], count[Tile::Count];
+      for (int k = 0; k < Tile::Count; ++k) {
+        best[k] = tile.load(out, k);
+        count[k] = (best[k] == zero) ? one : zero;
+      }
+      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+        tile.prefetch(view.row_ahead(x, e));
+        const T* source = view.row_of(x, e);
+        const Value value = edge_value<Op>(view, e, head);
+        for (int k = 0; k < Tile::Count; ++k) {
+          count[k] += (message<Op>(tile.load(source, k), value) == best[k]) ? one : zero;
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) tile.store(share, k, tile.load(grad, k) / count[k]);
+    });
+  });
+}
+
+// `row` is a source here and the entries lead to its destinations; `grad` holds their shares.
+template <int32_t Op, class T, class I>
+void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
+  using Value = Computed<T>;
+  const T* const x = static_cast<const T*>(job.x) + row * view.features;
+  const T* const out = static_cast<const T*>(job.out);
+  const T* const grad = static_cast<const T*>(job.grad);
+  T* const grad_x = static_cast<T*>(job.result) + row * view.features;
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](auto tile) {
+      using Tile = decltype(tile);
+      using V = typename Tile::V;
+      const V zero = V{};
+      V own[Tile::Count], total[Tile::Count];
+      for (int k = 0; k < Tile::Count; ++k) {
+        own[k] = tile.load(x, k);
+        total[k] = zero;
+      }
+      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+        tile.prefetch(view.row_ahead(out, e));
+        tile.prefetch(view.row_ahead(grad, e));
+        const T* best = view.row_of(out, e);
+        const T* share = view.row_of(grad, e);
+        const Value value = edge_value<Op>(view, e, head);
+        for (int k = 0; k < Tile::Count; ++k) {
+          const V gradient = row_gradient<Op>(tile.load(share, k), value);
+          total[k] += (message<Op>(own[k], value) == tile.load(best, k)) ? gradient : zero;
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) tile.store(grad_x, k, total[k]);
+    });
+  });
+}
+
+// One term of the gradient of an edge value: d message / d value times `grad`, or 0 where the message lost to another.
+template <bool Masked, int32_t Op, class V, class T>
+inline V value_gradient(const V& x, const V& grad, const V& out, T value) {
+  const V term = Op == PYGDIST_ADD ? grad : x * grad;
+  if constexpr (Masked) {
+    return (message<Op>(x, value) == out) ? term : V{};
+  } else {
+    return term;
+  }
+}
+
+template <bool Masked, int32_t Op, class T, class I>
+void sddmm_row(const View<T, I>& view, const Job& job, int64_t row) {
+  constexpr int kCount = 4;  // independent sums, so that additions need not wait for each other
+  constexpr int kWide = kCount * kLanes<T>;
+  using Value = Computed<T>;
+  using V = Vector<Value, kLanes<T>>;
+  const T* const x = static_cast<const T*>(job.x);
+  const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
+  const T* const out = Masked ? static_cast<const T*>(job.out) + row * view.features : grad;
+  Value* const result = static_cast<Value*>(job.result);
+  for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+    const T* const source = view.row_of(x, e);
+    const T* const ahead = view.row_ahead(x, e);
+    for (int64_t head = 0; head < view.heads; ++head) {
+      const int64_t last = (head + 1) * view.channels;
+      int64_t f = head * view.channels;
+      const Value value = Masked ? edge_value<Op>(view, e, head) : Value{1};
+      V sum[kCount] = {};
+      const auto add = [&](auto tile) {
+        for (int k = 0; k < tile.Count; ++k) {
+          sum[k] += value_gradient<Masked, Op>(tile.load(source, k), tile.load(grad, k), tile.load(out, k), value);
+        }
+      };
+      for (; f + kWide <= last; f += kWide) {
+        const Tile<T, kLanes<T>, kCount> tile{f};
+        tile.prefetch(ahead);
+        add(tile);
+      }
+      __builtin_prefetch(ahead + f);
+      for (; f + kLanes<T> <= last; f += kLanes<T>) add(Tile<T, kLanes<T>, 1>{f});
+      const V lanes = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+      Value total = 0;
+      for (int lane = 0; lane < kLanes<T>; ++lane) total += lanes[lane];
+      for (; f < last; ++f) {
+        const auto one = [f](const T* dense) { return load_vector<1>(dense + f); };
+        total += value_gradient<Masked, Op>(one(source), one(grad), one(out), value);
+      }
+      result[view.values_of(e) + head] = total;
+    }
+  }
+}
+
+template <int32_t Reduce, int32_t Op>
+void spmm_rows(const Job& job, int64_t begin, int64_t end) {
+  const auto rows = [&](const auto& view) {
+    const bool plain = view.heads == 1 && !job.csr.perm;
+    for (int64_t row = begin; row < end; ++row) {
+      plain ? spmm_row<Reduce, Op, Plain>(view, job, row) : spmm_row<Reduce, Op, General>(view, job, row);
+    }
+  };
+  if constexpr (Reduce == PYGDIST_SUM) {
+    if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
+  }
+  with_view(job, rows);
+}
+
+template <int32_t Reduce>
+void spmm_reduce(const Job& job, int64_t begin, int64_t end) {
+  switch (job.csr.op) {
+    case PYGDIST_MUL: return spmm_rows<Reduce, PYGDIST_MUL>(job, begin, end);
+    case PYGDIST_ADD: return spmm_rows<Reduce, PYGDIST_ADD>(job, begin, end);
+    default: return spmm_rows<Reduce, PYGDIST_COPY>(job, begin, end);
+  }
+}
+
+void spmm(const Job& job, int64_t begin, int64_t end) {
+  switch (job.reduce) {
+    case PYGDIST_MAX: return spmm_reduce<PYGDIST_MAX>(job, begin, end);
+    case PYGDIST_MIN: return spmm_reduce<PYGDIST_MIN>(job, begin, end);
+    default: return spmm_reduce<PYGDIST_SUM>(job, begin, end);
+  }
+}
+
+void share_ties(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: share_ties_row<PYGDIST_MUL>(view, job, row); break;
+        case PYGDIST_ADD: share_ties_row<PYGDIST_ADD>(view, job, row); break;
+        default: share_ties_row<PYGDIST_COPY>(view, job, row);
+      }
+    }
+  });
+}
+
+void extremum_grad(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: extremum_grad_row<PYGDIST_MUL>(view, job, row); break;
+        case PYGDIST_ADD: extremum_grad_row<PYGDIST_ADD>(view, job, row); break;
+        default: extremum_grad_row<PYGDIST_COPY>(view, job, row);
+      }
+    }
+  });
+}
+
+template <bool Masked>
+void sddmm_rows(const Job& job, int64_t begin, int64_t end) {
+  const auto rows = [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      job.csr.op == PYGDIST_ADD ? sddmm_row<Masked, PYGDIST_ADD>(view, job, row)
+                                : sddmm_row<Masked, PYGDIST_MUL>(view, job, row);
+    }
+  };
+  if constexpr (!Masked) {
+    if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
+  }
+  with_view(job, rows);
+}
+
+void sddmm(const Job& job, int64_t begin, int64_t end) {
+  job.out ? sddmm_rows<true>(job, begin, end) : sddmm_rows<false>(job, begin, end);
+}
+
+}  // namespace PYGDIST_ISA
+}  // namespace pygdist
