@@ -42,8 +42,8 @@ HEADS, CHANNELS = 4, 32
 PRODUCTS = ("sum", "mean", "max")
 # layer, and the arrays of edges x heads x channels that PyG holds at once in forward and backward
 ATTENTION: dict[str, tuple[Callable[..., nn.Module], int]] = {
-    "GATConv": (GATConv, 4),
-    "GATv2Conv": (GATv2Conv, 6),
+    "GATConv": (GATConv, 5),
+    "GATv2Conv": (GATv2Conv, 7),
     "TransformerConv": (TransformerConv, 7),
 }
 COLUMNS = [
@@ -162,8 +162,8 @@ def product_settings(name: str, edge_index: Tensor, nodes: int, options: argpars
                 grad = torch.randn(nodes, features, dtype=dtype) if backward else None
                 setting = Setting(name, nodes, edges, features, operation, backward)
                 for contender, function in functions.items():
-                    # rows at the edges and their products; for the gradient of a maximum both stay, with their own
-                    arrays = 0 if contender != "PyG edge list" else 4 if backward and operation == "max" else 2
+                    # rows at the edges and their products; the gradient of a maximum compares, counts and shares them
+                    arrays = 0 if contender != "PyG edge list" else 7 if backward and operation == "max" else 2
 
                     def run(
                         function: Any = function, x: Tensor = x, grad: Tensor | None = grad, operation: str = operation
