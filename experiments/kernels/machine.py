@@ -1,0 +1,63 @@
+"""What the figures were measured on; imports nothing heavy, as a process's own imports are part of its peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["cache_bytes", "facts"]
+
+
+def facts(threads: int) -> dict[str, str]:
+    """The columns that every row carries: processor, caches, threads, versions."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(_cores()),
+        "l2": _size(cache_bytes(2)),
+        "l3": _size(cache_bytes(3)),
+        "threads": str(threads),
+        "torch": _version("torch"),
+        "pyg": _version("torch_geometric"),
+        "torch_sparse": _version("torch_sparse"),
+    }
+
+
+def cache_bytes(level: int) -> int:
+    """Bytes of one cache of that level as Linux tells them; 0 if it does not."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if int((index / "level").read_text()) == level and (index / "type").read_text().strip() != "Instruction":
+                return int((index / "size").read_text().strip().removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _cpu_model() -> str:
+    """The processor's name, with the instructions that kernels choose by: virtual machines hide the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = found.get("flags", "").split()
+    widest = next((name for name in ("avx512f", "avx2") if name in flags), "no avx2")
+    model = f"{found.get('model name', platform.machine())} family {found.get('cpu family', '?')} {widest}"
+    return " ".join(model.split())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _size(count: int) -> str:
+    return f"{count // 1024} KiB" if count else "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,74 @@
+"""The scripts that measure kernels and epochs run on graphs that take no time, and leave what they promise."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[1] / "experiments" / "kernels"
+
+
+def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
+    """The rows of the script's CSV."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    outcome = subprocess.run(
+        [sys.executable, str(KERNELS / script), *arguments, "--threads=1", "--rounds=1", "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    with (out / script.replace(".py", ".csv")).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_measure(tmp_path: Path) -> None:
+    tiny = ("--graph=grid", "--degrees=6", "--nodes=60", "--features=3")
+    rows = _run("measure.py", *tiny, "--operations", "sum", "max", "GATConv", "--max-gib=0.00001", out=tmp_path)
+    assert {"cpu", "l3", "threads", "torch", "edges", "degree", "copy_gbs", "min_s", "spread"} <= set(rows[0])
+    found = {(row["operation"], row["pass"], row["contender"]): row for row in rows}
+    ours = found["sum", "forward+backward", "pygdist"]
+    assert float(ours["ratio"]) == 1
+    assert float(ours["gather_gbs"]) == pytest.approx(2 * 360 * 3 * 4 / float(ours["median_s"]) / 1e9)
+    assert float(ours["share_of_copy"]) == pytest.approx(float(ours["gather_gbs"]) / float(ours["copy_gbs"]))
+    assert float(found["max", "forward", "torch mm reduce"]["ratio"]) > 0
+    assert found["sum", "forward", "PyG edge list"]["note"] == ""
+    assert found["max", "forward+backward", "PyG edge list"]["note"].startswith("not run: needs")
+    assert found["GATConv", "forward+backward", "PyG"]["median_s"] == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"measure.csv", "ratio.png", "gather.png"}
+
+
+def test_epochs(tmp_path: Path) -> None:
+    tiny = ("--nodes=300", "--edges=3000", "--models=GraphSAGE", "--adjacencies=edges", "--epochs=1")
+    rows = _run("epochs.py", *tiny, out=tmp_path)
+    assert [row["contender"] for row in rows] == ["pygdist", "PyG edges"]
+    for row in rows:
+        assert row["note"] == ""
+        assert float(row["median_s"]) > 0
+        assert float(row["loss_difference"]) < 1e-5
+        assert float(row["peak_gib"]) - float(row["imports_gib"]) == pytest.approx(float(row["beyond_imports_gib"]))
+    with (tmp_path / "epochs-all.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2 * 3  # two epochs of warm-up, one that counts
+    assert (tmp_path / "epochs.png").is_file()
+
+
+def test_the_savings_table_adds_and_leaves_out_each_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    contenders = importlib.import_module("epochs").savings("GCN", ["a", "b", "c"])
+    on = {one.name: [flag.split(".")[-1] for flag in one.arguments if flag.endswith("true")] for one in contenders}
+    assert on == {
+        "pygdist": ["a=true", "b=true", "c=true"],
+        "all off": [],
+        "+ a": ["a=true"],
+        "+ b": ["a=true", "b=true"],
+        "all but a": ["b=true", "c=true"],
+        "all but b": ["a=true", "c=true"],
+        "all but c": ["a=true", "b=true"],
+    }
