@@ -120,11 +120,12 @@ class Backend(ABC):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Run one hop: give ``inner``, the layer's own ``propagate``, the rows it needs.
+        """Run one hop: give ``inner`` the rows it needs.
 
         Args:
             layer: The layer that propagates.
-            inner: Its own ``propagate``, called as ``inner(edge_index, size=size, **kwargs)``.
+            inner: What computes the hop once the rows are there, called as ``inner(edge_index, size=size, **kwargs)``
+                with the edges that the layer passed: its own ``propagate``, or a kernel that stands for it.
             edge_index: In local ids of the shard; the :class:`~pygdist.graph.Adjacency` itself, or edges derived from
                 it, with self-loops for example.
             size: What the layer passed; usually ``None``.

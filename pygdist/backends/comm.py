@@ -16,11 +16,10 @@ from typing_extensions import override
 
 from pygdist.backends.base import Backend, Inner
 from pygdist.backends.layers import (
-    fused_adjacency,
+    fuses,
     layer_name,
     neighbour_arguments,
     norms_over_edges,
-    plain,
     with_phantom_edge,
 )
 from pygdist.errors import InputError
@@ -61,16 +60,15 @@ class CommBackend(Backend):
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         self._hop += 1
-        fused = fused_adjacency(layer, edge_index, kwargs)
-        rows = self._with_sources(layer, kwargs, edges=False, fused=fused is not None)
-        return self._run(layer, inner, plain(edge_index) if fused is None else fused, rows, edges=False)
+        rows = self._with_sources(layer, kwargs, edges=False, fused=fuses(layer, edge_index, kwargs))
+        return self._run(layer, inner, edge_index, rows, edges=False)
 
     @override
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         rows = self._with_sources(layer, kwargs, edges=True, fused=False)
-        return self._run(layer, inner, plain(edge_index), rows, edges=True)
+        return self._run(layer, inner, edge_index, rows, edges=True)
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ from torch_geometric.nn import MessagePassing
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
 
-__all__ = ["fused_adjacency", "layer_name", "neighbour_arguments", "norms_over_edges", "plain", "with_phantom_edge"]
+__all__ = [
+    "fused_adjacency",
+    "fuses",
+    "layer_name",
+    "neighbour_arguments",
+    "norms_over_edges",
+    "plain",
+    "with_phantom_edge",
+]
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
@@ -26,24 +34,31 @@ def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
     return sorted(name[:-2] for name in names if name.endswith("_j"))
 
 
-def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
-    """The adjacency, carrying the layer's edge weights, if the hop is one sparse product; else ``None``.
+def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the hop is one sparse product: PyG's fused path then gets one tensor, the source rows.
 
     That is so for layers that implement ``message_and_aggregate`` and whose message is the neighbour's row, scaled
-    by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` (an attention layer
-    that added self-loops) takes PyG's message path.
+    by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` takes PyG's message
+    path.
     """
     if not (layer.fuse and isinstance(edge_index, Adjacency)):
-        return None
+        return False
     if not (set(layer._user_args) <= {"x_j", "edge_weight"} and set(layer._fused_user_args) <= {"x", "edge_weight"}):
-        return None
+        return False
     x, weight = kwargs.get("x"), kwargs.get("edge_weight")
     x = x[0] if isinstance(x, (tuple, list)) else x
     if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point() and not layer.explain):
+        return False
+    return weight is None or weight.dim() == 1
+
+
+def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
+    """The adjacency, carrying the layer's edge weights, if the hop :func:`fuses`; else ``None``."""
+    if not fuses(layer, edge_index, kwargs):
         return None
-    if weight is None:
-        return edge_index
-    return edge_index.with_value(weight) if weight.dim() == 1 else None
+    assert isinstance(edge_index, Adjacency)
+    weight = kwargs.get("edge_weight")
+    return edge_index if weight is None else edge_index.with_value(weight)
 
 
 def layer_name(layer: MessagePassing) -> str:

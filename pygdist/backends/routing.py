@@ -17,14 +17,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Backend
+from pygdist.backends.layers import fused_adjacency, plain
 from pygdist.backends.refusals import refusals
 from pygdist.backends.savings import Savings
 from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.self_loops import KeptSelfLoops
 
 __all__ = ["distribute", "undistribute"]
 
@@ -114,13 +118,19 @@ class _Routing:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.gcn_norm = GlobalGCNNorm(backend)
-        self.replacements: dict[str, tuple[Any, Any]] = {"gcn_norm": (gcn_norm, self.gcn_norm)}
+        self.self_loops = KeptSelfLoops()
+        self.replacements: dict[str, tuple[Any, Any]] = {
+            "gcn_norm": (gcn_norm, self.gcn_norm),
+            "remove_self_loops": (remove_self_loops, self.self_loops.remove),
+            "add_self_loops": (add_self_loops, self.self_loops.add),
+        }
         self.classes: dict[type, type] = {}
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
 
     def forget(self) -> None:
         """Drop what was computed for one graph, by us and by layers that cache (``cached=True``)."""
         self.gcn_norm.clear()
+        self.self_loops.clear()
         for layer in self.layers:
             _forget_local_state(layer)
 
@@ -221,13 +231,34 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
         try:
-            result: Tensor = getattr(backend, name)(self, partial(own, self), edge_index, size, kwargs)
+            result: Tensor = getattr(backend, name)(
+                self, partial(_aggregate, self, own, name), edge_index, size, kwargs
+            )
         finally:
             self._decomposed_layers = decomposed
         return result
 
     hop.__name__ = name
     return hop
+
+
+def _aggregate(
+    layer: MessagePassing,
+    own: Callable[..., Tensor],
+    name: str,
+    edge_index: Tensor,
+    size: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The hop ``name`` once the rows are there: by one sparse product, a kernel for attention, or PyG's messages."""
+    backend: Backend = getattr(type(layer), _BACKEND)
+    fused = fused_adjacency(layer, edge_index, kwargs) if name == "propagate" else None
+    if fused is not None:
+        return own(layer, fused, size=size, **kwargs)
+    attention = attention_hop(layer, name, edge_index, kwargs) if backend.savings.fused_attention else None
+    if attention is not None:
+        return attention(layer, edge_index, **kwargs)
+    return own(layer, plain(edge_index), size=size, **kwargs)
 
 
 def _functions(base: type) -> list[types.FunctionType]:

@@ -9,7 +9,6 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend, Inner
-from pygdist.backends.layers import fused_adjacency, plain
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -34,8 +33,7 @@ class SingleBackend(Backend):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        fused = fused_adjacency(layer, edge_index, kwargs)
-        return inner(plain(edge_index) if fused is None else fused, size=size, **kwargs)
+        return inner(edge_index, size=size, **kwargs)
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+r"""PyG's attention layers by fused kernels: what stands for their hops once the neighbours' rows are there.
+
+``GATConv``, ``GATv2Conv`` and ``TransformerConv`` keep their code, parameters and ``forward``; of their hops only the
+part between rows in and rows out is replaced, so that no tensor of edges :math:`\times` heads :math:`\times` channels
+is made. A subclass that writes its own ``message`` or ``edge_update`` keeps what it wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
+from torch_geometric.nn.aggr import SumAggregation
+
+from pygdist.graph import Adjacency
+from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
+
+__all__ = ["AttentionHop", "attention_hop"]
+
+AttentionHop = Callable[..., Tensor]
+"""Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
+
+_HOOKS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+
+
+def attention_hop(
+    layer: MessagePassing, name: str, edge_index: Tensor, arguments: Mapping[str, Any]
+) -> AttentionHop | None:
+    """The function that stands for the hop ``name`` of ``layer``; ``None`` if the layer's own has to run."""
+    hop = next((hop for cls, hops in _HOPS.items() if isinstance(layer, cls) for hop in [hops.get(name)]), None)
+    if hop is None or not isinstance(edge_index, Adjacency) or not _as_written(layer) or layer.explain:
+        return None
+    if type(layer.aggr_module) is not SumAggregation or any(_hooks(layer, kind) for kind in _HOOKS):
+        return None
+    # GATv2 and Transformer layers add edge attributes to the rows of the sources, channel by channel
+    needs_channels = not isinstance(layer, GATConv) and layer.lin_edge is not None
+    return None if needs_channels and arguments.get("edge_attr") is not None else hop
+
+
+def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:
+    source, target = alpha
+    score = None
+    if edge_attr is not None and layer.lin_edge is not None:
+        # <W e, a> = <e, W^T a>: the edge's part of the score without its channels
+        edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        weight = layer.lin_edge.weight.view(layer.heads, layer.out_channels, -1)
+        score = edge_attr @ (weight * layer.att_edge.view(layer.heads, -1, 1)).sum(dim=1).t()
+    weights = edge_softmax(
+        adjacency.csr(),
+        score,
+        source=source,
+        target=target,
+        negative_slope=layer.negative_slope,
+        transposed=adjacency.transposed,
+    )
+    return functional.dropout(weights, p=layer.dropout, training=layer.training)
+
+
+def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: None) -> Tensor:
+    source, target = x
+    scores = gatv2_scores(
+        adjacency.csr(),
+        source,
+        target,
+        layer.att.squeeze(0),
+        negative_slope=layer.negative_slope,
+        transposed=adjacency.transposed,
+    )
+    return functional.dropout(edge_softmax(adjacency.csr(), scores), p=layer.dropout, training=layer.training)
+
+
+def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor) -> Tensor:
+    return spmm(adjacency.csr(), x[0], alpha, transposed=adjacency.transposed)
+
+
+def _transformer(
+    layer: TransformerConv, adjacency: Adjacency, *, query: Any, key: Any, value: Any, edge_attr: None
+) -> Tensor:
+    query = query[1] if isinstance(query, (tuple, list)) else query
+    key, value = (rows[0] if isinstance(rows, (tuple, list)) else rows for rows in (key, value))
+    csr = adjacency.csr()
+    scores = sddmm(csr, key, query, transposed=adjacency.transposed) / math.sqrt(layer.out_channels)
+    layer._alpha = edge_softmax(csr, scores)  # the layer's forward returns it on request
+    weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
+    return spmm(csr, value, weights, transposed=adjacency.transposed)
+
+
+_HOPS: dict[type[MessagePassing], dict[str, AttentionHop]] = {
+    GATConv: {"edge_updater": _gat_alpha, "propagate": _weighted_sum},
+    GATv2Conv: {"edge_updater": _gatv2_alpha, "propagate": _weighted_sum},
+    TransformerConv: {"propagate": _transformer},
+}
+
+
+def _as_written(layer: MessagePassing) -> bool:
+    """Whether message, aggregation and update are those of PyG's layer."""
+    cls = next(cls for cls in _HOPS if isinstance(layer, cls))
+    names = ("message", "edge_update", "aggregate", "update", "message_and_aggregate")
+    return all(getattr(type(layer), name) is getattr(cls, name) for name in names)
+
+
+def _hooks(layer: MessagePassing, kind: str) -> bool:
+    return bool(getattr(layer, f"_{kind}_forward_pre_hooks") or getattr(layer, f"_{kind}_forward_hooks"))
