@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
@@ -155,6 +156,11 @@ class Backend(ABC):
     def max_over_ranks(self, value: int) -> int:
         """The largest value of any rank. Used by aggregations that pad."""
         return int(self.communicator.gather([float(value)]).max())
+
+    def block_bytes(self, device: torch.device) -> int | None:
+        """Bytes that the messages of one hop may take on this rank's ``device``; ``None`` for no limit."""
+        ranks = 1 if self._communicator is None else self._communicator.world_size
+        return self.savings.block_bytes(device, ranks)
 
     @property
     def num_rows(self) -> int:

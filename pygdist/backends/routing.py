@@ -19,6 +19,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from pygdist.backends.base import Backend
+from pygdist.backends.blocks import Blocks
 from pygdist.backends.refusals import refusals
 from pygdist.backends.savings import Savings
 from pygdist.errors import InputError
@@ -117,10 +118,12 @@ class _Routing:
         self.replacements: dict[str, tuple[Any, Any]] = {"gcn_norm": (gcn_norm, self.gcn_norm)}
         self.classes: dict[type, type] = {}
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
+        self.blocks = Blocks(backend)
 
     def forget(self) -> None:
         """Drop what was computed for one graph, by us and by layers that cache (``cached=True``)."""
         self.gcn_norm.clear()
+        self.blocks.forget()
         for layer in self.layers:
             _forget_local_state(layer)
 
@@ -220,8 +223,9 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
         if self.explain:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
+        inner = partial(_routing_of(backend).blocks.run, self, partial(own, self), name == "edge_updater")
         try:
-            result: Tensor = getattr(backend, name)(self, partial(own, self), edge_index, size, kwargs)
+            result: Tensor = getattr(backend, name)(self, inner, edge_index, size, kwargs)
         finally:
             self._decomposed_layers = decomposed
         return result
