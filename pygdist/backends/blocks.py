@@ -43,6 +43,7 @@ __all__ = ["Blocks", "destination_blocks"]
 _ROUTED = ("propagate", "message", "aggregate", "edge_update")
 _HOOKS = [f"_{name}_{kind}" for name in _ROUTED for kind in ("forward_pre_hooks", "forward_hooks")]
 _PROBES = ((61, 7), (127, 11))  # edges and destinations of two small hops; a width that equals both is none
+_WITH_GRADIENTS = 2  # the backward pass has a block's intermediate results and their gradients
 
 
 class _Rows(NamedTuple):
@@ -133,7 +134,8 @@ class Blocks:
         hop = None if budget is None else _cuttable(layer, whole, edges, edge_index, size, kwargs)
         result = None if hop is None else self._result(hop, edges)
         if budget is not None and hop is not None and result is not None:
-            max_edges = int(budget / max(result.bytes_per_edge, 1.0))
+            taken = result.bytes_per_edge * (_WITH_GRADIENTS if torch.is_grad_enabled() else 1)
+            max_edges = int(budget / max(taken, 1.0))
             if edge_index.size(1) > max_edges:
                 return _in_blocks(hop, result, max_edges)
         return whole(edge_index, size=size, **kwargs)
@@ -413,6 +415,7 @@ def _in_blocks(hop: _Hop, result: _Result, max_edges: int) -> Tensor:
     if bool((edge_index[1].diff() < 0).any()):
         order = torch.argsort(edge_index[1], stable=True)
         edge_index = edge_index.index_select(1, order)
+    edge_index = edge_index.contiguous()
     if not 0 <= int(edge_index[1, 0]) <= int(edge_index[1, -1]) < hop.size[1]:
         return hop.whole(hop.edge_index, size=hop.size, **hop.kwargs)  # PyG says what is wrong
     bounds = destination_blocks(edge_index[1], hop.size[1], max_edges)
@@ -446,6 +449,4 @@ def _joined(parts: list[Tensor], rows: _Rows, order: Tensor | None) -> Tensor:
     whole = torch.cat(parts, dim=rows.dim)
     if order is None or not rows.by_edge:
         return whole
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    return whole.index_select(rows.dim, back)
+    return torch.empty_like(whole).index_copy(rows.dim, order, whole)
