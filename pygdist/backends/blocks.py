@@ -17,11 +17,11 @@ layer are not clearly one row per edge or per destination.
 from __future__ import annotations
 
 import dis
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -280,7 +280,8 @@ def _sees_all_rows(layer: MessagePassing, edges: bool) -> bool:
     """Whether a block is not enough for what the hop does, or for who watches it."""
     if any(getattr(layer, name) for name in _HOOKS):
         return True
-    for name in _read_names(layer, ("edge_update",) if edges else ("message", "aggregate", "update")):
+    layer_class: Any = type(layer)
+    for name in _read_names(layer_class, ("edge_update",) if edges else ("message", "aggregate", "update")):
         if isinstance(vars(layer).get(name), Tensor):  # nobody tells whose rows these are
             return True
         value = getattr(layer, name, None)
@@ -290,19 +291,20 @@ def _sees_all_rows(layer: MessagePassing, edges: bool) -> bool:
     return False
 
 
-def _read_names(layer: MessagePassing, methods: tuple[str, ...]) -> set[str]:
-    """Names of attributes that these methods of the layer read, and so on through the methods that they call."""
+@functools.lru_cache(maxsize=256)
+def _read_names(layer_class: Any, methods: tuple[str, ...]) -> frozenset[str]:
+    """Names of attributes that these methods of a layer read, and so on through the methods that they call."""
     names: set[str] = set()
     missing = list(methods)
     while missing:
         name = missing.pop()
-        for cls in type(layer).__mro__:
+        for cls in layer_class.__mro__:
             function = vars(cls).get(name) if cls is not nn.Module else None
             if isinstance(function, types.FunctionType):
                 new = set(_attributes(function.__code__)) - names
                 names |= new
                 missing += new
-    return names
+    return frozenset(names)
 
 
 def _attributes(code: types.CodeType) -> Iterator[str]:
@@ -433,7 +435,7 @@ def _in_blocks(hop: _Hop, result: _Result, max_edges: int) -> Tensor:
     notes: dict[str, list[Tensor]] = {name: [] for name in result.notes}
     for number, edges in enumerate(edge_index.split(num_edges, dim=1)):
         own = {name: values[number] for name, values in parts.items()}
-        block = partial(_run, hop, state, bounds[number], num_dst[number], own)
+        block = functools.partial(_run, hop, state, bounds[number], num_dst[number], own)
         # the one tensor among the arguments tells checkpoint whose random state is to be kept
         out, left = checkpoint(block, edges, use_reentrant=False) if torch.is_grad_enabled() else block(edges)
         outs.append(out)
