@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
@@ -156,6 +157,18 @@ class Backend(ABC):
     def max_over_ranks(self, value: int) -> int:
         """The largest value of any rank. Used by aggregations that pad."""
         return int(self.communicator.gather([float(value)]).max())
+
+    def first_hop_bytes(self, device: torch.device) -> int:
+        """Bytes that this rank may keep of hops over fixed rows."""
+        return self.savings.first_hop_bytes(device, self._num_ranks)
+
+    def block_bytes(self, device: torch.device) -> int | None:
+        """Bytes that the messages of one hop may take on this rank's ``device``; ``None`` for no limit."""
+        return self.savings.block_bytes(device, self._num_ranks)
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._communicator is None else self._communicator.world_size
 
     @property
     def num_rows(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -21,9 +22,12 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import fused_adjacency, plain
+from pygdist.backends.blocks import Blocks
+from pygdist.backends.layers import fused_adjacency, fuses, plain
 from pygdist.backends.refusals import refusals
+from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
+from pygdist.backends.weights import cheaper_forward, usable
 from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
@@ -102,6 +106,7 @@ class _BeginForward:
         self.backend = backend
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        _routing_of(self.backend).first_hop.begin_forward()
         self.backend.begin_forward()
 
 
@@ -126,11 +131,15 @@ class _Routing:
         }
         self.classes: dict[type, type] = {}
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
+        self.blocks = Blocks(backend)
+        self.first_hop = FirstHop(backend)
 
     def forget(self) -> None:
         """Drop what was computed for one graph, by us and by layers that cache (``cached=True``)."""
         self.gcn_norm.clear()
         self.self_loops.clear()
+        self.blocks.forget()
+        self.first_hop.forget()
         for layer in self.layers:
             _forget_local_state(layer)
 
@@ -142,7 +151,11 @@ class _Routing:
                 # PyG assigns these three on the class when it unpickles, deep-copies or decomposes a layer; a class
                 # that defines them itself keeps its routing
                 body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
-            self.classes[base] = type(f"Distributed{base.__name__}", self._rebound_bases(base), body)
+            bases = self._rebound_bases(base)
+            cheaper = cheaper_forward(base)
+            if cheaper is not None:
+                body["forward"] = _cheaper(cheaper, bases[0].forward)
+            self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
         return self.classes[base]
 
     def global_class(self, base: type[nn.Module]) -> type:
@@ -229,17 +242,44 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
         backend: Backend = getattr(type(self), _BACKEND)
         if self.explain:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
+        if not backend.savings.no_input_gradient:
+            kwargs = {key: _with_gradient(value) for key, value in kwargs.items()}
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
+        inner = partial(_aggregate, self, own, name)
+        run = partial(getattr(backend, name), self, inner, edge_index, size, kwargs)
         try:
-            result: Tensor = getattr(backend, name)(
-                self, partial(_aggregate, self, own, name), edge_index, size, kwargs
-            )
+            if name == "propagate" and fuses(self, edge_index, kwargs):
+                result: Tensor = _routing_of(backend).first_hop.run(self, edge_index, kwargs, run)
+            else:
+                result = run()
         finally:
             self._decomposed_layers = decomposed
         return result
 
     hop.__name__ = name
     return hop
+
+
+def _with_gradient(value: Any) -> Any:
+    """Rows as PyG would treat those of a model's first layer if they asked for a gradient."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_with_gradient(part) for part in value)
+    wanted = isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled()
+    return value.detach().requires_grad_() if wanted and not value.requires_grad else value
+
+
+def _cheaper(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The layer's ``forward``, or ``way`` where that is cheaper."""
+
+    def forward(self: MessagePassing, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor:
+        backend: Backend = getattr(type(self), _BACKEND)
+        if backend.savings.cheaper_side and usable(self, x, edge_index):
+            result = way(backend, self, partial(own, self), x, edge_index, *args, **kwargs)
+            if result is not None:
+                return result
+        return own(self, x, edge_index, *args, **kwargs)
+
+    return forward
 
 
 def _aggregate(
@@ -258,7 +298,8 @@ def _aggregate(
     attention = attention_hop(layer, name, edge_index, kwargs) if backend.savings.fused_attention else None
     if attention is not None:
         return attention(layer, edge_index, **kwargs)
-    return own(layer, plain(edge_index), size=size, **kwargs)
+    run = _routing_of(backend).blocks.run
+    return run(layer, partial(own, layer), name == "edge_updater", plain(edge_index), size=size, **kwargs)
 
 
 def _functions(base: type) -> list[types.FunctionType]:

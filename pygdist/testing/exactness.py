@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
-from pygdist.backends import Backend, distribute, resolve_backend
+from pygdist.backends import Backend, Savings, distribute, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
@@ -173,6 +173,7 @@ def assert_exact(
     num_nodes: int = 37,
     seed: int = 0,
     tolerance: float = 1e-10,
+    savings: Savings | None = None,
     pool: RankPool | None = None,
 ) -> dict[str, float]:
     """Hold a backend to the contract: layers x world sizes x graphs, in float64, against plain PyG on one process.
@@ -185,6 +186,7 @@ def assert_exact(
         num_nodes: Nodes of each graph.
         seed: Everything is drawn from it.
         tolerance: Largest absolute difference allowed.
+        savings: What :func:`~pygdist.distribute` gets.
         pool: Processes to use; by default they are started for the call.
 
     Returns:
@@ -209,7 +211,7 @@ def assert_exact(
                 store = folder / f"{kind}-{world_size}"
                 write_store(data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[])
                 jobs.append((kind, str(store)))
-            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, seed)
+            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, seed, savings)
             for rank, found in enumerate(ranks):
                 for (name, kind), (quantity, difference) in found.items():
                     worst[name] = max(worst.get(name, 0.0), difference)
@@ -231,6 +233,7 @@ def _check_exact(
     jobs: list[tuple[str, str]],
     num_nodes: int,
     seed: int,
+    savings: Savings | None,
 ) -> dict[tuple[str, str], tuple[str, float]]:
     """On one rank: the worst quantity and its difference, by layer and graph."""
     communicator = Communicator(dist.new_group(), check_order=True)
@@ -243,7 +246,7 @@ def _check_exact(
             reference = reference_step(build(name, num_features, num_classes), data)
             bound = resolve_backend(backend)
             bound.bind(shard, communicator)
-            model = distribute(build(name, num_features, num_classes), backend=bound)
+            model = distribute(build(name, num_features, num_classes), backend=bound, savings=savings)
             differences = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id)
             quantity = max(differences, key=lambda key: differences[key].absolute)
             found[name, kind] = (quantity, differences[quantity].absolute)

@@ -1,0 +1,192 @@
+r"""The cheaper side of a layer's weight: :math:`(A X) W = A (X W)`, so a linear layer may aggregate before or after it.
+
+PyG's layers do one or the other, always. Here a layer aggregates the rows that it gets if they are fixed (their result
+is kept, see :mod:`pygdist.backends.reuse`) or narrower than what the weight makes of them, and else the product. The
+layer's own ``forward`` runs in either case: for its duration the weight's place is taken by what is left to do there,
+and the weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
+written out.
+
+===================================  ====================  ============================================
+layer                                PyG aggregates        here, where it is cheaper
+===================================  ====================  ============================================
+``GCNConv``                          the product           the rows
+``SGConv``                           the rows, K times     the product, K times
+``TAGConv``                          the rows, K times     the products, by Horner's scheme, K times
+``ARMAConv``                         one product a stack   the rows, once for all stacks of the first hop
+``SAGEConv``, ``GraphConv``          the rows              the product, if messages are summed or averaged
+===================================  ====================  ============================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import ARMAConv, GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
+
+from pygdist.backends.base import Backend
+from pygdist.graph import Adjacency
+
+__all__ = ["cheaper_forward", "usable"]
+
+Forward = Callable[..., Tensor]
+
+
+def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
+    """What may stand for the ``forward`` of a layer class; ``None`` if it is not one of the layers above.
+
+    Returns:
+        A function of the backend, the layer, its own ``forward``, the rows, the edges and the other arguments, which
+        returns ``None`` where the layer's own way is the cheaper one.
+    """
+    for cls, ways in _WAYS.items():
+        # a subclass that writes any of these may do other things with the rows
+        names = ("forward", "message", "message_and_aggregate", "aggregate", "update")
+        if issubclass(base, cls) and all(getattr(base, name) is getattr(cls, name) for name in names):
+            return ways
+    return None
+
+
+def _gcn(
+    backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if not (_fixed(backend, layer, x) or x.size(-1) < layer.out_channels):
+        return None
+    with _in_place_of(layer, lin=nn.Identity(), bias=None):
+        out = own(x, edge_index, edge_weight)
+    out = layer.lin(out)
+    return out if layer.bias is None else out + layer.bias
+
+
+def _sg(
+    backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if layer.cached or layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+        return None
+    with _in_place_of(layer, lin=_Bias(layer.lin.bias)):
+        return own(functional.linear(x, layer.lin.weight), edge_index, edge_weight)
+
+
+def _tag(
+    backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+        return None
+    if layer.normalize:
+        edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+    out = layer.lins[-1](x)
+    for lin in reversed(layer.lins[:-1]):
+        out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + lin(x)
+    return out if layer.bias is None else out + layer.bias
+
+
+def _arma(
+    backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    products = layer.num_stacks * layer.out_channels
+    if not (_fixed(backend, layer, x) or x.size(-1) < products):
+        return None
+    edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+    out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
+    for hop in range(layer.num_layers):
+        shared = 0 if layer.shared_weights else hop
+        if hop > 0:
+            out = out @ layer.weight[0 if layer.shared_weights else hop - 1]
+            out = layer.propagate(edge_index, x=out, edge_weight=edge_weight)
+        root = functional.dropout(x, p=layer.dropout, training=layer.training)
+        out = out + root @ layer.root_weight[shared]
+        if layer.bias is not None:
+            out = out + layer.bias[shared]
+        if layer.act is not None:
+            out = layer.act(out)
+    return out.mean(dim=-3)
+
+
+def _sage(backend: Backend, layer: SAGEConv, own: Forward, x: Tensor, edge_index: Tensor, **rest: Any) -> Tensor | None:
+    if layer.project:  # by a layer that is not linear
+        return None
+    return _neighbours_first(backend, layer, "lin_l", own, x, edge_index, **rest)
+
+
+def _graph(
+    backend: Backend, layer: GraphConv, own: Forward, x: Tensor, edge_index: Tensor, *args: Any, **rest: Any
+) -> Tensor | None:
+    return _neighbours_first(backend, layer, "lin_rel", own, x, edge_index, *args, **rest)
+
+
+def _neighbours_first(
+    backend: Backend, layer: MessagePassing, name: str, own: Forward, x: Tensor, *args: Any, **rest: Any
+) -> Tensor | None:
+    """Multiply what neighbours send by the weight ``name``; the layer's own rows keep theirs."""
+    lin = getattr(layer, name)
+    if not isinstance(layer.aggr_module, (SumAggregation, MeanAggregation)):
+        return None
+    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+        return None
+    with _in_place_of(layer, **{name: _Bias(lin.bias)}):
+        return own((functional.linear(x, lin.weight), x), *args, **rest)
+
+
+_WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
+    ARMAConv: _arma,
+    GCNConv: _gcn,
+    GraphConv: _graph,
+    SAGEConv: _sage,
+    SGConv: _sg,
+    TAGConv: _tag,
+}
+
+
+def _fixed(backend: Backend, layer: MessagePassing, x: Tensor) -> bool:
+    return bool(backend.routing.first_hop.expects(layer, x))
+
+
+def _normalised(
+    backend: Backend, layer: MessagePassing, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+) -> tuple[Adjacency, Tensor]:
+    """As ``TAGConv`` and ``ARMAConv`` call ``gcn_norm``."""
+    norm = backend.routing.gcn_norm
+    num_nodes = x.size(layer.node_dim)
+    result: tuple[Adjacency, Tensor] = norm(edge_index, edge_weight, num_nodes, add_self_loops=False, dtype=x.dtype)
+    return result
+
+
+class _Bias(nn.Module):
+    """What is left of a linear layer whose weight was applied before."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.value = [] if bias is None else [bias]  # a list, so that it is no parameter of two modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.value[0] if self.value else x
+
+
+@contextlib.contextmanager
+def _in_place_of(layer: nn.Module, **others: nn.Module | None) -> Iterator[None]:
+    """Modules or parameters of ``layer`` by others, for a while."""
+    stores = {name: store for name in others for store in (layer._modules, layer._parameters) if name in store}
+    before = {name: store[name] for name, store in stores.items()}
+    try:
+        for name, store in stores.items():
+            store[name] = others[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for name, store in stores.items():
+            store[name] = before[name]  # type: ignore[assignment]
+
+
+def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
+    """Whether the order may be changed: plain rows on a shard's edges, and weights that exist."""
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == 2
+        and isinstance(edge_index, Adjacency)
+        and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=True))
+        and not torch.jit.is_scripting()
+    )
