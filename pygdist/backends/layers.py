@@ -47,7 +47,9 @@ def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) 
         return False
     x, weight = kwargs.get("x"), kwargs.get("edge_weight")
     x = x[0] if isinstance(x, (tuple, list)) else x
-    if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point() and not layer.explain):
+    if not (isinstance(x, Tensor) and x.is_floating_point() and not layer.explain):
+        return False
+    if x.dim() != 2 and (x.dim() != 3 or layer.node_dim != -2):  # ARMA stacks features in front of the nodes
         return False
     return weight is None or weight.dim() == 1
 

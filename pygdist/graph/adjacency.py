@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
+from torch_geometric.edge_index import SortOrder
 
 from pygdist.kernels import CSR, spmm, transpose
 
@@ -21,7 +22,9 @@ class Adjacency(EdgeIndex):
     The rows that a rank owns come first on both sides, so a self-loop has the same id on both, and PyG's bipartite
     rules hold as they stand. To a layer this is an ``edge_index`` of shape ``(2, num_edges)``, dtype int64; layers
     that PyG can fuse reach :meth:`matmul`, which runs :func:`pygdist.kernels.spmm` on int32 indices where they fit.
-    The transpose is built on the first backward pass and kept.
+
+    What is held is the sparse matrix, 4 bytes per edge. The edge list, four times as much, is made when somebody looks
+    at it, and the transpose on the first backward pass; both are kept.
 
     Args:
         edge_index: ``(2, num_edges)`` int64, sources in row 0, sorted by row 1.
@@ -33,24 +36,49 @@ class Adjacency(EdgeIndex):
         ValueError: If the edges are not sorted by destination or the weights have another length.
     """
 
-    _csr: CSR | None = None
+    _csr: CSR
+    _edges: Tensor | None = None
     _transposed: CSR | None = None
+    _transposed_value: tuple[Tensor, int, Tensor] | None = None
     _edge_value: Tensor | None = None
-    _origin: Adjacency | None = None  # keeps the transpose for every copy with other weights
+    _origin: Adjacency | None = None  # keeps what is made on demand, for every copy with other weights
 
     @staticmethod
     def __new__(
         cls: type[Adjacency], edge_index: Tensor, *, num_src: int, num_dst: int, value: Tensor | None = None
     ) -> Adjacency:
         """See the class."""
-        out: Adjacency = EdgeIndex.__new__(
-            cls, edge_index.contiguous(), sparse_size=(num_src, num_dst), sort_order="col"
-        )
-        if edge_index.size(1) > 1 and bool((edge_index[1].diff() < 0).any()):
+        source, target = edge_index
+        if edge_index.size(1) > 1 and bool((target[1:] < target[:-1]).any()):
             raise ValueError("the edges of an Adjacency must be sorted by destination (edge_index[1])")
-        if value is not None and value.size(0) != edge_index.size(1):
-            raise ValueError(f"expected one weight for each of {edge_index.size(1)} edges, got {value.size(0)}")
-        out._edge_value = value
+        with torch.inference_mode(False):  # training uses what evaluation may have built first
+            indptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=edge_index.device)
+            torch.cumsum(torch.bincount(target, minlength=num_dst), dim=0, out=indptr[1:])
+            index = source.to(torch.int32) if num_src < 2**31 - 1 else source.clone()
+        out = cls.from_csr(CSR(indptr, index.contiguous(), num_src), value)
+        out._edges = edge_index.contiguous()
+        return out
+
+    @classmethod
+    def from_csr(cls, csr: CSR, value: Tensor | None = None) -> Adjacency:
+        """An adjacency over a sparse matrix of destinations by sources, which is not copied; ``csr.perm`` is not used.
+
+        Raises:
+            ValueError: If the weights have another length.
+        """
+        if value is not None and value.size(0) != csr.num_entries:
+            raise ValueError(f"expected one weight for each of {csr.num_entries} edges, got {value.size(0)}")
+        out: Adjacency = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size=(2, csr.num_entries),
+            strides=(csr.num_entries, 1),
+            dtype=torch.int64,
+            device=csr.indptr.device,
+            requires_grad=False,
+        )
+        out._csr, out._edge_value = csr, value
+        out._sparse_size, out._sort_order, out._is_undirected = (csr.num_cols, csr.num_rows), SortOrder.COL, False
+        out._indptr = csr.indptr
         return out
 
     @staticmethod
@@ -58,9 +86,32 @@ class Adjacency(EdgeIndex):
         edge_index: Tensor, value: Tensor | None = None, *, num_src: int, num_dst: int
     ) -> tuple[Adjacency, Tensor]:
         """Sort edges by destination, keeping their order within one; also returns the permutation used."""
-        perm = torch.argsort(edge_index[1], stable=True)
+        csr = CSR.from_coo(edge_index[1], edge_index[0], num_rows=num_dst, num_cols=num_src)
+        perm = csr.perm
+        assert perm is not None
         value = None if value is None else value[perm]
-        return Adjacency(edge_index[:, perm], num_src=num_src, num_dst=num_dst, value=value), perm
+        return Adjacency.from_csr(CSR(csr.indptr, csr.index, num_src), value), perm
+
+    @property
+    def _data(self) -> Tensor:
+        """The edge list, under the name by which PyG's code knows it."""
+        owner = self if self._origin is None else self._origin
+        if owner._edges is None:
+            with torch.inference_mode(False):
+                edges = torch.empty((2, owner._csr.num_entries), dtype=torch.int64, device=owner._csr.indptr.device)
+                edges[0].copy_(owner._csr.index)
+                edges[1].copy_(owner._csr.row_index())
+                owner._edges = edges
+        return owner._edges
+
+    @_data.setter
+    def _data(self, edges: Tensor) -> None:  # PyG sets what an operation gave back unchanged
+        (self if self._origin is None else self._origin)._edges = edges
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """int64, whether the edge list exists or not."""
+        return torch.int64
 
     @property
     def num_src(self) -> int:
@@ -78,37 +129,39 @@ class Adjacency(EdgeIndex):
         return self._edge_value
 
     def with_value(self, value: Tensor | None) -> Adjacency:
-        """The same edges with other weights; shares every cache."""
-        out: Adjacency = EdgeIndex.__new__(
-            Adjacency, self._data, sparse_size=(self.num_src, self.num_dst), sort_order="col"
-        )
-        out._indptr, out._edge_value = self._indptr, value
-        out._csr, out._transposed = self.csr(), self._transposed
+        """The same edges with other weights; shares what is made on demand."""
+        out = Adjacency.from_csr(self._csr, value)
         out._origin = self if self._origin is None else self._origin
         return out
 
     def csr(self) -> CSR:
         """The edges by destination as :class:`~pygdist.kernels.CSR`."""
-        if self._csr is None:
-            self._csr = self._make_csr()
         return self._csr
 
-    @torch.inference_mode(False)  # training uses what evaluation may have built first
-    def _make_csr(self) -> CSR:
-        dst, src = self._data[1], self._data[0]
-        counts = torch.bincount(dst, minlength=self.num_dst)
-        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        index = src.to(torch.int32) if self.num_src < 2**31 - 1 else src.clone()
-        self._indptr = indptr
-        return CSR(indptr=indptr, index=index.contiguous(), num_cols=self.num_src, perm=None)
-
     def transposed(self) -> CSR:
-        """The edges by source, built once and kept with the adjacency that :meth:`with_value` started from."""
+        """The edges by source, made once and kept with the adjacency that :meth:`with_value` started from."""
         owner = self if self._origin is None else self._origin
         if owner._transposed is None:
             with torch.inference_mode(False):
-                owner._transposed = transpose(owner.csr())
+                csr, made = owner._csr, transpose(owner._csr)
+                # an undirected graph is its own transpose, and needs no second copy
+                if torch.equal(csr.indptr, made.indptr) and torch.equal(csr.index, made.index):
+                    made = CSR(csr.indptr, csr.index, csr.num_rows, made.perm)
+                owner._transposed = made
         return owner._transposed
+
+    def _transposed_weight(self, value: Tensor) -> Tensor:
+        """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
+        owner = self if self._origin is None else self._origin
+        kept = owner._transposed_value
+        if kept is None or kept[0] is not value or kept[1] != value._version:
+            perm = self.transposed().perm
+            assert perm is not None
+            with torch.inference_mode(False):
+                made = value.index_select(0, perm)
+                kept = (value, value._version, value if torch.equal(made, value) else made)
+            owner._transposed_value = kept
+        return kept[2]
 
     def matmul(
         self,
@@ -124,25 +177,36 @@ class Adjacency(EdgeIndex):
         one thing that an adjacency sorted by destination can mean here.
 
         Shapes:
-            ``other`` is :math:`(n_{src}, *)`, the result :math:`(n_{dst}, *)`.
+            ``other`` is :math:`(n_{src}, *)`, or :math:`(K, n_{src}, F)` for layers that stack features, the result
+            :math:`(n_{dst}, *)` or :math:`(K, n_{dst}, F)`.
         """
         if other_value is not None or isinstance(other, EdgeIndex):
             raise ValueError("Adjacency multiplies dense rows only, not another sparse matrix")
         value = self._edge_value if input_value is None else input_value
-        return spmm(self.csr(), other, value, reduce="sum" if reduce == "add" else reduce, transposed=self.transposed)
+        fixed = value is not None and not value.requires_grad and not value.is_inference()
+        stacked = other.dim() == 3
+        out = spmm(
+            self._csr,
+            other.transpose(0, 1) if stacked else other,
+            value,
+            reduce="sum" if reduce == "add" else reduce,
+            transposed=self.transposed,
+            transposed_weight=(lambda: self._transposed_weight(value)) if fixed else None,  # type: ignore[arg-type]
+        )
+        return out.transpose(0, 1) if stacked else out
 
     def to_device(self, device: torch.device | str) -> Adjacency:
-        """The same adjacency on another device, caches rebuilt there on demand."""
+        """The same adjacency on another device, what is made on demand made there again."""
         value = None if self._edge_value is None else self._edge_value.to(device)
-        return Adjacency(self._data.to(device), num_src=self.num_src, num_dst=self.num_dst, value=value)
+        return _rebuild(self._csr.indptr.to(device), self._csr.index.to(device), self.num_src, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adjacency:
         value = None if self._edge_value is None else self._edge_value.detach().clone()
-        return _rebuild(self._data.clone(), self.num_src, self.num_dst, value)
+        return _rebuild(self._csr.indptr.clone(), self._csr.index.clone(), self.num_src, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._data, self.num_src, self.num_dst, self._edge_value)
+        return _rebuild, (self._csr.indptr, self._csr.index, self.num_src, self._edge_value)
 
 
-def _rebuild(data: Tensor, num_src: int, num_dst: int, value: Tensor | None) -> Adjacency:
-    return Adjacency(data, num_src=num_src, num_dst=num_dst, value=value)
+def _rebuild(indptr: Tensor, index: Tensor, num_src: int, value: Tensor | None) -> Adjacency:
+    return Adjacency.from_csr(CSR(indptr, index, num_src), value)

@@ -14,6 +14,7 @@ from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store import open_part, read_meta
+from pygdist.kernels.csr import CSR, narrowest
 
 __all__ = ["Shard"]
 
@@ -103,8 +104,7 @@ class Shard:
         """A shard over the arrays of one part, as :func:`pygdist.graph.store.open_part` gives them."""
         indptr, n_id = _tensor(arrays["indptr"]), _tensor(arrays["n_id"])
         num_owned = indptr.numel() - 1
-        src = _tensor(arrays["src"]).long()
-        dst = torch.repeat_interleave(torch.arange(num_owned), indptr.diff(), output_size=src.numel())
+        csr = CSR(indptr, _tensor(arrays["src"]).to(narrowest(n_id.numel())), n_id.numel())
         optional = {
             name: _tensor(arrays[name]) if name in arrays else None for name in ("x", "y", *MASKS, *EDGE_FIELDS)
         }
@@ -120,7 +120,7 @@ class Shard:
             num_parts=int(meta["num_parts"]),
             n_id=n_id,
             num_owned=num_owned,
-            adjacency=Adjacency(torch.stack([src, dst]), num_src=n_id.numel(), num_dst=num_owned),
+            adjacency=Adjacency.from_csr(csr),
             e_id=_tensor(arrays["e_id"]),
             plan=plan,
             num_nodes=int(meta["num_nodes"]),

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
-from pygdist.kernels.csr import CSR, transpose
+from pygdist.kernels.csr import CSR
+from pygdist.kernels.transpose import transpose
 
 __all__ = ["edge_softmax_op", "gatv2_scores_op"]
 

@@ -25,6 +25,7 @@ __all__ = [
     "share_ties",
     "spmm",
     "sum_edges",
+    "transpose",
 ]
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
@@ -114,6 +115,14 @@ def gatv2_grad(
     parts = (source, target, attention, slope, grad_target, grad_attention)
     _call("pygdist_gatv2_grad", csr, grad_scores, source, *parts, op="mul")
     return grad_target, grad_attention
+
+
+def transpose(csr: CSR) -> CSR:
+    """Swap rows and columns of a matrix whose ids all fit int32."""
+    indptr = csr.indptr.new_empty(csr.num_cols + 1)
+    index, perm = (csr.index.new_empty(csr.num_entries) for _ in range(2))
+    _call("pygdist_transpose", csr, None, csr.index.new_empty(0, 0), indptr, index, perm)
+    return CSR(indptr, index, csr.num_rows, perm)
 
 
 def _call(

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
-from pygdist.kernels.csr import CSR, transpose
+from pygdist.kernels.csr import CSR
+from pygdist.kernels.transpose import transpose
 
 __all__ = ["sddmm_op", "spmm_op"]
 

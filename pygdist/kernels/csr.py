@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CSR", "narrowest", "transpose"]
+__all__ = ["CSR", "narrowest"]
 
 _INT32_MAX = 2**31 - 1
 
@@ -109,20 +109,6 @@ class CSR:
             if low < 0 or high >= self.num_cols:
                 raise ValueError(f"index must be in 0..{self.num_cols - 1}, it has {low if low < 0 else high}")
         return self
-
-
-def transpose(csr: CSR) -> CSR:
-    """Swap rows and columns.
-
-    Args:
-        csr: The matrix.
-
-    Returns:
-        Its transpose. ``perm`` leads from the entries of the transpose to the entries of ``csr`` (not to the caller's
-        order behind ``csr.perm``), so ``weight[perm]`` are the values of the transpose. The entries of a row keep the
-        order of ``csr``.
-    """
-    return CSR.from_coo(csr.index, csr.row_index(), num_rows=csr.num_cols, num_cols=csr.num_rows)
 
 
 def narrowest(count: int) -> torch.dtype:

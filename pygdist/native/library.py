@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_share_ties": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_extremum_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_sddmm": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_transpose": (_CSR, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_edge_softmax": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
     "pygdist_edge_softmax_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_sum_edges": (_CSR, _ARRAY),

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
+from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
+from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
 
 __all__ = ["GlobalGCNNorm", "version_of"]
@@ -81,15 +82,40 @@ class GlobalGCNNorm:
             if not isinstance(edge_index, Adjacency):
                 raise InputError("gcn_norm on edges that are not the shard's adjacency needs num_nodes")
             num_nodes = edge_index.num_dst
-        edges = edge_index.as_tensor() if isinstance(edge_index, Adjacency) else edge_index
+        if not isinstance(edge_index, Adjacency):
+            num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
+            edge_index, perm = Adjacency.from_unsorted(edge_index, num_src=num_src, num_dst=num_nodes)
+            edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
+        csr = edge_index.csr()
         if add_self_loops:
-            edges, edge_weight = add_remaining_self_loops(edges, edge_weight, fill_value, num_nodes)
+            csr, edge_weight = _with_remaining_self_loops(csr, edge_weight, fill_value, num_nodes, dtype)
+        counts = csr.indptr.diff()
         if edge_weight is None:
-            edge_weight = torch.ones(edges.size(1), dtype=dtype, device=edges.device)
-        degree = scatter(edge_weight, edges[1], dim=0, dim_size=num_nodes, reduce="sum")
+            degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
+        else:
+            degree = torch.segment_reduce(edge_weight, "sum", offsets=csr.indptr, initial=0)
         scale = degree.pow(-0.5)
         scale = scale.masked_fill(scale == float("inf"), 0)
         source_scale = self._ranks.source_rows(scale)
-        weight = source_scale[edges[0]] * edge_weight * scale[edges[1]]
-        adjacency, perm = Adjacency.from_unsorted(edges, num_src=source_scale.size(0), num_dst=num_nodes)
-        return adjacency, weight[perm]
+        weight = source_scale.index_select(0, csr.index)
+        weight = weight if edge_weight is None else weight * edge_weight
+        weight = weight * torch.repeat_interleave(scale, counts, output_size=csr.num_entries)
+        return Adjacency.from_csr(CSR(csr.indptr, csr.index, source_scale.size(0))), weight
+
+
+def _with_remaining_self_loops(
+    csr: CSR, weight: Tensor | None, fill_value: float, num_nodes: int, dtype: torch.dtype | None
+) -> tuple[CSR, Tensor | None]:
+    """One self-loop at each node, as PyG's ``add_remaining_self_loops``: those that exist keep their weight."""
+    is_loop = is_self_loop(csr)
+    keep = ~is_loop
+    looped, is_new = insert_self_loops(keep_entries(csr, keep), num_nodes)
+    if weight is None and fill_value == 1:
+        return looped, None
+    if weight is None:
+        weight = torch.ones(csr.num_entries, dtype=dtype, device=csr.indptr.device)
+    loops = weight.new_full((num_nodes,), fill_value)
+    loops[csr.index[is_loop].long()] = weight[is_loop]
+    out = weight.new_empty(looped.num_entries)
+    out = out.masked_scatter(~is_new, weight[keep])
+    return looped, out.masked_scatter(is_new, loops)

@@ -1,7 +1,7 @@
 """Self-loops for layers that add their own: an :class:`~pygdist.graph.Adjacency` stays one.
 
 PyG's functions append the loops to the edges, which then are no longer sorted by destination, and forget that they
-were. The result is kept: on a fixed graph the loops are added, and the edges sorted, once.
+were. The result is kept: on a fixed graph the loops are added once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pygdist.graph import Adjacency
+from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 
 __all__ = ["KeptSelfLoops"]
 
@@ -21,7 +22,7 @@ class KeptSelfLoops:
     """PyG's ``remove_self_loops`` and ``add_self_loops``, with the edges of an adjacency in its own order."""
 
     def __init__(self) -> None:
-        # the adjacency that was asked about is kept too, so that its id stays its own
+        # by what was asked: the adjacency, kept so that its id stays its own, its successor, and which edges stayed
         self._kept: dict[tuple[object, ...], tuple[Adjacency, Adjacency, Tensor]] = {}
 
     def clear(self) -> None:
@@ -36,14 +37,12 @@ class KeptSelfLoops:
         slot = (id(edge_index), "remove")
         if slot not in self._kept:
             with torch.inference_mode(False):  # training uses what evaluation may have asked for first
-                edges = edge_index.as_tensor()
-                chosen = (edges[0] != edges[1]).nonzero().squeeze(1)
-                kept = edge_index
-                if chosen.numel() < edges.size(1):
-                    kept = Adjacency(edges[:, chosen], num_src=edge_index.num_src, num_dst=edge_index.num_dst)
-                self._kept[slot] = (edge_index, kept, chosen if kept is not edge_index else chosen[:0])
-        _, kept, chosen = self._kept[slot]
-        return kept, edge_attr if edge_attr is None or kept is edge_index else edge_attr.index_select(0, chosen)
+                csr = edge_index.csr()
+                keep = ~is_self_loop(csr)
+                without = edge_index if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep))
+                self._kept[slot] = (edge_index, without, keep)
+        _, without, keep = self._kept[slot]
+        return without, edge_attr if edge_attr is None or without is edge_index else edge_attr[keep]
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -55,11 +54,13 @@ class KeptSelfLoops:
         slot = (id(edge_index), "add", num_nodes)
         if slot not in self._kept:
             with torch.inference_mode(False):
-                edges, _ = add_self_loops(edge_index.as_tensor(), num_nodes=num_nodes)
-                sizes = {"num_src": edge_index.num_src, "num_dst": edge_index.num_dst}
-                self._kept[slot] = (edge_index, *Adjacency.from_unsorted(edges, **sizes))
-        _, adjacency, perm = self._kept[slot]
-        if edge_attr is not None:
-            _, edge_attr = add_self_loops(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
-            edge_attr = None if edge_attr is None else edge_attr.index_select(0, perm)
-        return adjacency, edge_attr
+                csr, is_loop = insert_self_loops(edge_index.csr(), num_nodes)
+                self._kept[slot] = (edge_index, Adjacency.from_csr(csr), is_loop)
+        _, adjacency, is_loop = self._kept[slot]
+        if edge_attr is None:
+            return adjacency, None
+        _, appended = add_self_loops(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
+        assert appended is not None
+        ordered = torch.empty_like(appended)
+        ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
+        return adjacency, ordered

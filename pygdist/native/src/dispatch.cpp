@@ -147,6 +147,26 @@ int32_t pygdist_set_isa(int32_t level) {
   return choice;
 }
 
+// A counting sort by column. One thread: it writes to as many places as there are columns, and runs once per graph.
+int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* index, int32_t* perm) {
+  if (csr->index_bits != 32) return PYGDIST_BAD_TYPE;
+  const auto* column = static_cast<const int32_t*>(csr->index);
+  const int64_t entries = csr->indptr[csr->num_rows];
+  std::fill(indptr, indptr + csr->num_cols + 1, 0);
+  for (int64_t e = 0; e < entries; ++e) ++indptr[column[e] + 1];
+  for (int64_t col = 0; col < csr->num_cols; ++col) indptr[col + 1] += indptr[col];
+  const std::unique_ptr<int64_t[]> next(new int64_t[csr->num_cols]);
+  std::copy(indptr, indptr + csr->num_cols, next.get());
+  for (int64_t row = 0; row < csr->num_rows; ++row) {
+    for (int64_t e = csr->indptr[row]; e < csr->indptr[row + 1]; ++e) {
+      const int64_t place = next[column[e]]++;
+      index[place] = static_cast<int32_t>(row);
+      perm[place] = static_cast<int32_t>(e);
+    }
+  }
+  return PYGDIST_OK;
+}
+
 int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out) {
   if (reduce < PYGDIST_SUM || reduce > PYGDIST_MIN) return PYGDIST_BAD_REDUCE;
   if (!pygdist::known_types(*csr, reduce == PYGDIST_SUM || reduce == PYGDIST_MEAN)) return PYGDIST_BAD_TYPE;

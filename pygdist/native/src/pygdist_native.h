@@ -52,6 +52,10 @@ PYGDIST_API int32_t pygdist_abi_version(void);
 // Chooses the code path of later calls, for tests and measurements; capped at what the machine has. Returns the choice.
 PYGDIST_API int32_t pygdist_set_isa(int32_t level);
 
+// The transposed matrix: num_cols + 1 offsets, and for each of its entries the row and the position that it had. For
+// 32-bit indices; rows and entries must fit 32 bits too. Entries of a row keep their order.
+PYGDIST_API int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* index, int32_t* perm);
+
 // out[i] = reduce over entries (i, j) of their messages; rows without entries become 0. bfloat16 for sum and mean only.
 PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out);
 
