@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = [
     "fused_adjacency",
+    "fused_arguments",
     "fuses",
     "layer_name",
     "neighbour_arguments",
@@ -61,6 +63,21 @@ def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[s
     assert isinstance(edge_index, Adjacency)
     weight = kwargs.get("edge_weight")
     return edge_index if weight is None else edge_index.with_value(weight)
+
+
+_HOOKED = ("propagate", "message_and_aggregate")
+
+
+def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``message_and_aggregate`` takes beside the edges, if calling it is all that PyG's fused path would do.
+
+    PyG's ``propagate`` looks the two ends of all edges up even there, for hooks and ``update`` to use.
+    """
+    watched = any(getattr(layer, f"_{name}_forward_{kind}") for name in _HOOKED for kind in ("pre_hooks", "hooks"))
+    if watched or type(layer).update is not MessagePassing.update:
+        return None
+    _, *names = inspect.signature(layer.message_and_aggregate).parameters
+    return {name: kwargs.get(name) for name in names}
 
 
 def layer_name(layer: MessagePassing) -> str:

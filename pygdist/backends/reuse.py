@@ -99,7 +99,8 @@ class FirstHop:
         self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any], hop: Callable[[], Tensor]
     ) -> Tensor:
         """The result of a hop that is one sparse product, kept or computed by ``hop``."""
-        x, weight = _source(kwargs), kwargs.get("edge_weight")
+        x: Tensor = _source(kwargs)
+        weight: Tensor | None = kwargs.get("edge_weight")
         key = self._key(layer)
         self._hops[layer] = key[0] + 1
         if not self._backend.savings.first_hop or not _fixable(x) or not _fixable(weight) or key[0] >= _MOST_HOPS:
@@ -111,12 +112,13 @@ class FirstHop:
             if isinstance(state, _Kept) and state.identity == identity and state.whole:
                 # in inference mode a write would go unnoticed
                 return state.result.clone() if torch.is_inference_mode_enabled() else state.result
-        state = known.get(key)
-        again = isinstance(state, _Changing) and state.latest() is x and state.identity == identity
-        if not again and (state is not None or not torch.is_grad_enabled()):
+        before = known.get(key)
+        again = isinstance(before, _Changing) and before.latest() is x and before.identity == identity
+        if not again and (before is not None or not torch.is_grad_enabled()):
             known[key] = _Changing(weakref.ref(x), identity)
             return hop()
-        with torch.inference_mode(False), torch.no_grad():  # training uses what evaluation may have asked for first
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):  # training uses what evaluation may begin
             result = hop()
         if self._fits(layer, result):
             known[key] = _Kept(inputs, identity, result, version_of(result))

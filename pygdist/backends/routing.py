@@ -23,7 +23,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Backend
 from pygdist.backends.blocks import Blocks
-from pygdist.backends.layers import fused_adjacency, fuses, plain
+from pygdist.backends.layers import fused_adjacency, fused_arguments, fuses, plain
 from pygdist.backends.refusals import refusals
 from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
@@ -151,7 +151,7 @@ class _Routing:
                 # PyG assigns these three on the class when it unpickles, deep-copies or decomposes a layer; a class
                 # that defines them itself keeps its routing
                 body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
-            bases = self._rebound_bases(base)
+            bases: tuple[Any, ...] = self._rebound_bases(base)
             cheaper = cheaper_forward(base)
             if cheaper is not None:
                 body["forward"] = _cheaper(cheaper, bases[0].forward)
@@ -294,7 +294,12 @@ def _aggregate(
     backend: Backend = getattr(type(layer), _BACKEND)
     fused = fused_adjacency(layer, edge_index, kwargs) if name == "propagate" else None
     if fused is not None:
-        return own(layer, fused, size=size, **kwargs)
+        arguments = fused_arguments(layer, kwargs)
+        return (
+            own(layer, fused, size=size, **kwargs)
+            if arguments is None
+            else layer.message_and_aggregate(fused, **arguments)
+        )
     attention = attention_hop(layer, name, edge_index, kwargs) if backend.savings.fused_attention else None
     if attention is not None:
         return attention(layer, edge_index, **kwargs)

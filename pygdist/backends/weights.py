@@ -60,7 +60,7 @@ def _gcn(
     with _in_place_of(layer, lin=nn.Identity(), bias=None):
         out = own(x, edge_index, edge_weight)
     out = layer.lin(out)
-    return out if layer.bias is None else out + layer.bias
+    return _plus(out, layer.bias)
 
 
 def _sg(
@@ -82,7 +82,7 @@ def _tag(
     out = layer.lins[-1](x)
     for lin in reversed(layer.lins[:-1]):
         out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + lin(x)
-    return out if layer.bias is None else out + layer.bias
+    return _plus(out, layer.bias)
 
 
 def _arma(
@@ -104,7 +104,8 @@ def _arma(
             out = out + layer.bias[shared]
         if layer.act is not None:
             out = layer.act(out)
-    return out.mean(dim=-3)
+    mean: Tensor = out.mean(dim=-3)
+    return mean
 
 
 def _sage(backend: Backend, layer: SAGEConv, own: Forward, x: Tensor, edge_index: Tensor, **rest: Any) -> Tensor | None:
@@ -140,6 +141,10 @@ _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
     SGConv: _sg,
     TAGConv: _tag,
 }
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out + bias
 
 
 def _fixed(backend: Backend, layer: MessagePassing, x: Tensor) -> bool:

@@ -23,7 +23,10 @@ def keep_entries(csr: CSR, keep: Tensor) -> CSR:
 
 
 def insert_self_loops(csr: CSR, num_nodes: int) -> tuple[CSR, Tensor]:
-    """One more entry at the end of each of the first ``num_nodes`` rows, which leads to the row itself.
+    """One more entry in each of the first ``num_nodes`` rows, which leads to the row itself.
+
+    It comes after as many entries as lead to lower columns, so sorted rows stay sorted, and a symmetric matrix stays
+    its own transpose.
 
     Args:
         csr: The matrix.
@@ -37,7 +40,8 @@ def insert_self_loops(csr: CSR, num_nodes: int) -> tuple[CSR, Tensor]:
     nodes = torch.arange(csr.num_rows + 1, device=device).clamp_(max=num_nodes)
     indptr = csr.indptr + nodes
     is_loop = torch.zeros(csr.num_entries + num_nodes, dtype=torch.bool, device=device)
-    is_loop[indptr[1 : num_nodes + 1] - 1] = True
+    lower = torch.bincount(csr.row_index()[csr.index < csr.row_index()], minlength=csr.num_rows)
+    is_loop[(indptr[:-1] + lower)[:num_nodes]] = True
     index = csr.index.new_empty(is_loop.numel())
     index.masked_scatter_(~is_loop, csr.index)
     index.masked_scatter_(is_loop, torch.arange(num_nodes, dtype=index.dtype, device=device))
