@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -48,12 +49,15 @@ def main() -> None:
         parts = cut(csr, weight, count)
         for width in options.features:
             x = torch.rand(options.nodes, width)
-            whole, blocked = medians(
-                [lambda x=x: spmm(csr, x, weight), lambda x=x: [spmm(part, x, values) for part, values in parts]],
-                options.rounds,
-            )
+            whole, blocked = medians([partial(run, [(csr, weight)], x), partial(run, parts, x)], options.rounds)
             table.add_row(str(width), str(count), f"{whole:.4f}", f"{blocked:.4f}", f"{blocked / whole:.2f}")
     Console().print(table)
+
+
+def run(parts: list[tuple[CSR, Tensor]], x: Tensor) -> None:
+    """The product of each part with all rows."""
+    for part, values in parts:
+        spmm(part, x, values)
 
 
 def cut(csr: CSR, weight: Tensor, count: int) -> list[tuple[CSR, Tensor]]:
