@@ -1,6 +1,6 @@
 """Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine."""
 
-from pygdist.backends import Backend, distribute, undistribute
+from pygdist.backends import Backend, Savings, distribute, undistribute
 from pygdist.errors import InputError, LostRankError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, NodeClassifier
@@ -14,6 +14,7 @@ __all__ = [
     "LostRankError",
     "NodeClassifier",
     "Partitioner",
+    "Savings",
     "Shard",
     "distribute",
     "undistribute",
