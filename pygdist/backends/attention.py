@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from pygdist.backends.layers import hooked
+from pygdist.backends.layers import hooked, is_linear
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
@@ -35,9 +35,13 @@ def attention_hop(
         return None
     if type(layer.aggr_module) is not SumAggregation or hooked(layer):
         return None
-    # GATv2 and Transformer layers add edge attributes to the rows of the sources, channel by channel
-    needs_channels = not isinstance(layer, GATConv) and layer.lin_edge is not None
-    return None if needs_channels and arguments.get("edge_attr") is not None else hop
+    edges = layer.lin_edge
+    if edges is None:
+        return hop
+    if isinstance(layer, GATConv):  # its code for the edges' part of the score is read as a product of two weights
+        return hop if is_linear(edges) and edges.bias is None else None
+    # the others add edge attributes to the rows of the sources, channel by channel; TransformerConv insists on them
+    return hop if isinstance(layer, GATv2Conv) and arguments.get("edge_attr") is None else None
 
 
 def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:

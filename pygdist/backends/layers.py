@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import Linear, MessagePassing
 
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -19,6 +19,7 @@ __all__ = [
     "fused_arguments",
     "fuses",
     "hooked",
+    "is_linear",
     "layer_name",
     "neighbour_arguments",
     "norms_over_edges",
@@ -84,6 +85,12 @@ def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[st
         return None
     _, *names = inspect.signature(layer.message_and_aggregate).parameters
     return {name: kwargs.get(name) for name in names}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is ``x @ weight.T + bias`` and nothing else: no adapter, no hook."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) in (nn.Linear, Linear) and not any(hooks)
 
 
 def layer_name(layer: MessagePassing) -> str:

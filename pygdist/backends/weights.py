@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.nn import ARMAConv, GCNConv, GraphConv, Linear, MessagePassing, SAGEConv, SGConv, TAGConv
+from torch_geometric.nn import ARMAConv, GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import hooked
+from pygdist.backends.layers import hooked, is_linear
 from pygdist.graph import Adjacency
 
 __all__ = ["cheaper_forward", "usable"]
@@ -56,7 +56,7 @@ def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] 
 def _gcn(
     backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < layer.out_channels):
+    if layer.lin.bias is not None or not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < layer.out_channels):
         return None
     with _in_place_of(layer, lin=nn.Identity(), bias=None):
         out = own(x, edge_index, edge_weight)
@@ -78,6 +78,8 @@ def _tag(
     backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
     if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
+        return None
+    if any(lin.bias is not None for lin in layer.lins):
         return None
     if layer.normalize:
         edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
@@ -208,14 +210,8 @@ def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
         and x.dim() == 2
         and isinstance(edge_index, Adjacency)
         and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
-        and all(_linear(lin) for lin in lins)
+        and all(is_linear(lin) for lin in lins)
         and not hooked(layer)
         and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=True))
         and not torch.jit.is_scripting()
     )
-
-
-def _linear(lin: nn.Module) -> bool:
-    """Whether the module is ``x @ weight.T + bias`` and nothing else: no adapter, no hook."""
-    hooks = (lin._forward_hooks, lin._forward_pre_hooks, lin._backward_hooks, lin._backward_pre_hooks)
-    return type(lin) in (nn.Linear, Linear) and not any(hooks)

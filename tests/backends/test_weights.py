@@ -423,6 +423,28 @@ def test_lazy_layers_are_made_by_their_first_rows(name: str, graph: tuple[Data, 
             same(_results(lazy, shard.x, shard.adjacency, (), grad=False), expected)
 
 
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_linear_layer_replaced_by_one_with_a_bias_adds_it_where_pyg_does(
+    name: str, widths: tuple[int, int], graph: tuple[Data, Shard]
+) -> None:
+    data, shard = graph
+
+    def make(*sizes: int) -> nn.Module:
+        layer: nn.Module = CASES[name](*sizes)
+        if name == "TAG":
+            layer.lins[1] = nn.Linear(*sizes)
+        else:
+            setattr(layer, HOOKED[name], nn.Linear(*sizes))
+        return layer
+
+    plain = _layer(make, *widths)
+    model = single(copy.deepcopy(plain), shard)
+    for grad in (False, True):
+        expected = _results(plain, data.x, data.edge_index, (), grad=grad)
+        same(_results(model, shard.x, shard.adjacency, (), grad=grad), expected)
+
+
 LINEAR = ["ARMAConv", "GCNConv", "GCNConv-cached", "GraphConv", "SAGEConv-mean", "SGConv", "TAGConv"]
 
 
