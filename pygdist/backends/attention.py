@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
+from pygdist.backends.layers import hooked, is_linear
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
@@ -23,8 +24,6 @@ __all__ = ["AttentionHop", "attention_hop"]
 
 AttentionHop = Callable[..., Tensor]
 """Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
-
-_HOOKS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 
 def attention_hop(
@@ -34,11 +33,15 @@ def attention_hop(
     hop = next((hop for cls, hops in _HOPS.items() if isinstance(layer, cls) for hop in [hops.get(name)]), None)
     if hop is None or not isinstance(edge_index, Adjacency) or not _as_written(layer) or layer.explain:
         return None
-    if type(layer.aggr_module) is not SumAggregation or any(_hooks(layer, kind) for kind in _HOOKS):
+    if type(layer.aggr_module) is not SumAggregation or hooked(layer):
         return None
-    # GATv2 and Transformer layers add edge attributes to the rows of the sources, channel by channel
-    needs_channels = not isinstance(layer, GATConv) and layer.lin_edge is not None
-    return None if needs_channels and arguments.get("edge_attr") is not None else hop
+    edges = layer.lin_edge
+    if edges is None:
+        return hop
+    if isinstance(layer, GATConv):  # its code for the edges' part of the score is read as a product of two weights
+        return hop if is_linear(edges) and edges.bias is None else None
+    # the others add edge attributes to the rows of the sources, channel by channel; TransformerConv insists on them
+    return hop if isinstance(layer, GATv2Conv) and arguments.get("edge_attr") is None else None
 
 
 def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:
@@ -101,7 +104,3 @@ def _as_written(layer: MessagePassing) -> bool:
     cls = next(cls for cls in _HOPS if isinstance(layer, cls))
     names = ("message", "edge_update", "aggregate", "update", "message_and_aggregate")
     return all(getattr(type(layer), name) is getattr(cls, name) for name in names)
-
-
-def _hooks(layer: MessagePassing, kind: str) -> bool:
-    return bool(getattr(layer, f"_{kind}_forward_pre_hooks") or getattr(layer, f"_{kind}_forward_hooks"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import Linear, MessagePassing
 
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -18,6 +18,8 @@ __all__ = [
     "fused_adjacency",
     "fused_arguments",
     "fuses",
+    "hooked",
+    "is_linear",
     "layer_name",
     "neighbour_arguments",
     "norms_over_edges",
@@ -41,7 +43,7 @@ def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) 
 
     That is so for layers that implement ``message_and_aggregate`` and whose message is the neighbour's row, scaled
     by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` takes PyG's message
-    path.
+    path, and so does one with hooks on its messages.
     """
     if not (layer.fuse and isinstance(edge_index, Adjacency)):
         return False
@@ -53,7 +55,7 @@ def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) 
         return False
     if x.dim() != 2 and (x.dim() != 3 or layer.node_dim != -2):  # ARMA stacks features in front of the nodes
         return False
-    return weight is None or weight.dim() == 1
+    return (weight is None or weight.dim() == 1) and not hooked(layer, "message", "aggregate")
 
 
 def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
@@ -65,7 +67,13 @@ def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[s
     return edge_index if weight is None else edge_index.with_value(weight)
 
 
-_HOOKED = ("propagate", "message_and_aggregate")
+_HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+
+
+def hooked(layer: MessagePassing, *names: str) -> bool:
+    """Whether somebody registered a hook on the parts ``names`` of the layer's hops; on any part by default."""
+    kinds = ("forward_pre_hooks", "forward_hooks")
+    return any(getattr(layer, f"_{name}_{kind}") for name in names or _HOOKED for kind in kinds)
 
 
 def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -73,11 +81,16 @@ def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[st
 
     PyG's ``propagate`` looks the two ends of all edges up even there, for hooks and ``update`` to use.
     """
-    watched = any(getattr(layer, f"_{name}_forward_{kind}") for name in _HOOKED for kind in ("pre_hooks", "hooks"))
-    if watched or type(layer).update is not MessagePassing.update:
+    if hooked(layer, "propagate", "message_and_aggregate") or type(layer).update is not MessagePassing.update:
         return None
     _, *names = inspect.signature(layer.message_and_aggregate).parameters
     return {name: kwargs.get(name) for name in names}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is ``x @ weight.T + bias`` and nothing else: no adapter, no hook."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) in (nn.Linear, Linear) and not any(hooks)
 
 
 def layer_name(layer: MessagePassing) -> str:

@@ -4,8 +4,9 @@ Full-graph training aggregates the same features in every epoch. Rows that need 
 the same version as in the forward pass before, have the same neighbours' sum, so it is not computed again. Rows that
 turn out to change (dropout or augmentation on the input) are noticed at the second pass, and let go of.
 
-Every rank decides alike, as the hops exchange rows: what is asked here is true on all ranks or on none, and whether a
-result fits the limit is agreed on.
+Every rank decides alike, as the hops exchange rows. Each sees for itself whether its rows are those of the pass before,
+except where a rank has no row: torch's dropout gives back what it gets then, so it cannot tell. Whether a result fits
+the limit is agreed on.
 """
 
 from __future__ import annotations
@@ -21,35 +22,37 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import layer_name
+from pygdist.backends.layers import hooked, layer_name
 from pygdist.nn.normalization import version_of
 
 __all__ = ["FirstHop"]
 
-_MOST_HOPS = 32  # of one layer in one forward pass; a layer called from outside the model has no passes to tell apart
-
 
 @dataclass(frozen=True)
 class _Kept:
-    """A result, and what it was made of; the inputs are kept too, so that their addresses stay theirs."""
+    """A result, and what it was made of; the memory of the inputs is kept too, so that addresses stay theirs."""
 
     inputs: tuple[Any, ...]
     identity: tuple[object, ...]
     result: Tensor
     version: int
 
-    @property
-    def whole(self) -> bool:
-        """Whether nobody has written into the result since."""
-        return version_of(self.result) == self.version
+    def is_of(self, identity: tuple[object, ...]) -> bool:
+        """Whether it is the result of these inputs, and nobody has written into it since."""
+        return self.identity == identity and version_of(self.result) == self.version
 
 
 @dataclass(frozen=True)
 class _Changing:
-    """Rows that were others the time before; ``latest`` are kept if they come again."""
+    """Rows that were others the time before; ``latest`` are kept if they come again, unless that is ``too_large``."""
 
     latest: weakref.ref[Tensor]
     identity: tuple[object, ...]
+    too_large: bool = False
+
+    def is_of(self, identity: tuple[object, ...]) -> bool:
+        """Whether the result of these inputs was found not to fit."""
+        return self.too_large and self.identity == identity
 
 
 class FirstHop:
@@ -65,6 +68,8 @@ class FirstHop:
         self._states = weakref.WeakKeyDictionary()
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
         self._limit: int | None = None
+        self._inside = False  # a forward pass of the model
+        self._some_rank_is_empty: bool | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -73,27 +78,36 @@ class FirstHop:
         return sum(state.result.nbytes for state in states if isinstance(state, _Kept))
 
     def begin_forward(self) -> None:
-        """Called before each forward pass of the model: hops are told apart by their order in it."""
+        """Called before each forward pass of the model: hops of a layer are told apart by their order in it."""
         self._hops.clear()
+        self._inside = True
+
+    def end_forward(self) -> None:
+        """Called after each forward pass: a layer that is called by itself makes its first hop each time."""
+        self._hops.clear()
+        self._inside = False
 
     def forget(self) -> None:
         """Let go of everything; called when the backend gets another graph."""
         self._states.clear()
         self._hops.clear()
-        self._limit = None
+        self._limit = self._some_rank_is_empty = None
 
-    def expects(self, layer: MessagePassing, x: Tensor) -> bool:
+    def expects(self, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None = None) -> bool:
         """Whether the next hop of ``layer``, given ``x``, is expected to be over fixed rows."""
-        if not self._backend.savings.first_hop or not _fixable(x):
+        if not (self._applies(layer) and _fixable(x) and _fixable(edge_weight)):
             return False
         known = self._states.get(layer, {})
         if not torch.is_grad_enabled():  # most rows need no gradient here: only what training has kept is fixed
-            return any(isinstance(state, _Kept) and _same_rows(state, x) for state in known.values())
+            return self._agreed(any(isinstance(state, _Kept) and _same_rows(state, x) for state in known.values()), x)
         key = self._key(layer)
         state = known.get(key)
-        if isinstance(state, _Kept) and not _same_rows(state, x):
+        if not isinstance(state, _Kept):
+            return state is None
+        same = self._agreed(_same_rows(state, x), x)
+        if not same:
             known[key] = _Changing(weakref.ref(x), _identity(x))
-        return state is None or (isinstance(state, _Kept) and _same_rows(state, x))
+        return same
 
     def run(
         self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any], hop: Callable[[], Tensor]
@@ -103,31 +117,41 @@ class FirstHop:
         weight: Tensor | None = kwargs.get("edge_weight")
         key = self._key(layer)
         self._hops[layer] = key[0] + 1
-        if not self._backend.savings.first_hop or not _fixable(x) or not _fixable(weight) or key[0] >= _MOST_HOPS:
+        if not (self._applies(layer) and _fixable(x) and _fixable(weight)):
             return hop()
-        inputs = (x, weight, edge_index)
         identity = (*_identity(x), *_identity(weight), id(edge_index))
         known = self._states.setdefault(layer, {})
-        for state in known.values():
-            if isinstance(state, _Kept) and state.identity == identity and state.whole:
-                # in inference mode a write would go unnoticed
-                return state.result.clone() if torch.is_inference_mode_enabled() else state.result
-        before = known.get(key)
-        again = isinstance(before, _Changing) and before.latest() is x and before.identity == identity
-        if not again and (before is not None or not torch.is_grad_enabled()):
+        state = known.get(key)
+        found = next((other for other in (state, *known.values()) if other is not None and other.is_of(identity)), None)
+        if self._agreed(found is not None, x):
+            return _given(found.result) if isinstance(found, _Kept) else hop()
+        again = isinstance(state, _Changing) and state.latest() is x and state.identity == identity
+        if not (self._agreed(again, x) or (state is None and torch.is_grad_enabled())):
             known[key] = _Changing(weakref.ref(x), identity)
             return hop()
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad):  # training uses what evaluation may begin
             result = hop()
         if self._fits(layer, result):
+            # rows that are given other memory must not leave theirs to be taken for them again
+            inputs = (x.detach(), None if weight is None else weight.detach(), edge_index)
             known[key] = _Kept(inputs, identity, result, version_of(result))
         else:
-            known[key] = _Changing(weakref.ref(x), ())
-        return result.clone() if torch.is_inference_mode_enabled() else result
+            known[key] = _Changing(weakref.ref(x), identity, too_large=True)
+        return _given(result)
+
+    def _applies(self, layer: MessagePassing) -> bool:
+        savings = self._backend.savings
+        return savings.first_hop and savings.no_input_gradient and _pure(type(layer)) and not hooked(layer)
 
     def _key(self, layer: MessagePassing) -> tuple[int, bool]:
-        return self._hops.get(layer, 0), layer.training
+        return self._hops.get(layer, 0) if self._inside else 0, layer.training
+
+    def _agreed(self, same: bool, x: Tensor) -> bool:
+        """``same`` on all ranks; only asked where a rank has no row to see a change by."""
+        if self._some_rank_is_empty is None:
+            self._some_rank_is_empty = self._backend.max_over_ranks(int(x.numel() == 0)) > 0
+        return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_empty else same
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:
         if self._limit is None:
@@ -142,6 +166,17 @@ class FirstHop:
                 stacklevel=2,
             )
         return fits
+
+
+def _given(result: Tensor) -> Tensor:
+    """What a layer gets of a result that is kept; in inference mode a write into it may go unnoticed."""
+    return result.clone() if torch.is_inference_mode_enabled() else result
+
+
+def _pure(cls: type[MessagePassing]) -> bool:
+    """Whether the result depends on rows, weights and edges alone; a user's code may read parameters, or draw."""
+    parts = (cls.message_and_aggregate, cls.update)
+    return all(part.__module__.startswith("torch_geometric.") for part in parts)
 
 
 def _source(kwargs: dict[str, Any]) -> Any:

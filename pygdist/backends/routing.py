@@ -114,6 +114,7 @@ class _EndForward(_BeginForward):
     """Forward hook on the model's root."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        _routing_of(self.backend).first_hop.end_forward()
         self.backend.end_forward()
 
 

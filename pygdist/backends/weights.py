@@ -30,6 +30,7 @@ from torch_geometric.nn import ARMAConv, GCNConv, GraphConv, MessagePassing, SAG
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.backends.base import Backend
+from pygdist.backends.layers import hooked, is_linear
 from pygdist.graph import Adjacency
 
 __all__ = ["cheaper_forward", "usable"]
@@ -55,7 +56,7 @@ def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] 
 def _gcn(
     backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if not (_fixed(backend, layer, x) or x.size(-1) < layer.out_channels):
+    if layer.lin.bias is not None or not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < layer.out_channels):
         return None
     with _in_place_of(layer, lin=nn.Identity(), bias=None):
         out = own(x, edge_index, edge_weight)
@@ -66,16 +67,19 @@ def _gcn(
 def _sg(
     backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.cached or layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+    if layer.cached or layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
         return None
+    product = functional.linear(x, layer.lin.weight)
     with _in_place_of(layer, lin=_Bias(layer.lin.bias)):
-        return own(functional.linear(x, layer.lin.weight), edge_index, edge_weight)
+        return own(product, edge_index, edge_weight)
 
 
 def _tag(
     backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
+        return None
+    if any(lin.bias is not None for lin in layer.lins):
         return None
     if layer.normalize:
         edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
@@ -89,7 +93,7 @@ def _arma(
     backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
     products = layer.num_stacks * layer.out_channels
-    if not (_fixed(backend, layer, x) or x.size(-1) < products):
+    if not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < products):
         return None
     edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
     out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
@@ -108,29 +112,42 @@ def _arma(
     return mean
 
 
-def _sage(backend: Backend, layer: SAGEConv, own: Forward, x: Tensor, edge_index: Tensor, **rest: Any) -> Tensor | None:
+def _sage(
+    backend: Backend, layer: SAGEConv, own: Forward, x: Tensor, edge_index: Tensor, size: Any = None
+) -> Tensor | None:
     if layer.project:  # by a layer that is not linear
         return None
-    return _neighbours_first(backend, layer, "lin_l", own, x, edge_index, **rest)
+    return _neighbours_first(backend, layer, "lin_l", own, x, None, edge_index, size=size)
 
 
 def _graph(
-    backend: Backend, layer: GraphConv, own: Forward, x: Tensor, edge_index: Tensor, *args: Any, **rest: Any
+    backend: Backend,
+    layer: GraphConv,
+    own: Forward,
+    x: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    size: Any = None,
 ) -> Tensor | None:
-    return _neighbours_first(backend, layer, "lin_rel", own, x, edge_index, *args, **rest)
+    return _neighbours_first(backend, layer, "lin_rel", own, x, edge_weight, edge_index, edge_weight, size=size)
 
 
 def _neighbours_first(
-    backend: Backend, layer: MessagePassing, name: str, own: Forward, x: Tensor, *args: Any, **rest: Any
+    backend: Backend,
+    layer: MessagePassing,
+    name: str,
+    own: Forward,
+    x: Tensor,
+    edge_weight: Tensor | None,
+    *args: Any,
+    size: Any,
 ) -> Tensor | None:
     """Multiply what neighbours send by the weight ``name``; the layer's own rows keep theirs."""
     lin = getattr(layer, name)
-    if not isinstance(layer.aggr_module, (SumAggregation, MeanAggregation)):
-        return None
-    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x):
+    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
         return None
     with _in_place_of(layer, **{name: _Bias(lin.bias)}):
-        return own((functional.linear(x, lin.weight), x), *args, **rest)
+        return own((functional.linear(x, lin.weight), x), *args, size=size)
 
 
 _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
@@ -147,8 +164,8 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def _fixed(backend: Backend, layer: MessagePassing, x: Tensor) -> bool:
-    return bool(backend.routing.first_hop.expects(layer, x))
+def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:
+    return bool(backend.routing.first_hop.expects(layer, x, edge_weight))
 
 
 def _normalised(
@@ -174,24 +191,27 @@ class _Bias(nn.Module):
 
 @contextlib.contextmanager
 def _in_place_of(layer: nn.Module, **others: nn.Module | None) -> Iterator[None]:
-    """Modules or parameters of ``layer`` by others, for a while."""
-    stores = {name: store for name in others for store in (layer._modules, layer._parameters) if name in store}
-    before = {name: store[name] for name, store in stores.items()}
+    """Modules or parameters of ``layer`` by others, for a while; the layer's own stay registered."""
+    # an attribute of the instance is found before what torch registers; setattr() would register it
+    layer.__dict__.update(others)
     try:
-        for name, store in stores.items():
-            store[name] = others[name]  # type: ignore[assignment]
         yield
     finally:
-        for name, store in stores.items():
-            store[name] = before[name]  # type: ignore[assignment]
+        for name in others:
+            del layer.__dict__[name]
 
 
 def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
-    """Whether the order may be changed: plain rows on a shard's edges, and weights that exist."""
+    """Whether the order may be changed: plain rows on a shard's edges, linear steps, and nobody who looks at them."""
+    lins = [module for name, module in layer.named_children() if name.startswith("lin")]
+    lins = [lin for module in lins for lin in (module if isinstance(module, nn.ModuleList) else [module])]
     return (
         isinstance(x, Tensor)
         and x.dim() == 2
         and isinstance(edge_index, Adjacency)
+        and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
+        and all(is_linear(lin) for lin in lins)
+        and not hooked(layer)
         and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=True))
         and not torch.jit.is_scripting()
     )
