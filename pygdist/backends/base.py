@@ -167,6 +167,11 @@ class Backend(ABC):
         return self.savings.block_bytes(device, self._num_ranks)
 
     @property
+    def kept_bytes(self) -> int:
+        """Memory that this rank holds of hops over fixed rows (:class:`~pygdist.backends.Savings`)."""
+        return 0 if self.routing is None else int(self.routing.first_hop.kept_bytes)
+
+    @property
     def _num_ranks(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
 

@@ -12,6 +12,7 @@ from pygdist.errors import InputError
 __all__ = ["Savings"]
 
 _MIB = 2**20
+_BLOCK_BYTES = 256 * _MIB  # smaller blocks are faster, as they stay in the cache, until there are very many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Savings:
         fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, where a layer's own ``message`` runs;
             more than that is done in blocks of destinations, which are computed a second time in the backward pass.
-            ``None`` stands for a quarter of the free memory, 0 for no blocks at all.
+            ``None`` stands for 256 MiB, or a quarter of the free memory if that is less; 0 for no blocks at all.
 
     Raises:
         InputError: If a limit is negative.
@@ -53,7 +54,10 @@ class Savings:
 
     def block_bytes(self, device: torch.device, ranks: int) -> int | None:
         """Bytes that the messages of one hop may take on ``device``; ``None`` for no limit."""
-        return None if self.block_mib == 0 else _limit(self.block_mib, device, ranks)
+        if self.block_mib == 0:
+            return None
+        limit = _limit(self.block_mib, device, ranks)
+        return limit if self.block_mib is not None else min(limit, _BLOCK_BYTES)
 
 
 def _limit(mib: float | None, device: torch.device, ranks: int) -> int:

@@ -33,6 +33,7 @@ class ExchangeMonitor(pl.Callback):
     ``sent_messages_{min,max}``    point-to-point messages sent by it
     ``sent_bytes_total``           payload bytes sent by all ranks
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
+    ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     =============================  ==================================================================
 
@@ -65,6 +66,7 @@ class ExchangeMonitor(pl.Callback):
             traffic.sent_bytes,
             traffic.sent_messages,
             _peak_gib(pl_module.device),
+            pl_module.backend.kept_bytes / 2**20,
         ]
         table = communicator.gather([float(value) for value in own])
         low, high, total = table.amin(0).tolist(), table.amax(0).tolist(), table.sum(0).tolist()
@@ -73,6 +75,8 @@ class ExchangeMonitor(pl.Callback):
             "sent_bytes_total": total[3],
             "peak_gib_max": high[5],
             "peak_gib_total": total[5],
+            "kept_mib_max": high[6],
+            "kept_mib_total": total[6],
         }
         figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):

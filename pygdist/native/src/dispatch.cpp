@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -103,11 +104,43 @@ bool worth_slabs(const pygdist_csr& csr) {
          csr.num_cols * kSlabBytes <= cache_bytes() / 2 && csr.num_cols * row_bytes > int64_t{1} << 20;
 }
 
+using Buffer = std::unique_ptr<char, decltype(&std::free)>;
+
+// Aligned, so that a row of a slab is two cache lines and not parts of three.
+Buffer allocate(int64_t bytes) {
+  const int64_t whole = (bytes + kSlabBytes - 1) / kSlabBytes * kSlabBytes;
+  return Buffer(static_cast<char*>(std::aligned_alloc(kSlabBytes, std::max(whole, kSlabBytes))), &std::free);
+}
+
+// The edge values of all entries in the order of the entries: every slab reads them.
+void order_values(const pygdist_csr& csr, char* ordered) {
+  const int64_t size = csr.num_heads * (csr.value_bits == 64 ? 8 : 4);
+  const int64_t entries = csr.indptr[csr.num_rows];
+  const auto* values = static_cast<const char*>(csr.weight);
+  const auto place = [&](int64_t e) {
+    return csr.perm_bits == 32 ? static_cast<const int32_t*>(csr.perm)[e] : static_cast<const int64_t*>(csr.perm)[e];
+  };
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(std::max(csr.num_threads, 1)))
+  for (int64_t e = 0; e < entries; ++e) {
+    if (e + 32 < entries) __builtin_prefetch(values + place(e + 32) * size);
+    std::memcpy(ordered + e * size, values + place(e) * size, size);
+  }
+}
+
 // Runs `kernel` slab by slab over the columns of `x`.
 int32_t run_slabs(RowsKernel kernel, Job& job) {
   const int64_t size = job.csr.value_bits / 8;
   const int64_t row_bytes = job.csr.num_features * size;
-  const std::unique_ptr<char[]> slab(new char[job.csr.num_cols * kSlabBytes]);
+  const bool permuted = job.csr.weight && job.csr.perm;
+  const Buffer slab = allocate(job.csr.num_cols * kSlabBytes);
+  const Buffer values = allocate(permuted ? job.csr.indptr[job.csr.num_rows] * job.csr.num_heads * 8 : 0);
+  if (!slab || !values) return run(kernel, job);
+  if (permuted) {
+    order_values(job.csr, values.get());
+    job.csr.weight = values.get();
+    job.csr.perm = nullptr;
+    job.csr.perm_bits = 0;
+  }
   const char* const x = static_cast<const char*>(job.x);
   for (int64_t first = 0; first < row_bytes; first += kSlabBytes) {
     const int64_t width = std::min(kSlabBytes, row_bytes - first);

@@ -72,8 +72,9 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
     return;
   }
   const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
+  constexpr Widths kWidths = Reduce == PYGDIST_SUM ? Widths::kAny : Widths::kPowersOfTwo;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    for_each_tile<T>(first, last, [&](auto tile) {
+    for_each_tile<T, kWidths>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
       typename Tile::V total[Tile::Count];
       const T* source = view.row_of(x, begin);

@@ -97,28 +97,32 @@ struct Tile {
   }
 };
 
+// Which numbers of vectors tiles have: any, so that a walk over the entries is saved where it can be, or powers of two,
+// which is less code.
+enum class Widths { kAny, kPowersOfTwo };
+
 // Covers columns first..last-1 with tiles of at most `Count` vectors. The last tile ends where the columns end, so it
 // may overlap the one before it: those columns are computed twice, with equal results, which is cheaper than masks or a
-// scalar tail. The columns are no fewer than one vector.
-template <class T, int Lanes, int Count, class Body>
+// scalar tail. The columns from `begin` on are no fewer than one vector.
+template <class T, Widths W, int Lanes, int Count, class Body>
 inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) {
   constexpr int64_t kWidth = Count * Lanes;
   for (; first + kWidth <= last; first += kWidth) body(Tile<T, Lanes, Count>{first});
   if (first >= last) return;
   if constexpr (Count > 1) {
-    // Half as many vectors would not reach the end: one wide tile is one walk over the entries less.
-    const bool half_reaches = last - first <= kWidth / 2;
-    if (half_reaches || last - begin < kWidth) return cover<T, Lanes, Count / 2>(begin, first, last, body);
+    constexpr int kFewer = W == Widths::kAny ? Count - 1 : Count / 2;
+    const bool fewer_reach = last - first <= kFewer * Lanes;
+    if (fewer_reach || last - begin < kWidth) return cover<T, W, Lanes, kFewer>(begin, first, last, body);
   }
   body(Tile<T, Lanes, Count>{last - kWidth});
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1. Fewer columns than a vector has lanes use a narrower
 // vector.
-template <class T, int Lanes = kLanes<T>, class Body>
+template <class T, Widths W = Widths::kPowersOfTwo, int Lanes = kLanes<T>, class Body>
 inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
   if constexpr (Lanes > 1) {
-    if (last - first < Lanes) return for_each_tile<T, Lanes / 2>(first, last, body);
+    if (last - first < Lanes) return for_each_tile<T, W, Lanes / 2>(first, last, body);
   }
-  cover<T, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(first, first, last, body);
+  cover<T, W, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(first, first, last, body);
 }
