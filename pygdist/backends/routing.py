@@ -154,8 +154,9 @@ class _Routing:
                 body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
             bases: tuple[Any, ...] = self._rebound_bases(base)
             cheaper = cheaper_forward(base)
-            if cheaper is not None:
-                body["forward"] = _cheaper(cheaper, bases[0].forward)
+            forward = bases[0].forward if cheaper is None else _cheaper(cheaper, bases[0].forward)
+            # torch.compile leaves layers as they are and compiles what is between them
+            body["forward"] = torch.compiler.disable(forward)
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
         return self.classes[base]
 

@@ -30,7 +30,6 @@ from tests.backends.training import (
     backend_of,
     epoch,
     evaluated,
-    kept_bytes,
     one_rank,
     same,
     single,
@@ -142,9 +141,9 @@ def test_rows_that_change_are_aggregated_anew(name: str, change: Any, graph: tup
         expected = epoch(plain, change(x, number), data.edge_index)
         same(epoch(model, change(ours, number), shard.adjacency), expected)
         if number > 0 and change in (_dropout, _noise):
-            assert kept_bytes(backend_of(model)) == 0, "rows that never come again take memory"
+            assert backend_of(model).kept_bytes == 0, "rows that never come again take memory"
     if change in (_in_place, _by_index, _replaced):
-        assert kept_bytes(backend_of(model)) > 0, "the rows have settled"
+        assert backend_of(model).kept_bytes > 0, "the rows have settled"
 
 
 @pytest.mark.parametrize("name", ["GCNConv", "GraphConv", "SGConv", "TAGConv", "ARMAConv"])
@@ -235,7 +234,7 @@ def test_evaluation_of_a_model_with_input_dropout_keeps_its_own_first_hop(mode: 
         with Columns() as columns:
             evaluated(model, shard.x, shard.adjacency, mode=mode)
         found.append(len(columns.take()))
-        assert number > 0 or kept_bytes(backend_of(model)) > 0
+        assert number > 0 or backend_of(model).kept_bytes > 0
     assert found == [2, 2, 1], "known to be fixed when they come the second time"
 
 
@@ -303,7 +302,7 @@ def test_nothing_is_kept_where_it_is_not_wanted(graph: tuple[Data, Shard]) -> No
         with Columns() as columns:
             epoch(model, shard.x, shard.adjacency)
         assert len(columns.take()) == 3
-        assert kept_bytes(backend_of(model)) == 0
+        assert backend_of(model).kept_bytes == 0
 
 
 @pytest.mark.parametrize("mib", [0, 1e-4])
@@ -315,7 +314,7 @@ def test_what_does_not_fit_is_not_kept_and_said_once(mib: float, graph: tuple[Da
         for _ in range(5):
             same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
             evaluated(model, shard.x, shard.adjacency)
-            assert kept_bytes(backend_of(model)) == 0
+            assert backend_of(model).kept_bytes == 0
     said = [str(warning.message) for warning in caught if "first_hop_mib" in str(warning.message)]
     assert len(said) == 1
     assert "the first hop of SAGEConv is computed in every epoch" in said[0]
@@ -334,7 +333,7 @@ def _check_one_part_too_large(rank: int, world_size: int, store: str, data: Data
             expected = epoch(plain, data.x, data.edge_index)
             ours = epoch(model, shard.x, shard.adjacency, summed=True)
             same(ours, [expected[0][shard.owned_id], *expected[1:]])
-            assert kept_bytes(backend) == 0
+            assert backend.kept_bytes == 0
     assert sum("first_hop_mib" in str(warning.message) for warning in caught) == 1
 
 
@@ -373,7 +372,7 @@ def test_a_layer_used_on_two_fixed_inputs_keeps_both(graph: tuple[Data, Shard]) 
             ours = epoch(model, shard.x, other, shard.adjacency)
         same(ours, epoch(plain, data.x, other, data.edge_index))
         assert columns.take() == ([5, 5] if number == 0 else [])
-    assert kept_bytes(backend_of(model)) == 2 * 37 * 5 * 8
+    assert backend_of(model).kept_bytes == 2 * 37 * 5 * 8
 
 
 def test_hops_beyond_the_first_over_fixed_rows_are_kept_too(graph: tuple[Data, Shard]) -> None:
@@ -394,7 +393,7 @@ def test_a_layer_called_outside_its_model_does_not_pile_up_results(graph: tuple[
     epoch(model, shard.x, shard.adjacency)
     for number in range(50):
         model.first(_noise(shard.x, number), shard.adjacency).sum().backward()
-    assert kept_bytes(backend_of(model)) <= 2 * 37 * 5 * 8
+    assert backend_of(model).kept_bytes <= 2 * 37 * 5 * 8
 
 
 def test_a_layer_called_outside_its_model_uses_what_is_kept(graph: tuple[Data, Shard]) -> None:
@@ -413,14 +412,14 @@ def test_another_graph_lets_go_of_the_first(tmp_path: Path) -> None:
     model, plain = single(build("SAGEConv-mean", 5, 3), shard), build("SAGEConv-mean", 5, 3)
     backend = backend_of(model)
     epoch(model, shard.x, shard.adjacency)
-    assert kept_bytes(backend) > 0
+    assert backend.kept_bytes > 0
     backend.bind(second, Communicator())
-    assert kept_bytes(backend) == 0
+    assert backend.kept_bytes == 0
     model.load_state_dict(plain.state_dict())
     for _ in range(3):
         same(epoch(model, second.x, second.adjacency), epoch(plain, other.x, other.edge_index))
     backend.unbind()
-    assert kept_bytes(backend) == 0
+    assert backend.kept_bytes == 0
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -437,7 +436,7 @@ def test_a_copy_of_a_trained_model_trains_on(copier: Any, graph: tuple[Data, Sha
         same(epoch(twin, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
     del twin
     gc.collect()
-    assert kept_bytes(backend_of(model)) == 37 * 5 * 8
+    assert backend_of(model).kept_bytes == 37 * 5 * 8
 
 
 class Checkpointed(nn.Module):

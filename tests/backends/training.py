@@ -79,12 +79,6 @@ def single(model: nn.Module, shard: Shard, savings: Savings | None = None) -> nn
     return distribute(model, backend=backend, savings=savings)
 
 
-def kept_bytes(backend: Backend) -> int:
-    """Memory of the first hops that a backend keeps."""
-    kept: int = backend.routing.first_hop.kept_bytes
-    return kept
-
-
 def backend_of(model: nn.Module) -> Backend:
     """The backend of a distributed model."""
     backend: Backend = next(
