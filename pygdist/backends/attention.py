@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
@@ -46,12 +47,14 @@ def attention_hop(
 
 def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:
     source, target = alpha
-    score = None
+    dtype, score = source.dtype, None
     if edge_attr is not None and layer.lin_edge is not None:
         # <W e, a> = <e, W^T a>: the edge's part of the score without its channels
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         weight = layer.lin_edge.weight.view(layer.heads, layer.out_channels, -1)
         score = edge_attr @ (weight * layer.att_edge.view(layer.heads, -1, 1)).sum(dim=1).t()
+        dtype = torch.promote_types(dtype, score.dtype)  # they differ under autocast
+        source, target, score = (part if part is None else part.to(dtype) for part in (source, target, score))
     weights = edge_softmax(
         adjacency.csr(),
         score,
@@ -64,12 +67,12 @@ def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: T
 
 
 def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: None) -> Tensor:
-    source, target = x
+    dtype = torch.promote_types(x[0].dtype, layer.att.dtype)  # they differ under autocast
     scores = gatv2_scores(
         adjacency.csr(),
-        source,
-        target,
-        layer.att.squeeze(0),
+        x[0].to(dtype),
+        x[1].to(dtype),
+        layer.att.squeeze(0).to(dtype),
         negative_slope=layer.negative_slope,
         transposed=adjacency.transposed,
     )
@@ -103,4 +106,5 @@ def _as_written(layer: MessagePassing) -> bool:
     """Whether message, aggregation and update are those of PyG's layer."""
     cls = next(cls for cls in _HOPS if isinstance(layer, cls))
     names = ("message", "edge_update", "aggregate", "update", "message_and_aggregate")
-    return all(getattr(type(layer), name) is getattr(cls, name) for name in names)
+    own = all(getattr(type(layer), name) is getattr(cls, name) for name in names)
+    return own and not set(names) & vars(layer).keys()

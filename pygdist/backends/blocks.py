@@ -175,7 +175,8 @@ def destination_blocks(targets: Tensor, num_dst: int, max_edges: int) -> list[in
     bounds, edge = [0], 0
     while edge < targets.numel():
         most = int(ends.searchsorted(edge + max_edges, side="right"))
-        one = int(ends.searchsorted(edge, side="right")) + 1  # the next destination with an edge is its last
+        # the next destination with an edge, and those without one behind it: a block must not begin with them
+        one = int(ends.searchsorted(ends[ends.searchsorted(edge, side="right")], side="right"))
         bounds.append(max(most, one))
         edge = int(ends[bounds[-1] - 1])
     bounds[-1] = num_dst

@@ -23,7 +23,7 @@ from pygdist.backends.layers import (
     with_phantom_edge,
 )
 from pygdist.errors import InputError
-from pygdist.nn.normalization import version_of
+from pygdist.graph.identity import version_of
 
 __all__ = ["CommBackend"]
 

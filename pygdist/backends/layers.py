@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import Linear, MessagePassing
+from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -55,7 +56,20 @@ def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) 
         return False
     if x.dim() != 2 and (x.dim() != 3 or layer.node_dim != -2):  # ARMA stacks features in front of the nodes
         return False
-    return (weight is None or weight.dim() == 1) and not hooked(layer, "message", "aggregate")
+    return (weight is None or weight.dim() == 1) and _speaks_for_message(layer)
+
+
+def _speaks_for_message(layer: MessagePassing) -> bool:
+    """Whether ``message_and_aggregate`` stands for what message and aggregation are: nobody changed those alone."""
+    if hooked(layer, "message", "aggregate") or set(_SPOKEN_FOR) & vars(layer).keys():
+        return False
+    # by ``aggr`` its code tells torch how to reduce; the module is what PyG's message path would run
+    expected = _AGGREGATIONS.get(layer.aggr) if isinstance(layer.aggr, str) else None
+    if expected is not None and type(layer.aggr_module) is not expected:
+        return False
+    order = type(layer).__mro__
+    at = {name: next(n for n, cls in enumerate(order) if name in vars(cls)) for name in _SPOKEN_FOR}
+    return all(at["message_and_aggregate"] <= place for place in at.values())
 
 
 def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
@@ -67,6 +81,14 @@ def fused_adjacency(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[s
     return edge_index if weight is None else edge_index.with_value(weight)
 
 
+_SPOKEN_FOR = ("message_and_aggregate", "message", "aggregate")
+_AGGREGATIONS = {
+    "sum": SumAggregation,
+    "add": SumAggregation,
+    "mean": MeanAggregation,
+    "max": MaxAggregation,
+    "min": MinAggregation,
+}
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 

@@ -23,7 +23,8 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import Backend
 from pygdist.backends.layers import hooked, layer_name
-from pygdist.nn.normalization import version_of
+from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable, identity_of, version_of
 
 __all__ = ["FirstHop"]
 
@@ -88,14 +89,18 @@ class FirstHop:
         self._inside = False
 
     def forget(self) -> None:
-        """Let go of everything; called when the backend gets another graph."""
+        """Let go of everything; called when the backend gets another graph or other savings."""
         self._states.clear()
         self._hops.clear()
         self._limit = self._some_rank_is_empty = None
 
+    def drop(self, layer: MessagePassing) -> None:
+        """Let go of what is kept for ``layer``."""
+        self._states.pop(layer, None)
+
     def expects(self, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None = None) -> bool:
         """Whether the next hop of ``layer``, given ``x``, is expected to be over fixed rows."""
-        if not (self._applies(layer) and _fixable(x) and _fixable(edge_weight)):
+        if not (self._applies(layer) and fixable(x) and fixable(edge_weight)):
             return False
         known = self._states.get(layer, {})
         if not torch.is_grad_enabled():  # most rows need no gradient here: only what training has kept is fixed
@@ -106,7 +111,7 @@ class FirstHop:
             return state is None
         same = self._agreed(_same_rows(state, x), x)
         if not same:
-            known[key] = _Changing(weakref.ref(x), _identity(x))
+            known[key] = _Changing(weakref.ref(x), identity_of(x))
         return same
 
     def run(
@@ -117,9 +122,10 @@ class FirstHop:
         weight: Tensor | None = kwargs.get("edge_weight")
         key = self._key(layer)
         self._hops[layer] = key[0] + 1
-        if not (self._applies(layer) and _fixable(x) and _fixable(weight)):
+        value = edge_index.value if isinstance(edge_index, Adjacency) else None
+        if not (self._applies(layer) and all(fixable(tensor) for tensor in (x, weight, value))):
             return hop()
-        identity = (*_identity(x), *_identity(weight), id(edge_index))
+        identity = (*identity_of(x), *identity_of(weight), *identity_of(value), id(edge_index), layer.aggr)
         known = self._states.setdefault(layer, {})
         state = known.get(key)
         found = next((other for other in (state, *known.values()) if other is not None and other.is_of(identity)), None)
@@ -134,7 +140,7 @@ class FirstHop:
             result = hop()
         if self._fits(layer, result):
             # rows that are given other memory must not leave theirs to be taken for them again
-            inputs = (x.detach(), None if weight is None else weight.detach(), edge_index)
+            inputs = (*(None if tensor is None else tensor.detach() for tensor in (x, weight, value)), edge_index)
             known[key] = _Kept(inputs, identity, result, version_of(result))
         else:
             known[key] = _Changing(weakref.ref(x), identity, too_large=True)
@@ -169,14 +175,17 @@ class FirstHop:
 
 
 def _given(result: Tensor) -> Tensor:
-    """What a layer gets of a result that is kept; in inference mode a write into it may go unnoticed."""
-    return result.clone() if torch.is_inference_mode_enabled() else result
+    """What a layer gets of a result that is kept: a tensor of its own over the same memory.
+
+    In inference mode a write into that memory would go unnoticed.
+    """
+    return result.clone() if torch.is_inference_mode_enabled() else result.detach()
 
 
 def _pure(cls: type[MessagePassing]) -> bool:
     """Whether the result depends on rows, weights and edges alone; a user's code may read parameters, or draw."""
-    parts = (cls.message_and_aggregate, cls.update)
-    return all(part.__module__.startswith("torch_geometric.") for part in parts)
+    own = cls.message_and_aggregate.__module__.startswith("torch_geometric.")
+    return own and cls.update is MessagePassing.update
 
 
 def _source(kwargs: dict[str, Any]) -> Any:
@@ -185,18 +194,6 @@ def _source(kwargs: dict[str, Any]) -> Any:
     return x[0] if isinstance(x, (tuple, list)) else x
 
 
-def _fixable(value: Tensor | None) -> bool:
-    return value is None or not (value.requires_grad or value.is_inference())
-
-
-def _identity(value: Tensor | None) -> tuple[object, ...]:
-    """What two tensors share that are the same numbers in the same memory."""
-    if value is None:
-        return (None,)
-    storage = value.untyped_storage()._cdata
-    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype, version_of(value)
-
-
 def _same_rows(state: _Kept, x: Tensor) -> bool:
-    identity = _identity(x)
+    identity = identity_of(x)
     return state.identity[: len(identity)] == identity

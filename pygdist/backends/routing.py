@@ -27,7 +27,7 @@ from pygdist.backends.layers import fused_adjacency, fused_arguments, fuses, pla
 from pygdist.backends.refusals import refusals
 from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
-from pygdist.backends.weights import cheaper_forward, usable
+from pygdist.backends.weights import cheaper_forward, stood_in_for, usable
 from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
@@ -64,8 +64,12 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
-    backend.savings = Savings() if savings is None else savings
     routed = _routing_of(backend)
+    savings = Savings() if savings is None else savings
+    if savings != backend.savings and any(getattr(type(layer), _BASE, None) for layer in routed.layers):
+        raise InputError("this backend runs another model with other savings; give each model a backend of its own")
+    backend.savings = savings
+    routed.first_hop.forget()
     for module in list(model.modules()):
         base = type(module)
         if isinstance(module, MessagePassing):
@@ -91,8 +95,10 @@ def undistribute(model: nn.Module) -> nn.Module:
         base = getattr(type(module), _BASE, None)
         if base is None:
             continue
+        routing = _routing_of(getattr(type(module), _BACKEND))
         module.__class__ = base
         if isinstance(module, MessagePassing):
+            routing.let_go(module)
             _forget_local_state(module)
             if module._decomposed_layers != 1:
                 module.propagate = base._orig_propagate.__get__(module)
@@ -143,6 +149,11 @@ class _Routing:
         self.first_hop.forget()
         for layer in self.layers:
             _forget_local_state(layer)
+
+    def let_go(self, layer: MessagePassing) -> None:
+        """Drop what was computed for one layer, which leaves this backend."""
+        self.layers.discard(layer)
+        self.first_hop.drop(layer)
 
     def layer_class(self, base: type[MessagePassing]) -> type:
         """``base`` with its hops handed to the backend."""
@@ -242,6 +253,7 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
 
     def hop(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
+        self = stood_in_for(self)
         if self.explain:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
         if not backend.savings.no_input_gradient:
@@ -276,7 +288,7 @@ def _cheaper(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> C
     def forward(self: MessagePassing, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
         if backend.savings.cheaper_side and usable(self, x, edge_index):
-            result = way(backend, self, partial(own, self), x, edge_index, *args, **kwargs)
+            result = way(backend, self, own, x, edge_index, *args, **kwargs)
             if result is not None:
                 return result
         return own(self, x, edge_index, *args, **kwargs)
@@ -353,7 +365,10 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _rebuild(base: type[nn.Module], backend: Backend) -> nn.Module:
-    module: nn.Module = object.__new__(_routing_of(backend).class_of(base))
+    routing = _routing_of(backend)
+    module: nn.Module = object.__new__(routing.class_of(base))
+    if isinstance(module, MessagePassing):
+        routing.layers.add(module)
     return module
 
 

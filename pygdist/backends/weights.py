@@ -2,8 +2,8 @@ r"""The cheaper side of a layer's weight: :math:`(A X) W = A (X W)`, so a linear
 
 PyG's layers do one or the other, always. Here a layer aggregates the rows that it gets if they are fixed (their result
 is kept, see :mod:`pygdist.backends.reuse`) or narrower than what the weight makes of them, and else the product. The
-layer's own ``forward`` runs in either case: for its duration the weight's place is taken by what is left to do there,
-and the weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
+layer's own ``forward`` runs in either case, on a stand-in whose weight is replaced by what is left to do there; the
+weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
 written out.
 
 ===================================  ====================  ============================================
@@ -19,8 +19,8 @@ layer                                PyG aggregates        here, where it is che
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from pygdist.backends.base import Backend
 from pygdist.backends.layers import hooked, is_linear
 from pygdist.graph import Adjacency
 
-__all__ = ["cheaper_forward", "usable"]
+__all__ = ["cheaper_forward", "stood_in_for", "usable"]
 
 Forward = Callable[..., Tensor]
 
@@ -58,10 +58,8 @@ def _gcn(
 ) -> Tensor | None:
     if layer.lin.bias is not None or not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < layer.out_channels):
         return None
-    with _in_place_of(layer, lin=nn.Identity(), bias=None):
-        out = own(x, edge_index, edge_weight)
-    out = layer.lin(out)
-    return _plus(out, layer.bias)
+    out = own(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
+    return _plus(layer.lin(out), layer.bias)
 
 
 def _sg(
@@ -70,8 +68,7 @@ def _sg(
     if layer.cached or layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
         return None
     product = functional.linear(x, layer.lin.weight)
-    with _in_place_of(layer, lin=_Bias(layer.lin.bias)):
-        return own(product, edge_index, edge_weight)
+    return own(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
 
 
 def _tag(
@@ -146,8 +143,8 @@ def _neighbours_first(
     lin = getattr(layer, name)
     if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
         return None
-    with _in_place_of(layer, **{name: _Bias(lin.bias)}):
-        return own((functional.linear(x, lin.weight), x), *args, size=size)
+    rows = (functional.linear(x, lin.weight), x)
+    return own(stand_in(layer, **{name: partial(_plus, bias=lin.bias)}), rows, *args, size=size)
 
 
 _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
@@ -161,7 +158,8 @@ _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
 
 
 def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
-    return out if bias is None else out + bias
+    # autocast gives products in half precision, and adds the bias there
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:
@@ -178,27 +176,21 @@ def _normalised(
     return result
 
 
-class _Bias(nn.Module):
-    """What is left of a linear layer whose weight was applied before."""
+def stand_in(layer: MessagePassing, **others: Any) -> MessagePassing:
+    """An object like ``layer`` with some attributes replaced, for one call of ``forward``; ``layer`` is not touched.
 
-    def __init__(self, bias: Tensor | None) -> None:
-        super().__init__()
-        self.value = [] if bias is None else [bias]  # a list, so that it is no parameter of two modules
+    Its hops are those of ``layer`` (:func:`stood_in_for`).
+    """
+    twin: MessagePassing = object.__new__(type(layer))
+    # an attribute of the instance is found before what torch registers; setattr() would register it with the layer
+    twin.__dict__.update(layer.__dict__, **others, _stands_in_for=layer)
+    return twin
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.value[0] if self.value else x
 
-
-@contextlib.contextmanager
-def _in_place_of(layer: nn.Module, **others: nn.Module | None) -> Iterator[None]:
-    """Modules or parameters of ``layer`` by others, for a while; the layer's own stay registered."""
-    # an attribute of the instance is found before what torch registers; setattr() would register it
-    layer.__dict__.update(others)
-    try:
-        yield
-    finally:
-        for name in others:
-            del layer.__dict__[name]
+def stood_in_for(layer: MessagePassing) -> MessagePassing:
+    """The layer itself, or that which it stands in for."""
+    found: MessagePassing = layer.__dict__.get("_stands_in_for", layer)
+    return found
 
 
 def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
@@ -208,6 +200,7 @@ def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
     return (
         isinstance(x, Tensor)
         and x.dim() == 2
+        and x.layout == torch.strided
         and isinstance(edge_index, Adjacency)
         and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
         and all(is_linear(lin) for lin in lins)

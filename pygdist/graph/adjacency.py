@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.edge_index import SortOrder
 
+from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, spmm, transpose
 
 __all__ = ["Adjacency"]
@@ -39,7 +40,7 @@ class Adjacency(EdgeIndex):
     _csr: CSR
     _edges: Tensor | None = None
     _transposed: CSR | None = None
-    _transposed_value: tuple[Tensor, int, Tensor] | None = None
+    _transposed_value: tuple[Tensor, tuple[object, ...], Tensor] | None = None
     _edge_value: Tensor | None = None
     _origin: Adjacency | None = None  # keeps what is made on demand, for every copy with other weights
 
@@ -154,12 +155,14 @@ class Adjacency(EdgeIndex):
         """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
         owner = self if self._origin is None else self._origin
         kept = owner._transposed_value
-        if kept is None or kept[0] is not value or kept[1] != value._version:
+        identity = identity_of(value)
+        if kept is None or kept[1] != identity:
             perm = self.transposed().perm
             assert perm is not None
             with torch.inference_mode(False):
                 made = value.index_select(0, perm)
-                kept = (value, value._version, value if torch.equal(made, value) else made)
+                own = value.detach()
+                kept = (own, identity, own if torch.equal(made, own) else made)
             owner._transposed_value = kept
         return kept[2]
 
@@ -183,7 +186,7 @@ class Adjacency(EdgeIndex):
         if other_value is not None or isinstance(other, EdgeIndex):
             raise ValueError("Adjacency multiplies dense rows only, not another sparse matrix")
         value = self._edge_value if input_value is None else input_value
-        fixed = value is not None and not value.requires_grad and not value.is_inference()
+        fixed = value is not None and fixable(value)
         stacked = other.dim() == 3
         out = spmm(
             self._csr,
@@ -194,6 +197,10 @@ class Adjacency(EdgeIndex):
             transposed_weight=(lambda: self._transposed_weight(value)) if fixed else None,  # type: ignore[arg-type]
         )
         return out.transpose(0, 1) if stacked else out
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        """Like :meth:`matmul`."""
+        return self.matmul(other)
 
     def to_device(self, device: torch.device | str) -> Adjacency:
         """The same adjacency on another device, what is made on demand made there again."""

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_NO_MEMORY = 3
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
 
@@ -163,4 +164,5 @@ def _call(
     dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
     pointers = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in dense]
     status = getattr(native, name)(ctypes.byref(matrix), *pointers)
-    assert status == 0, f"{name} refused its arguments with status {status}"
+    if status != 0:
+        raise MemoryError(name) if status == _NO_MEMORY else RuntimeError(f"{name} refused its arguments: {status}")

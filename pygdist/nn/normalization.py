@@ -13,16 +13,14 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
 
-__all__ = ["GlobalGCNNorm", "version_of"]
+__all__ = ["GlobalGCNNorm"]
 
-
-def version_of(tensor: Tensor | None) -> int:
-    """Counts the changes of a tensor in place; those made in inference mode, as Lightning evaluates, do not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+_MOST_KEPT = 8  # kinds of normalisation and adjacencies; what is kept longest goes first
 
 
 class GlobalGCNNorm:
@@ -57,15 +55,18 @@ class GlobalGCNNorm:
         if flow != "source_to_target":
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node; a shard holds in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
-        if not isinstance(edge_index, Adjacency) or (edge_weight is not None and edge_weight.requires_grad):
+        if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
             return self._normalise(edge_index, edge_weight, *arguments)
         # one result for each kind of normalisation: weights that a model computes anew replace those before
-        slot, version = (id(edge_index), *arguments), (id(edge_weight), version_of(edge_weight))
+        slot, version = (id(edge_index), *arguments), identity_of(edge_weight)
         kept = self._kept.get(slot)
         if kept is None or kept[0] != version:
-            # the inputs are kept too, so that their ids stay theirs
+            # the inputs are kept too, so that their ids and their memory stay theirs
+            inputs = (edge_index, None if edge_weight is None else edge_weight.detach())
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
-                kept = (version, (edge_index, edge_weight), self._normalise(edge_index, edge_weight, *arguments))
+                kept = (version, inputs, self._normalise(edge_index, edge_weight, *arguments))
+            if slot not in self._kept and len(self._kept) >= _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
             self._kept[slot] = kept
         return kept[2]
 
@@ -88,7 +89,7 @@ class GlobalGCNNorm:
             edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
         csr = edge_index.csr()
         if add_self_loops:
-            csr, edge_weight = _with_remaining_self_loops(csr, edge_weight, fill_value, num_nodes, dtype)
+            csr, edge_weight = _with_remaining_self_loops(csr, edge_weight, fill_value, num_nodes)
         counts = csr.indptr.diff()
         if edge_weight is None:
             degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
@@ -99,23 +100,24 @@ class GlobalGCNNorm:
         source_scale = self._ranks.source_rows(scale)
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
-        weight = weight * torch.repeat_interleave(scale, counts, output_size=csr.num_entries)
+        weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
         return Adjacency.from_csr(CSR(csr.indptr, csr.index, source_scale.size(0))), weight
 
 
 def _with_remaining_self_loops(
-    csr: CSR, weight: Tensor | None, fill_value: float, num_nodes: int, dtype: torch.dtype | None
+    csr: CSR, weight: Tensor | None, fill_value: float, num_nodes: int
 ) -> tuple[CSR, Tensor | None]:
-    """One self-loop at each node, as PyG's ``add_remaining_self_loops``: those that exist keep their weight."""
+    """One self-loop at each node, as PyG's ``add_remaining_self_loops``: those that exist keep their weight.
+
+    Without weights the value of a loop is not looked at, in PyG as here.
+    """
     is_loop = is_self_loop(csr)
     keep = ~is_loop
     looped, is_new = insert_self_loops(keep_entries(csr, keep), num_nodes)
-    if weight is None and fill_value == 1:
-        return looped, None
     if weight is None:
-        weight = torch.ones(csr.num_entries, dtype=dtype, device=csr.indptr.device)
-    loops = weight.new_full((num_nodes,), fill_value)
+        return looped, None
+    loops = weight.new_full((num_nodes, *weight.shape[1:]), fill_value)
     loops[csr.index[is_loop].long()] = weight[is_loop]
-    out = weight.new_empty(looped.num_entries)
-    out = out.masked_scatter(~is_new, weight[keep])
-    return looped, out.masked_scatter(is_new, loops)
+    out = weight.new_empty(looped.num_entries, *weight.shape[1:])
+    out = out.index_put((~is_new,), weight[keep])
+    return looped, out.index_put((is_new,), loops)

@@ -17,6 +17,8 @@ from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entri
 
 __all__ = ["KeptSelfLoops"]
 
+_MOST_KEPT = 8  # results; what is kept longest goes first
+
 
 class KeptSelfLoops:
     """PyG's ``remove_self_loops`` and ``add_self_loops``, with the edges of an adjacency in its own order."""
@@ -40,7 +42,7 @@ class KeptSelfLoops:
                 csr = edge_index.csr()
                 keep = ~is_self_loop(csr)
                 without = edge_index if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep))
-                self._kept[slot] = (edge_index, without, keep)
+            self._keep(slot, (edge_index, without, keep))
         _, without, keep = self._kept[slot]
         return without, edge_attr if edge_attr is None or without is edge_index else edge_attr[keep]
 
@@ -55,7 +57,8 @@ class KeptSelfLoops:
         if slot not in self._kept:
             with torch.inference_mode(False):
                 csr, is_loop = insert_self_loops(edge_index.csr(), num_nodes)
-                self._kept[slot] = (edge_index, Adjacency.from_csr(csr), is_loop)
+                looped = Adjacency.from_csr(csr)
+            self._keep(slot, (edge_index, looped, is_loop))
         _, adjacency, is_loop = self._kept[slot]
         if edge_attr is None:
             return adjacency, None
@@ -64,3 +67,8 @@ class KeptSelfLoops:
         ordered = torch.empty_like(appended)
         ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
         return adjacency, ordered
+
+    def _keep(self, slot: tuple[object, ...], result: tuple[Adjacency, Adjacency, Tensor]) -> None:
+        if len(self._kept) >= _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[slot] = result

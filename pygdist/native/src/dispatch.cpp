@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "kernels.h"
 
@@ -188,7 +189,8 @@ int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* inde
   std::fill(indptr, indptr + csr->num_cols + 1, 0);
   for (int64_t e = 0; e < entries; ++e) ++indptr[column[e] + 1];
   for (int64_t col = 0; col < csr->num_cols; ++col) indptr[col + 1] += indptr[col];
-  const std::unique_ptr<int64_t[]> next(new int64_t[csr->num_cols]);
+  const std::unique_ptr<int64_t[]> next(new (std::nothrow) int64_t[csr->num_cols]);
+  if (!next) return PYGDIST_NO_MEMORY;
   std::copy(indptr, indptr + csr->num_cols, next.get());
   for (int64_t row = 0; row < csr->num_rows; ++row) {
     for (int64_t e = csr->indptr[row]; e < csr->indptr[row + 1]; ++e) {

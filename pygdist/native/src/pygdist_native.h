@@ -37,7 +37,7 @@ typedef enum pygdist_reduce { PYGDIST_SUM = 0, PYGDIST_MEAN = 1, PYGDIST_MAX = 2
 // The message of an entry (i, j): x[j], weight_ij * x[j], or weight_ij + x[j].
 typedef enum pygdist_op { PYGDIST_COPY = 0, PYGDIST_MUL = 1, PYGDIST_ADD = 2 } pygdist_op;
 
-typedef enum pygdist_status { PYGDIST_OK = 0, PYGDIST_BAD_TYPE = 1, PYGDIST_BAD_REDUCE = 2 } pygdist_status;
+typedef enum pygdist_status { PYGDIST_OK = 0, PYGDIST_BAD_TYPE = 1, PYGDIST_BAD_REDUCE = 2, PYGDIST_NO_MEMORY = 3 } pygdist_status;
 
 // Instruction sets, in ascending order. PYGDIST_ISA_BEST stands for the best one that this machine has.
 typedef enum pygdist_isa {
