@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 
-from pygdist import Savings, Shard
+from pygdist import Shard
+from pygdist.backends import Savings
 from pygdist.graph import Adjacency
 from pygdist.testing import RankPool, assert_exact
 from tests.backends.training import Shapes, epoch, gradients, one_rank, same, single

@@ -26,8 +26,8 @@ from torch_geometric.nn import (
 )
 from typing_extensions import override
 
-from pygdist import Savings, Shard, distribute, undistribute
-from pygdist.backends import CommBackend, SingleBackend, blocks
+from pygdist import Shard, distribute, undistribute
+from pygdist.backends import CommBackend, Savings, SingleBackend, blocks
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.nn.inputs import edge_inputs

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, SAGEConv, SGConv, SimpleConv
 
-from pygdist import Savings, Shard, distribute
-from pygdist.backends import CommBackend
+from pygdist import Shard, distribute
+from pygdist.backends import CommBackend, Savings
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import RankPool, random_graph

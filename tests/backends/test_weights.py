@@ -13,7 +13,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, ARMAConv, GCNConv, GraphConv, SAGEConv, SGConv, TAGConv
 from torch_geometric.nn.dense import Linear
 
-from pygdist import Savings, Shard
+from pygdist import Shard
+from pygdist.backends import Savings
 from pygdist.graph import Adjacency
 from pygdist.testing import RankPool, assert_exact
 from tests.backends.training import NOTHING, Columns, epoch, gradients, one_rank, same, single

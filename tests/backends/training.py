@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from pygdist import Savings, Shard, distribute
-from pygdist.backends import Backend, SingleBackend
+from pygdist import Shard, distribute
+from pygdist.backends import Backend, Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import random_graph
