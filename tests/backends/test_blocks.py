@@ -40,10 +40,11 @@ MIB = 2**20
 # Layers of the suite whose hops PyG fuses on one process, and one whose aggregation pads
 WHOLE = {
     "APPNP", "ARMAConv", "AntiSymmetricConv", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GCNConv-cached",
-    "GCNConv-derived", "GCNConv-improved", "GCNConv-no-loops", "GINConv", "GatedGraphConv", "GraphConv", "GraphConv-max", "LGConv", "MFConv", "MixHopConv",
-    "PDNConv", "SAGEConv-detached", "SAGEConv-jk", "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min",
-    "SGConv", "SSGConv", "SimpleConv", "TAGConv", "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm",
-    "GraphSizeNorm", "InstanceNorm", "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows",
+    "GCNConv-derived", "GCNConv-improved", "GCNConv-no-loops", "GINConv", "GatedGraphConv", "GraphConv",
+    "GraphConv-max", "LGConv", "MFConv", "MixHopConv", "PDNConv", "SAGEConv-detached", "SAGEConv-jk",
+    "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SSGConv", "SimpleConv", "TAGConv",
+    "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "LayerNorm-graph",
+    "MeanSubtractionNorm", "PairNorm", "PairNorm-rows",
 }  # fmt: skip
 
 
