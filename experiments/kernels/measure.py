@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pygdist  # isort: skip  # noqa: F401  # first, as a user would: huge pages then serve all contenders
 import torch
 from machine import cache_bytes, facts
 from rich.console import Console

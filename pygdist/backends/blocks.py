@@ -19,6 +19,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend
+from pygdist.backends.layers import layer_name
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -138,6 +140,8 @@ class Blocks:
             max_edges = int(budget / max(taken, 1.0))
             if edge_index.size(1) > max_edges:
                 return _in_blocks(hop, result, max_edges)
+        elif budget is not None:
+            _say_if_large(layer, edge_index.size(1), kwargs, budget)
         return whole(edge_index, size=size, **kwargs)
 
     def _budget(self, device: torch.device) -> int | None:
@@ -181,6 +185,18 @@ def destination_blocks(targets: Tensor, num_dst: int, max_edges: int) -> list[in
         edge = int(ends[bounds[-1] - 1])
     bounds[-1] = num_dst
     return bounds
+
+
+def _say_if_large(layer: MessagePassing, num_edges: int, kwargs: Mapping[str, Any], budget: int) -> None:
+    """Warn of a hop that runs whole although the rows that it lifts to edges alone exceed the budget."""
+    tensors = [value for value in tree_leaves(dict(kwargs)) if isinstance(value, Tensor) and value.dim() > 1]
+    per_edge = max((value.nbytes // max(value.size(layer.node_dim), 1) for value in tensors), default=0)
+    if num_edges * per_edge > budget:
+        warnings.warn(
+            f"{layer_name(layer)} computes all messages at once, {num_edges * per_edge / 2**20:.0f} MiB or more: "
+            "it cannot be cut into blocks of destinations (pygdist.backends.blocks says which layers cannot)",
+            stacklevel=2,
+        )
 
 
 def _plain(edge_index: Any) -> bool:

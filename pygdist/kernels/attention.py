@@ -12,7 +12,8 @@ GATv2              :math:`\langle a, \mathrm{LeakyReLU}(x_j + y_i) \rangle`     
 Transformer        :math:`\langle k_j, q_i \rangle`                                :func:`~pygdist.kernels.sddmm`
 =================  ==============================================================  =======================
 
-Memory of each step and its gradient: edges times heads, and nodes times features.
+Memory of each step and its gradient: edges times heads, and nodes times features. Scores and softmax have first
+derivatives only: a loss on gradients needs ``savings.fused_attention=False``.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def spmm(
     the extremum, and an extremum of exactly 0 has one share more that goes nowhere (``torch.scatter_reduce`` counts the
     zero it starts from). On the CPU the result is the same bit for bit for any number of threads.
 
+    Sums and means can be differentiated twice; the gradient of ``"max"`` and ``"min"`` cannot be.
+
     Memory: the result and, for gradients, the transposed structure; with the native library nothing of size
     :math:`E \times F`.
 

@@ -421,3 +421,13 @@ def test_decomposed_layers_keep_their_numbers(graph: tuple[Data, Shard], counted
     _same(
         [out, *torch.autograd.grad(out.square().sum(), x)], [expected, *torch.autograd.grad(expected.square().sum(), x)]
     )
+
+
+def test_a_hop_that_cannot_be_cut_says_what_it_takes(graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    layer = build("EdgeConv", 5, 3)
+    module = next(module for module in layer.modules() if isinstance(module, MessagePassing))
+    module.register_message_forward_hook(lambda *_: None)
+    model = _blocked(layer, shard)
+    with pytest.warns(UserWarning, match="EdgeConv computes all messages at once, 0 MiB or more"):
+        model(shard.x, shard.adjacency)
