@@ -111,8 +111,13 @@ def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[st
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is ``x @ weight.T + bias`` and nothing else: no adapter, no hook."""
+    return type(module) in (nn.Linear, Linear) and not hooked_module(module)
+
+
+def hooked_module(module: nn.Module) -> bool:
+    """Whether somebody registered a hook on the module itself."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) in (nn.Linear, Linear) and not any(hooks)
+    return any(hooks)
 
 
 def layer_name(layer: MessagePassing) -> str:

@@ -14,28 +14,31 @@ layer                                PyG aggregates        here, where it is che
 ``TAGConv``                          the rows, K times     the products, by Horner's scheme, K times
 ``ARMAConv``                         one product a stack   the rows, once for all stacks of the first hop
 ``SAGEConv``, ``GraphConv``          the rows              the product, if messages are summed or averaged
+``GINConv``                          the rows              the product with the first weight of its network
 ===================================  ====================  ============================================
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.nn import ARMAConv, GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
+from torch_geometric.nn import MLP, ARMAConv, GCNConv, GINConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import hooked, is_linear
+from pygdist.backends.layers import hooked, hooked_module, is_linear
 from pygdist.graph import Adjacency
 
 __all__ = ["cheaper_forward", "stood_in_for", "usable"]
 
 Forward = Callable[..., Tensor]
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
@@ -147,9 +150,35 @@ def _neighbours_first(
     return own(stand_in(layer, **{name: partial(_plus, bias=lin.bias)}), rows, *args, size=size)
 
 
+def _gin(
+    backend: Backend, layer: GINConv, own: Forward, x: Tensor, edge_index: Tensor, size: Any = None
+) -> Tensor | None:
+    """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
+    found = _first_linear(layer.nn)
+    if found is None or found[0].weight.size(0) >= x.size(-1) or _fixed(backend, layer, x, None):
+        return None
+    first, rest = found
+    return own(stand_in(layer, nn=rest), functional.linear(x, first.weight), edge_index, size=size)
+
+
+def _first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
+    """The linear module that a network begins with, and what is left of the network without that module's weight."""
+    known = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
+    modules: list[Any] = (
+        list(network if isinstance(network, nn.Sequential) else cast(MLP, network).lins) if known else []
+    )
+    if not modules or not is_linear(modules[0]):
+        return None
+    modules[0], first = partial(_plus, bias=modules[0].bias), modules[0]
+    if type(network) is MLP:
+        return first, partial(MLP.forward, stand_in(network, lins=modules))
+    return first, lambda x: functools.reduce(lambda value, module: module(value), modules, x)
+
+
 _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
     ARMAConv: _arma,
     GCNConv: _gcn,
+    GINConv: _gin,
     GraphConv: _graph,
     SAGEConv: _sage,
     SGConv: _sg,
@@ -176,12 +205,12 @@ def _normalised(
     return result
 
 
-def stand_in(layer: MessagePassing, **others: Any) -> MessagePassing:
+def stand_in(layer: Module, **others: Any) -> Module:
     """An object like ``layer`` with some attributes replaced, for one call of ``forward``; ``layer`` is not touched.
 
     Its hops are those of ``layer`` (:func:`stood_in_for`).
     """
-    twin: MessagePassing = object.__new__(type(layer))
+    twin: Module = object.__new__(type(layer))
     # an attribute of the instance is found before what torch registers; setattr() would register it with the layer
     twin.__dict__.update(layer.__dict__, **others, _stands_in_for=layer)
     return twin

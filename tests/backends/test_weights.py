@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GCN, ARMAConv, GCNConv, GraphConv, SAGEConv, SGConv, TAGConv
+from torch_geometric.nn import GCN, MLP, ARMAConv, GCNConv, GINConv, GraphConv, SAGEConv, SGConv, TAGConv
 from torch_geometric.nn.dense import Linear
 
 from pygdist import Shard
@@ -50,6 +50,10 @@ CASES: dict[str, Any] = {
     "Graph-mean": lambda i, o: GraphConv(i, o, aggr="mean"),
     "Graph-no-bias": lambda i, o: GraphConv(i, o, bias=False),
     "Graph-max": lambda i, o: GraphConv(i, o, aggr="max"),
+    "GIN": lambda i, o: GINConv(nn.Sequential(nn.Linear(i, o), nn.ReLU(), nn.Linear(o, o)), train_eps=True),
+    "GIN-MLP": lambda i, o: GINConv(MLP([i, o, o], norm="layer_norm", act_first=True), eps=0.3),
+    "GIN-one-layer": lambda i, o: GINConv(MLP([i, o], bias=False)),
+    "GIN-other": lambda i, o: GINConv(nn.Sequential(nn.ReLU(), nn.Linear(i, o))),
     "SAGE": lambda i, o: SAGEConv(i, o),
     "SAGE-sum": lambda i, o: SAGEConv(i, o, aggr="sum", bias=False),
     "SAGE-normalize": lambda i, o: SAGEConv(i, o, normalize=True),
@@ -58,7 +62,7 @@ CASES: dict[str, Any] = {
     "SAGE-max": lambda i, o: SAGEConv(i, o, aggr="max"),
     "SAGE-many": lambda i, o: SAGEConv(i, o, aggr=["mean", "sum"]),
 }
-WEIGHTED = [name for name in CASES if not name.startswith("SAGE")]
+WEIGHTED = [name for name in CASES if not name.startswith(("GIN", "SAGE"))]
 
 
 @pytest.fixture
@@ -446,7 +450,7 @@ def test_a_linear_layer_replaced_by_one_with_a_bias_adds_it_where_pyg_does(
         same(_results(model, shard.x, shard.adjacency, (), grad=grad), expected)
 
 
-LINEAR = ["ARMAConv", "GCNConv", "GCNConv-cached", "GraphConv", "SAGEConv-mean", "SGConv", "TAGConv"]
+LINEAR = ["ARMAConv", "GCNConv", "GCNConv-cached", "GINConv", "GraphConv", "SAGEConv-mean", "SGConv", "TAGConv"]
 
 
 @pytest.mark.parametrize(
