@@ -31,14 +31,17 @@ def test_bytes_and_messages_are_those_of_the_plan(pool: RankPool, tmp_path: Path
     history, meta = pool.run(_monitored, 3, str(tmp_path))[0]
     sent_rows = np.array([part["recv_counts"] for part in meta["parts"]]).sum(axis=0)
     received_rows = np.array([part["num_halo"] for part in meta["parts"]])
-    # GCN sends 8 and 4 columns forward; backward each rank returns the gradients of the halo rows it received
-    per_rank = (sent_rows + received_rows) * (8 + 4) * 8
+    # the second layer sends 4 columns forward, and each rank returns the gradients of the halo rows it received; the
+    # first aggregates the 12 features, once
+    per_rank = (sent_rows + received_rows) * 4 * 8
     last = history[-1]
     assert last["sent_bytes_total"] == per_rank.sum()
     assert (last["sent_bytes_min"], last["sent_bytes_max"]) == (per_rank.min(), per_rank.max())
     assert last["gradient_bytes"] == pytest.approx(2 * 2 / 3 * (12 * 8 + 8 + 8 * 4 + 4) * 8)
-    assert last["sent_messages_max"] == 2 * 2 * 2  # two hops, forward and backward, to two others
-    assert history[0]["sent_bytes_total"] == per_rank.sum() + sent_rows.sum() * 8, "degrees travel once, in front"
+    assert last["sent_messages_max"] == 2 * 2  # forward and backward, to two others
+    once = sent_rows.sum() * (12 + 1) * 8
+    assert history[0]["sent_bytes_total"] == per_rank.sum() + once, "features and degrees travel once, in front"
+    assert last["kept_mib_total"] * 2**20 == pytest.approx(meta["num_nodes"] * 12 * 8)
     for epoch in history:
         assert 0 < epoch["exchange_s_min"] <= epoch["exchange_s_max"] < epoch["epoch_s"]
         assert epoch["compute_s_max"] + epoch["exchange_s_min"] <= 2 * epoch["epoch_s"]
