@@ -234,6 +234,5 @@ def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
         and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
         and all(is_linear(lin) for lin in lins)
         and not hooked(layer)
-        and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=True))
-        and not torch.jit.is_scripting()
+        and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters())
     )
