@@ -6,9 +6,9 @@ Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On t
 
 from __future__ import annotations
 
-from pygdist.kernels.attention import edge_softmax, gatv2_scores
+from pygdist.kernels.attention import edge_softmax, gat, gatv2_scores
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import EdgeOp, Reduce, sddmm, spmm
 from pygdist.kernels.transpose import transpose
 
-__all__ = ["CSR", "EdgeOp", "Reduce", "edge_softmax", "gatv2_scores", "sddmm", "spmm", "transpose"]
+__all__ = ["CSR", "EdgeOp", "Reduce", "edge_softmax", "gat", "gatv2_scores", "sddmm", "spmm", "transpose"]

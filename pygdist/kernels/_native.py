@@ -19,6 +19,8 @@ __all__ = [
     "edge_softmax_grad",
     "extremum_grad",
     "extremum_value_grad",
+    "gat",
+    "gat_grad",
     "gatv2_grad",
     "gatv2_scores",
     "sddmm",
@@ -116,6 +118,36 @@ def gatv2_grad(
     parts = (source, target, attention, slope, grad_target, grad_attention)
     _call("pygdist_gatv2_grad", csr, grad_scores, source, *parts, op="mul")
     return grad_target, grad_attention
+
+
+def gat(
+    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``."""
+    rows, heads = target.shape
+    out = x.new_empty(rows, x.shape[1])
+    above, facts = (x.new_empty(out.shape if graded else (0, 0)), x.new_empty((rows, heads, 2) if graded else (0, 0, 0)))
+    rest = (above, facts) if graded else (None, None)
+    _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, heads=heads)
+    return out, above, facts
+
+
+def gat_grad(
+    transposed: CSR,
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    slope: float,
+    out: Tensor,
+    above: Tensor,
+    facts: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the rows and of the two parts of the scores."""
+    found = (x.new_empty(x.shape), source.new_empty(source.shape), target.new_empty(target.shape))
+    given = (x, source, target, slope, out, above, facts, grad)
+    _call("pygdist_gat_grad", transposed, None, x, *given, *found, heads=source.shape[1])
+    return found
 
 
 def transpose(csr: CSR) -> CSR:

@@ -7,7 +7,8 @@ weight per edge and head).
 =================  ==============================================================  =======================
 layer              score of edge :math:`j \to i`, for each head                    steps
 =================  ==============================================================  =======================
-GAT                :math:`\mathrm{LeakyReLU}(a_j + b_i)`                           :func:`edge_softmax`
+GAT                :math:`\mathrm{LeakyReLU}(a_j + b_i)`                           :func:`edge_softmax`, or all
+                                                                                   at once :func:`gat`
 GATv2              :math:`\langle a, \mathrm{LeakyReLU}(x_j + y_i) \rangle`        :func:`gatv2_scores`
 Transformer        :math:`\langle k_j, q_i \rangle`                                :func:`~pygdist.kernels.sddmm`
 =================  ==============================================================  =======================
@@ -21,11 +22,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pygdist.kernels import _native
 from pygdist.kernels._attention_ops import edge_softmax_op, gatv2_scores_op
+from pygdist.kernels._choose import kernels_for
+from pygdist.kernels._gat_ops import gat_op
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.spmm import Transposed, resolve_transposed
+from pygdist.kernels.spmm import Transposed, resolve_transposed, spmm
 
-__all__ = ["edge_softmax", "gatv2_scores"]
+__all__ = ["edge_softmax", "gat", "gatv2_scores"]
 
 
 def edge_softmax(
@@ -87,6 +91,68 @@ def edge_softmax(
         *((None, None, None) if backward is None else (backward.indptr, backward.index, backward.perm)),
     )
     return alpha.to(like.dtype)
+
+
+def gat(
+    csr: CSR,
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    *,
+    negative_slope: float = 0.2,
+    transposed: Transposed = None,
+) -> Tensor:
+    r"""The aggregation of GAT ("Graph Attention Networks", Eqs. 3 to 6) in one walk over the edges.
+
+    .. math::
+        \mathbf{y}_{i,h} = \sum_{e = (i, j)} \alpha_{e,h} \, \mathbf{x}_{j,h}, \quad
+        \alpha_{e,h} = \mathrm{softmax}_{e \in \mathcal{E}_i} \; \mathrm{LeakyReLU}(a_{j,h} + b_{i,h})
+
+    The same as :func:`edge_softmax` and :func:`~pygdist.kernels.spmm` after it, which is what runs where the native
+    library does not. That computes each weight where it is used, in the backward pass too, so that nothing as long as
+    the edges is held.
+
+    Args:
+        csr: Structure of the matrix; rows are destinations.
+        x: Rows of the sources.
+        source: The part :math:`a` of the score that belongs to the source.
+        target: The part :math:`b` that belongs to the destination.
+        negative_slope: Of the leaky ReLU; 0 or more.
+        transposed: ``transpose(csr)``, or a function that returns it; used for the gradients of ``x`` and ``source``.
+
+    Shapes:
+        ``x`` is :math:`(M, H, C)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`, the result
+        :math:`(N, H, C)`.
+
+    Raises:
+        ValueError: If a shape, dtype or device does not fit, or the slope is negative.
+    """
+    if negative_slope < 0:
+        raise ValueError(f"negative_slope must be 0 or more, got {negative_slope}")
+    given = {"x": (x, csr.num_cols, 3), "source": (source, csr.num_cols, 2), "target": (target, csr.num_rows, 2)}
+    for name, (part, rows, dim) in given.items():
+        if part.dim() != dim or part.shape[:2] != (rows, *x.shape[1:2]):
+            axes = "rows, heads" if dim == 2 else "rows, heads, channels"
+            raise ValueError(f"{name} must have shape ({axes}) with {rows} rows, got {tuple(part.shape)}")
+        _check_kind(name, part, x.dtype, csr)
+    if kernels_for(x) is not _native or x.numel() == 0 or csr.num_rows == 0:
+        backward = resolve_transposed(csr, transposed, x, source)
+        alpha = edge_softmax(csr, source=source, target=target, negative_slope=negative_slope, transposed=backward)
+        return spmm(csr, x, alpha, transposed=backward)
+    backward = resolve_transposed(csr, transposed, x, source, target)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    graded = torch.is_grad_enabled() and any(part.requires_grad for part in (x, source, target))
+    out: Tensor = gat_op(
+        csr.indptr,
+        csr.index,
+        x.flatten(1).to(dtype),
+        source.to(dtype),
+        target.to(dtype),
+        negative_slope,
+        graded,
+        *((None, None) if backward is None else (backward.indptr, backward.index)),
+    )[0]
+    return out.view(csr.num_rows, *x.shape[1:]).to(x.dtype)
 
 
 def gatv2_scores(

@@ -19,7 +19,7 @@ import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 __all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "load", "set_isa"]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -68,6 +68,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_sum_edges": (_CSR, _ARRAY),
     "pygdist_gatv2_scores": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
     "pygdist_gatv2_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY),
+    "pygdist_gat": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),
 }
 """Argument types of each function; all return an ``int32_t``."""
 

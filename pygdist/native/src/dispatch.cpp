@@ -87,6 +87,16 @@ int32_t run(RowsKernel kernel, Job& job) {
   return PYGDIST_OK;
 }
 
+// The same for kernels that read no entries: all rows are equal.
+void run_rows(RowsKernel kernel, const Job& job) {
+  constexpr int64_t kRows = 512;
+  const int64_t threads = std::max<int64_t>(job.csr.num_threads, 1);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(threads)) if (job.csr.num_rows > kRows)
+  for (int64_t row = 0; row < job.csr.num_rows; row += kRows) {
+    kernel(job, row, std::min(row + kRows, job.csr.num_rows));
+  }
+}
+
 // Bytes of the last-level cache, or a common size where the system does not tell.
 int64_t cache_bytes() {
   static const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
@@ -98,11 +108,17 @@ constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is s
 // Whether a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
 // whole rows do not (blocking over sources as in DistGNN's Algorithm 2, but over columns, so that sums stay in
 // registers). The copy costs one pass over `x`, the index is read once per slab.
-bool worth_slabs(const pygdist_csr& csr) {
+bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   const int64_t entries = csr.indptr[csr.num_rows];
-  return row_bytes >= 2 * kSlabBytes && entries >= 8 * csr.num_cols &&
-         csr.num_cols * kSlabBytes <= cache_bytes() / 2 && csr.num_cols * row_bytes > int64_t{1} << 20;
+  return row_bytes >= 2 * slab_bytes && entries >= 8 * csr.num_cols &&
+         csr.num_cols * slab_bytes <= cache_bytes() / 2 && csr.num_cols * row_bytes > int64_t{1} << 20;
+}
+
+// The bytes of a slab that holds whole heads.
+int64_t head_slab(const pygdist_csr& csr) {
+  const int64_t head_bytes = std::max<int64_t>(csr.num_features / csr.num_heads * csr.value_bits / 8, 1);
+  return head_bytes * std::max<int64_t>(kSlabBytes / head_bytes, 1);
 }
 
 using Buffer = std::unique_ptr<char, decltype(&std::free)>;
@@ -129,11 +145,11 @@ void order_values(const pygdist_csr& csr, char* ordered) {
 }
 
 // Runs `kernel` slab by slab over the columns of `x`.
-int32_t run_slabs(RowsKernel kernel, Job& job) {
+int32_t run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes) {
   const int64_t size = job.csr.value_bits / 8;
   const int64_t row_bytes = job.csr.num_features * size;
   const bool permuted = job.csr.weight && job.csr.perm;
-  const Buffer slab = allocate(job.csr.num_cols * kSlabBytes);
+  const Buffer slab = allocate(job.csr.num_cols * slab_bytes);
   const Buffer values = allocate(permuted ? job.csr.indptr[job.csr.num_rows] * job.csr.num_heads * 8 : 0);
   if (!slab || !values) return run(kernel, job);
   if (permuted) {
@@ -143,8 +159,8 @@ int32_t run_slabs(RowsKernel kernel, Job& job) {
     job.csr.perm_bits = 0;
   }
   const char* const x = static_cast<const char*>(job.x);
-  for (int64_t first = 0; first < row_bytes; first += kSlabBytes) {
-    const int64_t width = std::min(kSlabBytes, row_bytes - first);
+  for (int64_t first = 0; first < row_bytes; first += slab_bytes) {
+    const int64_t width = std::min(slab_bytes, row_bytes - first);
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(std::max(job.csr.num_threads, 1)))
     for (int64_t row = 0; row < job.csr.num_cols; ++row) {
       std::memcpy(slab.get() + row * width, x + row * row_bytes + first, width);
@@ -302,6 +318,53 @@ int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const voi
   job.result = grad_target;
   job.row_result = grad_attention;
   return pygdist::run(pygdist::kernels().gatv2_grad, job);
+}
+
+int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source, const void* target, double slope,
+                    void* out, void* above, void* facts) {
+  if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
+  Job job{*csr};
+  job.x = x;
+  job.source = source;
+  job.target = target;
+  job.slope = slope;
+  job.result = out;
+  job.above = above;
+  job.row_result = facts;
+  const auto kernel = pygdist::kernels().gat;
+  return pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+}
+
+int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, const void* target,
+                         double slope, const void* out, const void* above, const void* facts, const void* grad,
+                         void* grad_x, void* grad_source, void* grad_target) {
+  if (!pygdist::known_types(*transposed)) return PYGDIST_BAD_TYPE;
+  const int64_t rows = transposed->num_cols;
+  const pygdist::Buffer ends = pygdist::allocate(rows * transposed->num_heads * 3 * transposed->value_bits / 8);
+  if (!ends) return PYGDIST_NO_MEMORY;
+  Job dots{*transposed};
+  dots.csr.num_rows = rows;
+  dots.target = target;
+  dots.slope = slope;
+  dots.out = out;
+  dots.above = const_cast<void*>(above);
+  dots.facts = facts;
+  dots.grad = grad;
+  dots.result = ends.get();
+  dots.row_result = grad_target;
+  pygdist::run_rows(pygdist::kernels().gat_dots, dots);
+  if (!grad_x) return PYGDIST_OK;
+  Job job{*transposed};
+  job.x = grad;
+  job.out = x;
+  job.source = source;
+  job.slope = slope;
+  job.facts = ends.get();
+  job.result = grad_x;
+  job.row_result = grad_source;
+  const auto kernel = pygdist::kernels().gat_grad;
+  const int64_t slab = pygdist::head_slab(*transposed);
+  return pygdist::worth_slabs(*transposed, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
 }
 
 }  // extern "C"

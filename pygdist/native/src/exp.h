@@ -28,6 +28,13 @@ inline Vector<float, Lanes> exp_of(const Vector<float, Lanes>& x) {
   return x == x ? result : x;
 }
 
+template <int Lanes>
+inline Vector<double, Lanes> exp_of(const Vector<double, Lanes>& x) {
+  Vector<double, Lanes> result;
+  for (int lane = 0; lane < Lanes; ++lane) result[lane] = __builtin_exp(x[lane]);
+  return result;
+}
+
 // Replaces `count` values, none of them positive, by their exponentials.
 inline void exp_in_place(float* values, int64_t count) {
   constexpr int kWide = kLanes<float>;

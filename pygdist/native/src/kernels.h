@@ -1,4 +1,4 @@
-// What the dispatcher (dispatch.cpp) and the kernels (spmm.cpp, attention.cpp, each built once per instruction set)
+// What the dispatcher (dispatch.cpp) and the kernels (spmm.cpp, attention.cpp, gat.cpp, each built once per instruction set)
 // agree on.
 #pragma once
 
@@ -22,6 +22,8 @@ struct Job {
   const void* target = nullptr;
   const void* edge = nullptr;
   const void* attention = nullptr;
+  const void* facts = nullptr;
+  void* above = nullptr;
   double slope = 1.0;
   void* row_result = nullptr;
 };
@@ -39,7 +41,10 @@ using RowsKernel = void (*)(const Job& job, int64_t begin, int64_t end);
   KERNEL(edge_softmax_grad)     \
   KERNEL(sum_edges)             \
   KERNEL(gatv2_scores)          \
-  KERNEL(gatv2_grad)
+  KERNEL(gatv2_grad)            \
+  KERNEL(gat)                   \
+  KERNEL(gat_dots)              \
+  KERNEL(gat_grad)
 
 #define PYGDIST_MEMBER(name) RowsKernel name;
 #define PYGDIST_FUNCTION(name) void name(const Job& job, int64_t begin, int64_t end);

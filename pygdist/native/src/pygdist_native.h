@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 2
+#define PYGDIST_ABI_VERSION 3
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -96,6 +96,20 @@ PYGDIST_API int32_t pygdist_gatv2_scores(const pygdist_csr* csr, const void* sou
 // source and target swapped, it is the gradient for the source.
 PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const void* target,
                                        const void* attention, double slope, void* grad_target, void* grad_attention);
+
+// GAT's aggregation in one walk over the entries: out[i] = sum of alpha[e, h] * x[j] with alpha[e, h] the softmax over the
+// entries of row i of leaky_relu(source[h, j] + target[i, h]). For the gradient, unless they are null: above[i], the part
+// of the sum whose scores are positive, and facts[i, h], the logarithm of the softmax's denominator (of the scores as they
+// are) and the sum of those alpha whose scores are positive.
+PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source, const void* target,
+                                double slope, void* out, void* above, void* facts);
+
+// The gradient of pygdist_gat, over the transposed matrix: grad_x[j], grad_source[j, h] and grad_target[i, h]. Here
+// `source` is [j, h]. Of the three results the first two may be null together.
+PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source,
+                                     const void* target, double slope, const void* out, const void* above,
+                                     const void* facts, const void* grad, void* grad_x, void* grad_source,
+                                     void* grad_target);
 
 #ifdef __cplusplus
 }

@@ -126,3 +126,13 @@ inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
   }
   cover<T, W, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(first, first, last, body);
 }
+
+// Calls `body(tile)` for tiles that cover columns first..last-1 and share none, for sums that are kept in memory: tiles
+// of `Count` vectors, then of one, then single columns.
+template <class T, int Count, class Body>
+inline void for_each_apart(int64_t first, int64_t last, const Body& body) {
+  constexpr int kWide = kLanes<T>;
+  for (; first + Count * kWide <= last; first += Count * kWide) body(Tile<T, kWide, Count>{first});
+  for (; first + kWide <= last; first += kWide) body(Tile<T, kWide, 1>{first});
+  for (; first < last; ++first) body(Tile<T, 1, 1>{first});
+}

@@ -18,6 +18,7 @@ struct View {
         first(job.first_column),
         last(job.last_column),
         stride(job.stride),
+        num_cols(job.csr.num_cols),
         num_entries(job.csr.indptr[job.csr.num_rows]),
         indptr(job.csr.indptr),
         index(static_cast<const I*>(job.csr.index)),
@@ -61,7 +62,7 @@ struct View {
 
   int64_t features, heads, channels;
   int64_t first, last, stride;
-  int64_t num_entries;
+  int64_t num_cols, num_entries;
   const int64_t* indptr;
   const I* index;
   const Value* weight;
