@@ -3,12 +3,16 @@ r"""PyG's attention layers by fused kernels: what stands for their hops once the
 ``GATConv``, ``GATv2Conv`` and ``TransformerConv`` keep their code, parameters and ``forward``; of their hops only the
 part between rows in and rows out is replaced, so that no tensor of edges :math:`\times` heads :math:`\times` channels
 is made. A subclass that writes its own ``message`` or ``edge_update`` keeps what it wrote.
+
+``GATConv`` asks for the weights of the edges in one hop and uses them in the next. Where nobody else sees them, the
+first hop only fetches what they are made of (:class:`_Unweighted`), and :func:`pygdist.kernels.gat` does the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +21,12 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from pygdist.backends.layers import hooked, is_linear
+from pygdist.backends.base import Backend
+from pygdist.backends.layers import hooked, is_linear, stand_in
 from pygdist.graph import Adjacency
-from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
+from pygdist.kernels import edge_softmax, gat, gatv2_scores, sddmm, spmm
 
-__all__ = ["AttentionHop", "attention_hop"]
+__all__ = ["AttentionHop", "attention_forward", "attention_hop"]
 
 AttentionHop = Callable[..., Tensor]
 """Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
@@ -43,6 +48,49 @@ def attention_hop(
         return hop if is_linear(edges) and edges.bias is None else None
     # the others add edge attributes to the rows of the sources, channel by channel; TransformerConv insists on them
     return hop if isinstance(layer, GATv2Conv) and arguments.get("edge_attr") is None else None
+
+
+@dataclass(frozen=True)
+class _Unweighted:
+    """Stands for the weights of ``GATConv``'s edges between its two hops: what they are made of."""
+
+    source: Tensor
+    target: Tensor
+
+
+def attention_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
+    """What may stand for the ``forward`` of a layer class; see :func:`~pygdist.backends.weights.cheaper_forward`."""
+    return _gat_forward if issubclass(base, GATConv) and base.forward is GATConv.forward else None
+
+
+def _gat_forward(
+    backend: Backend,
+    layer: GATConv,
+    own: Callable[..., Tensor],
+    x: Any,
+    edge_index: Tensor,
+    edge_attr: Tensor | None = None,
+    size: Any = None,
+    return_attention_weights: bool | None = None,
+) -> Tensor | None:
+    """The layer's own ``forward``, where its weights are only summed with; their dropout needs them edge by edge."""
+    dropped = layer.training and layer.dropout > 0
+    if edge_attr is not None or return_attention_weights or dropped or layer.negative_slope < 0:
+        return None
+    if not backend.savings.fused_attention or attention_hop(layer, "propagate", edge_index, {}) is None:
+        return None
+
+    def edge_updater(edge_index: Tensor, alpha: Any, edge_attr: None, size: Any) -> Any:
+        # a rank without edges runs the layer's own hops on an edge that does not exist
+        if alpha[1] is None or not isinstance(edge_index, Adjacency) or edge_index.size(1) == 0:
+            return layer.edge_updater(edge_index, alpha=alpha, edge_attr=edge_attr, size=size)
+        return backend.edge_updater(layer, _unweighted, edge_index, size, {"alpha": alpha, "edge_attr": None})
+
+    return own(stand_in(layer, edge_updater=edge_updater), x, edge_index, size=size)
+
+
+def _unweighted(edge_index: Tensor, *, size: Any, alpha: tuple[Tensor, Tensor], edge_attr: None) -> Any:
+    return _Unweighted(*alpha)
 
 
 def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:
@@ -79,7 +127,17 @@ def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: N
     return functional.dropout(edge_softmax(adjacency.csr(), scores), p=layer.dropout, training=layer.training)
 
 
-def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor) -> Tensor:
+def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | _Unweighted) -> Tensor:
+    if isinstance(alpha, _Unweighted):
+        dtype = x[0].dtype
+        return gat(
+            adjacency.csr(),
+            x[0],
+            alpha.source.to(dtype),
+            alpha.target.to(dtype),
+            negative_slope=layer.negative_slope,
+            transposed=adjacency.transposed,
+        )
     return spmm(adjacency.csr(), x[0], alpha, transposed=adjacency.transposed)
 
 

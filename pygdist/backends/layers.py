@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,12 @@ __all__ = [
     "neighbour_arguments",
     "norms_over_edges",
     "plain",
+    "stand_in",
+    "stood_in_for",
     "with_phantom_edge",
 ]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
@@ -107,6 +111,23 @@ def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[st
         return None
     _, *names = inspect.signature(layer.message_and_aggregate).parameters
     return {name: kwargs.get(name) for name in names}
+
+
+def stand_in(layer: Module, **others: Any) -> Module:
+    """An object like ``layer`` with some attributes replaced, for one call of ``forward``; ``layer`` is not touched.
+
+    Its hops are those of ``layer`` (:func:`stood_in_for`).
+    """
+    twin: Module = object.__new__(type(layer))
+    # an attribute of the instance is found before what torch registers; setattr() would register it with the layer
+    twin.__dict__.update(layer.__dict__, **others, _stands_in_for=layer)
+    return twin
+
+
+def stood_in_for(layer: MessagePassing) -> MessagePassing:
+    """The layer itself, or that which it stands in for."""
+    found: MessagePassing = layer.__dict__.get("_stands_in_for", layer)
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:

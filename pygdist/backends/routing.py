@@ -20,14 +20,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pygdist.backends.attention import attention_hop
+from pygdist.backends.attention import attention_forward, attention_hop
 from pygdist.backends.base import Backend
 from pygdist.backends.blocks import Blocks
-from pygdist.backends.layers import fused_adjacency, fused_arguments, fuses, plain
+from pygdist.backends.layers import fused_adjacency, fused_arguments, fuses, plain, stood_in_for
 from pygdist.backends.refusals import refusals
 from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
-from pygdist.backends.weights import cheaper_forward, stood_in_for, usable
+from pygdist.backends.weights import cheaper_forward
 from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
@@ -164,8 +164,8 @@ class _Routing:
                 # that defines them itself keeps its routing
                 body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
             bases: tuple[Any, ...] = self._rebound_bases(base)
-            cheaper = cheaper_forward(base)
-            forward = bases[0].forward if cheaper is None else _cheaper(cheaper, bases[0].forward)
+            way = cheaper_forward(base) or attention_forward(base)
+            forward = bases[0].forward if way is None else _another_way(way, bases[0].forward)
             # torch.compile leaves layers as they are and compiles what is between them
             body["forward"] = torch.compiler.disable(forward)
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
@@ -282,16 +282,13 @@ def _with_gradient(value: Any) -> Any:
     return value.detach().requires_grad_() if wanted and not value.requires_grad else value
 
 
-def _cheaper(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The layer's ``forward``, or ``way`` where that is cheaper."""
+def _another_way(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``way`` in the place of a layer's ``forward``, which runs where ``way`` returns ``None``."""
 
-    def forward(self: MessagePassing, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
-        if backend.savings.cheaper_side and usable(self, x, edge_index):
-            result = way(backend, self, own, x, edge_index, *args, **kwargs)
-            if result is not None:
-                return result
-        return own(self, x, edge_index, *args, **kwargs)
+        result = way(backend, self, own, *args, **kwargs)
+        return own(self, *args, **kwargs) if result is None else result
 
     return forward
 

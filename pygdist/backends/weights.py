@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,12 @@ from torch_geometric.nn import MLP, ARMAConv, GCNConv, GINConv, GraphConv, Messa
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import hooked, hooked_module, is_linear
+from pygdist.backends.layers import hooked, hooked_module, is_linear, stand_in
 from pygdist.graph import Adjacency
 
-__all__ = ["cheaper_forward", "stood_in_for", "usable"]
+__all__ = ["cheaper_forward"]
 
 Forward = Callable[..., Tensor]
-Module = TypeVar("Module", bound=nn.Module)
 
 
 def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
@@ -48,12 +47,27 @@ def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] 
         A function of the backend, the layer, its own ``forward``, the rows, the edges and the other arguments, which
         returns ``None`` where the layer's own way is the cheaper one.
     """
-    for cls, ways in _WAYS.items():
+    for cls, way in _WAYS.items():
         # a subclass that writes any of these may do other things with the rows
         names = ("forward", "message", "message_and_aggregate", "aggregate", "update")
         if issubclass(base, cls) and all(getattr(base, name) is getattr(cls, name) for name in names):
-            return ways
+            return partial(_where_usable, way)
     return None
+
+
+def _where_usable(
+    way: Callable[..., Tensor | None],
+    backend: Backend,
+    layer: MessagePassing,
+    own: Forward,
+    x: Any,
+    edge_index: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor | None:
+    if not (backend.savings.cheaper_side and _usable(layer, x, edge_index)):
+        return None
+    return way(backend, layer, own, x, edge_index, *args, **kwargs)
 
 
 def _gcn(
@@ -205,24 +219,7 @@ def _normalised(
     return result
 
 
-def stand_in(layer: Module, **others: Any) -> Module:
-    """An object like ``layer`` with some attributes replaced, for one call of ``forward``; ``layer`` is not touched.
-
-    Its hops are those of ``layer`` (:func:`stood_in_for`).
-    """
-    twin: Module = object.__new__(type(layer))
-    # an attribute of the instance is found before what torch registers; setattr() would register it with the layer
-    twin.__dict__.update(layer.__dict__, **others, _stands_in_for=layer)
-    return twin
-
-
-def stood_in_for(layer: MessagePassing) -> MessagePassing:
-    """The layer itself, or that which it stands in for."""
-    found: MessagePassing = layer.__dict__.get("_stands_in_for", layer)
-    return found
-
-
-def usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
+def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
     """Whether the order may be changed: plain rows on a shard's edges, linear steps, and nobody who looks at them."""
     lins = [module for name, module in layer.named_children() if name.startswith("lin")]
     lins = [lin for module in lins for lin in (module if isinstance(module, nn.ModuleList) else [module])]

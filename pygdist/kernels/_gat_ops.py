@@ -34,7 +34,7 @@ def gat_op(
     transposed_indptr: Tensor | None = None,
     transposed_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sums; with ``graded`` also the part with positive scores, and two numbers per row and head."""
+    """The weighted sums; with ``graded`` also the part with positive scores, and three numbers per row and head."""
     return _native.gat(CSR(indptr, index, x.shape[0]), x, source, target, slope, graded)
 
 
@@ -51,7 +51,7 @@ def gat_grad_op(
     facts: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``x``, ``source`` and ``target``; ``indptr`` and ``index`` are those of the transposed matrix."""
+    """The gradients of ``x``, ``source`` and ``target``; the matrix is the transposed one."""
     transposed = CSR(indptr, index, out.shape[0])
     return _native.gat_grad(transposed, x, source, target, slope, out, above, facts, grad)
 
@@ -62,7 +62,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, heads = target.shape
     above = (rows, x.shape[1]) if graded else (0, 0)
-    return x.new_empty(rows, x.shape[1]), x.new_empty(above), x.new_empty((rows, heads, 2) if graded else (0, 0, 0))
+    return x.new_empty(rows, x.shape[1]), x.new_empty(above), x.new_empty((rows, heads, 3) if graded else (0, 0, 0))
 
 
 @gat_grad_op.register_fake

@@ -126,7 +126,8 @@ def gat(
     """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``."""
     rows, heads = target.shape
     out = x.new_empty(rows, x.shape[1])
-    above, facts = (x.new_empty(out.shape if graded else (0, 0)), x.new_empty((rows, heads, 2) if graded else (0, 0, 0)))
+    above = x.new_empty(out.shape if graded else (0, 0))
+    facts = x.new_empty((rows, heads, 3) if graded else (0, 0, 0))
     rest = (above, facts) if graded else (None, None)
     _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, heads=heads)
     return out, above, facts

@@ -210,6 +210,18 @@ def test_no_tensor_of_edges_by_heads_by_channels_is_made(
     assert bool(large) == (not fused or (edges and cls is not GATConv))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gat_holds_nothing_as_long_as_the_edges(dropout: float, graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    model = single(_layer(GATConv, heads=2, add_self_loops=False, dropout=dropout), shard)
+    x = shard.x.clone().requires_grad_()
+    model(x, shard.adjacency).sum().backward()  # what is kept of the edges is made in the first pass
+    with Shapes() as shapes:
+        model(x, shard.adjacency).square().sum().backward()
+    # dropout acts on the weight of each edge, which is there then
+    assert any(data.num_edges in shape for shape in shapes.found) == (dropout > 0)
+
+
 # --- what is not PyG's own runs as written ----------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ from torch.nn import functional
 from torch_geometric.utils import softmax
 
 import pygdist.kernels._attention_ops as ops
-from pygdist.kernels import CSR, edge_softmax, gatv2_scores, transpose
+from pygdist.kernels import CSR, edge_softmax, gat, gatv2_scores, spmm, transpose
+from pygdist.kernels._gat_ops import gat_grad_op, gat_op
 from pygdist.native import Isa, load, set_isa
 from tests.kernels.oracle import random_csr, softmax_oracle
 from tests.kernels.test_spmm import path, restored_isa  # noqa: F401 (fixtures)
@@ -109,6 +110,65 @@ def test_gatv2_scores_match_the_obvious(heads: int, channels: int) -> None:
     assert_same_gradients(found, expected, leaves, 1e-12)
 
 
+def gat_inputs(csr: CSR, heads: int, channels: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(channels)
+    shapes = ((csr.num_cols, heads, channels), (csr.num_cols, heads), (csr.num_rows, heads))
+    rows = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    return [(row * scale).to(dtype).requires_grad_() for row, scale in zip(rows, (1, 3, 3), strict=True)]
+
+
+def gat_oracle(csr: CSR, leaves: list[Tensor], slope: float) -> Tensor:
+    x, source, target = leaves
+    alpha = softmax_oracle(csr, lifted(csr, {"source": source, "target": target}, slope))
+    messages = alpha.unsqueeze(-1) * x[csr.index.long()]
+    return messages.new_zeros(csr.num_rows, *x.shape[1:]).index_add(0, csr.row_index().long(), messages)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("channels", [1, 5, 16, 41, 80])  # parts of a vector, whole ones, several tiles
+@pytest.mark.parametrize("slope", [0.0, 0.2, 1.0])
+@pytest.mark.usefixtures("path")
+def test_gat_matches_the_obvious(heads: int, channels: int, slope: float) -> None:
+    for csr in (random_csr(), random_csr(5, 30, 900)):  # rows longer than the weights that are at work at once
+        leaves = gat_inputs(csr, heads, channels)
+        expected = gat_oracle(csr, leaves, slope)
+        for transposed in (None, lambda csr=csr: transpose(csr)):
+            found = gat(csr, *leaves, negative_slope=slope, transposed=transposed)
+            assert_same_gradients(found, gat_oracle(csr, leaves, slope), leaves, 1e-12)
+        together = torch.autograd.grad(expected.square().sum(), leaves)
+        for leaf, gradient in zip(leaves, together, strict=True):  # asked for alone
+            others = [part if part is leaf else part.detach() for part in leaves]
+            (alone,) = torch.autograd.grad(gat(csr, *others, negative_slope=slope).square().sum(), [leaf])
+            torch.testing.assert_close(alone, gradient, rtol=1e-12, atol=1e-11)
+        with torch.no_grad():
+            torch.testing.assert_close(gat(csr, *leaves, negative_slope=slope), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "channels"), [(4, 32), (8, 8), (2, 64), (1, 128), (1, 50)])
+@pytest.mark.skipif(load() is None, reason="the native library was not built here")
+def test_gat_slab_by_slab(heads: int, channels: int) -> None:
+    csr = random_csr(2500, 2500, 40_000)  # large and dense enough for slabs of columns, in both directions
+    leaves = gat_inputs(csr, heads, channels, torch.float32)
+    x, source, target = leaves
+    back = transpose(csr)
+    alpha = edge_softmax(csr, source=source, target=target, negative_slope=0.2, transposed=back)
+    assert_same_gradients(gat(csr, *leaves, transposed=back), spmm(csr, x, alpha, transposed=back), leaves, 2e-5)
+
+
+@pytest.mark.usefixtures("path")
+def test_gat_with_large_hopeless_and_undefined_scores() -> None:
+    csr = CSR(torch.tensor([0, 3, 4, 4, 6]), torch.tensor([0, 1, 2, 0, 2, 3]), 4)
+    x = torch.arange(1.0, 5.0).view(4, 1, 1).requires_grad_()
+    source = torch.tensor([[900.0], [900.0], [-5000.0], [float("nan")]], requires_grad=True)
+    target = torch.tensor([[0.0], [-5000.0], [0.0], [0.0]], requires_grad=True)
+    out = gat(csr, x, source, target)
+    assert out.flatten()[:3].tolist() == [1.5, 1.0, 0.0]
+    assert out[3].isnan()
+    out[:3].sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten()[:2].tolist() == [1.5, 0.5]
+
+
 @pytest.mark.usefixtures("path")
 def test_gradcheck() -> None:
     csr = random_csr(6, 5, 14)
@@ -120,6 +180,7 @@ def test_gradcheck() -> None:
     shapes = ((5, 2, 3), (6, 2, 3), (2, 3))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert torch.autograd.gradcheck(lambda *rows: gatv2_scores(csr, *rows), leaves)
+    assert torch.autograd.gradcheck(lambda *rows: gat(csr, *rows), gat_inputs(csr, 2, 3))
 
 
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(5, 4), (0, 4), (3, 0), (0, 0)])
@@ -135,6 +196,12 @@ def test_no_edges(num_rows: int, num_cols: int) -> None:
     gatv2_scores(csr, source, target, torch.ones(2, 3)).sum().backward()
     assert source.grad is not None
     assert source.grad.shape == source.shape
+    leaves = gat_inputs(csr, 2, 3)
+    out = gat(csr, *leaves)
+    assert out.shape == (num_rows, 2, 3)
+    assert not out.any()
+    out.sum().backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
 
 
 def test_non_contiguous_inputs() -> None:
@@ -142,6 +209,11 @@ def test_non_contiguous_inputs() -> None:
     wide = torch.randn(3, csr.num_entries, dtype=torch.float64)
     found = edge_softmax(csr, wide.t())
     torch.testing.assert_close(found, edge_softmax(csr, wide.t().contiguous()), rtol=0, atol=0)
+    leaves = gat_inputs(csr, 3, 5)
+    turned = [leaf.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for leaf in leaves]
+    assert not any(leaf.is_contiguous() for leaf in turned)
+    assert_same_gradients(gat(csr, *turned), gat(csr, *turned), turned, 0.0)
+    torch.testing.assert_close(gat(csr, *turned), gat(csr, *leaves), rtol=0, atol=0)
 
 
 @pytest.mark.skipif(load() is None, reason="the native library was not built here")
@@ -153,6 +225,8 @@ def test_each_instruction_set(level: Isa) -> None:
     test_softmax_matches_torch(3, PARTS[-1], 0.2)
     test_softmax_is_that_of_pyg_in_float32()
     test_gatv2_scores_match_the_obvious(3, 41)
+    test_gat_matches_the_obvious(3, 41, 0.2)
+    test_gat_slab_by_slab(4, 32)
 
 
 @pytest.mark.skipif(load() is None, reason="the native library was not built here")
@@ -162,7 +236,10 @@ def test_same_bits_for_any_number_of_threads() -> None:
 
     def run() -> list[Tensor]:
         alpha = edge_softmax(csr, **parts, negative_slope=0.2)
-        return [alpha.detach(), *torch.autograd.grad(alpha.square().sum(), list(parts.values()))]
+        leaves = gat_inputs(csr, 4, 32, torch.float32)
+        out = gat(csr, *leaves)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        return [alpha.detach(), *torch.autograd.grad(alpha.square().sum(), list(parts.values())), out, *gradients]
 
     expected = run()
     for num_threads in (2, 3, 7):
@@ -186,6 +263,38 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(ops.gatv2_scores_op, (*matrix, *rows, attention, 0.2, 2, *transposed))
     rows = [row.detach() for row in rows]
     torch.library.opcheck(ops.gatv2_grad_op, (*matrix, *rows, attention.detach(), 0.2, None, edge))
+
+
+@pytest.mark.skipif(load() is None, reason="the native library was not built here")
+@pytest.mark.parametrize("graded", [True, False])
+def test_operators_of_gat_are_well_formed(graded: bool) -> None:
+    csr = random_csr(6, 5, 14)
+    back = transpose(csr)
+    x, source, target = gat_inputs(csr, 2, 3)
+    x = x.detach().flatten(1).requires_grad_()
+    inputs = (x, source, target) if graded else (x.detach(), source.detach(), target.detach())
+    torch.library.opcheck(gat_op, (csr.indptr, csr.index, *inputs, 0.2, graded, back.indptr, back.index))
+    plain = (x.detach(), source.detach(), target.detach())
+    kept = gat_op(csr.indptr, csr.index, *plain, 0.2, True)
+    torch.library.opcheck(gat_grad_op, (back.indptr, back.index, *plain, 0.2, *kept, torch.ones_like(kept[0])))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"x": torch.ones(5, 6)}, r"x must have shape \(rows, heads, channels\) with 5 rows", id="flat"),
+        pytest.param({"source": torch.ones(6, 2)}, "source must have shape", id="rows"),
+        pytest.param({"target": torch.ones(6, 3)}, "target must have shape", id="heads"),
+        pytest.param({"target": torch.ones(6, 2, dtype=torch.float64)}, "of one dtype", id="dtype"),
+        pytest.param({"x": torch.ones(5, 2, 3, device="meta")}, "x is on meta, the matrix on cpu", id="device"),
+    ],
+)
+def test_wrong_inputs_of_gat_are_refused(change: dict[str, Tensor], match: str) -> None:
+    given = {"x": torch.ones(5, 2, 3), "source": torch.ones(5, 2), "target": torch.ones(6, 2)}
+    with pytest.raises(ValueError, match=match):
+        gat(random_csr(6, 5, 14), **(given | change))
+    with pytest.raises(ValueError, match="negative_slope must be 0 or more"):
+        gat(random_csr(6, 5, 14), **given, negative_slope=-0.1)
 
 
 @pytest.mark.parametrize(

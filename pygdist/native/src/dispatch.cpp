@@ -340,7 +340,7 @@ int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const voi
                          void* grad_x, void* grad_source, void* grad_target) {
   if (!pygdist::known_types(*transposed)) return PYGDIST_BAD_TYPE;
   const int64_t rows = transposed->num_cols;
-  const pygdist::Buffer ends = pygdist::allocate(rows * transposed->num_heads * 3 * transposed->value_bits / 8);
+  const pygdist::Buffer ends = pygdist::allocate(rows * transposed->num_heads * 4 * transposed->value_bits / 8);
   if (!ends) return PYGDIST_NO_MEMORY;
   Job dots{*transposed};
   dots.csr.num_rows = rows;

@@ -1,8 +1,9 @@
 // GAT's aggregation as one kernel: the weight of an edge is a function of two numbers per node, so it is computed where
-// it is used, forward and backward, and never stored. What is kept for the backward pass is one logarithm per row and
-// head, and the part of the sum whose scores were above 0. Built once per instruction set, like spmm.cpp.
+// it is used, forward and backward, and never stored. What is kept for the backward pass is the largest score of each row
+// and head and the sum of the exponentials (as one logarithm they would lose the digits of small weights), and the part
+// of the result whose scores were above 0. Built once per instruction set, like spmm.cpp.
 //
-// With s = a_j + b_i, alpha = exp(leaky_relu(s) - L_i) and out_i = sum of alpha x_j:
+// With s = a_j + b_i, alpha = exp(leaky_relu(s) - M_i) / Z_i and out_i = sum of alpha x_j:
 //   D_i      = <grad_i, out_i>                        the dot that the softmax's gradient subtracts, without any edge
 //   grad s   = alpha (<grad_i, x_j> - D_i) leaky'(s)
 //   grad x_j = sum over out-edges of alpha grad_i     in the same walk as grad a_j = sum of grad s
@@ -25,7 +26,7 @@ inline T leaky(T score, T slope) {
   return score > 0 ? score : score * slope;
 }
 
-// Replaces scores by their weights exp(leaky_relu(score) - shift), and puts those of the positive ones into `above`.
+// Replaces scores by exp(leaky_relu(score) - shift), and puts those of the positive ones into `above`.
 // `scores` holds a whole number of vectors; shifts are one for all, or one for each entry.
 template <class T, class Shift>
 inline void weights_of(T* scores, int count, T slope, const Shift& shift, T* above) {
@@ -98,20 +99,19 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
         add_rows<Graded>(tile, count, values, above, row_of, out, above_out);
       });
     }
-    total += static_cast<T>(1e-16);  // as in PyG's softmax
-    const T scale = 1 / total;
-    if (begin == end) return;
+    const T scale = begin == end ? T{0} : 1 / (total + static_cast<T>(1e-16));  // as in PyG's softmax
     for (int64_t f = first; f < last; ++f) out[f] *= scale;
     if constexpr (Graded) {
       for (int64_t f = first; f < last; ++f) above_out[f] *= scale;
-      T* const facts = static_cast<T*>(job.row_result) + (row * view.heads + head) * 2;
-      facts[0] = shift + (sizeof(T) == 4 ? __builtin_logf(total) : __builtin_log(total));
-      facts[1] = total_above * scale;
+      T* const facts = static_cast<T*>(job.row_result) + (row * view.heads + head) * 3;
+      facts[0] = begin == end ? T{0} : shift;
+      facts[1] = scale;
+      facts[2] = total_above * scale;
     }
   });
 }
 
-// What the backward walk needs of each destination and head: (b_i, L_i, D_i), side by side, one head after the other.
+// What the backward walk needs of each destination and head: (b_i, M_i, 1 / Z_i, D_i), side by side, one head after the other.
 // With it the gradient of b_i, as far as it is asked for. Rows are destinations here.
 template <class T>
 void gat_dots_row(const Job& job, int64_t row) {
@@ -122,17 +122,18 @@ void gat_dots_row(const Job& job, int64_t row) {
   const T* const above = static_cast<const T*>(job.above) + row * features;
   for (int64_t head = 0; head < heads; ++head) {
     const int64_t at = row * heads + head;
-    const T* const facts = static_cast<const T*>(job.facts) + 2 * at;
+    const T* const facts = static_cast<const T*>(job.facts) + 3 * at;
     T dot = 0, dot_above = 0;
     for (int64_t f = head * channels; f < (head + 1) * channels; ++f) {
       dot += grad[f] * out[f];
       dot_above += grad[f] * above[f];
     }
-    T* const end = static_cast<T*>(job.result) + (head * rows + row) * 3;
+    T* const end = static_cast<T*>(job.result) + (head * rows + row) * 4;
     end[0] = static_cast<const T*>(job.target)[at];
     end[1] = facts[0];
-    end[2] = dot;
-    static_cast<T*>(job.row_result)[at] = (1 - static_cast<T>(job.slope)) * (dot_above - dot * facts[1]);
+    end[2] = facts[1];
+    end[3] = dot;
+    static_cast<T*>(job.row_result)[at] = (1 - static_cast<T>(job.slope)) * (dot_above - dot * facts[2]);
   }
 }
 
@@ -147,20 +148,21 @@ void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const x = static_cast<const T*>(job.out) + row * view.features;
   T* const grad_x = static_cast<T*>(job.result) + row * view.features;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    const T* const ends = static_cast<const T*>(job.facts) + head * view.num_cols * 3;
+    const T* const ends = static_cast<const T*>(job.facts) + head * view.num_cols * 4;
     const T source = static_cast<const T*>(job.source)[row * view.heads + head];
     __builtin_memset(grad_x + first, 0, (last - first) * sizeof(T));
     V grad_source = {};
     for (int64_t start = begin; start < end; start += kBlock) {
       const int count = static_cast<int>(end - start < kBlock ? end - start : kBlock);
-      T values[kBlock], above[kBlock], shifts[kBlock], subtracted[kBlock], dots[kBlock];
+      T values[kBlock], above[kBlock], shifts[kBlock], scales[kBlock], subtracted[kBlock], dots[kBlock];
       for (int e = 0; e < count; ++e) {
-        const T* const facts = ends + 3 * static_cast<int64_t>(view.index[start + e]);
+        const T* const facts = ends + 4 * static_cast<int64_t>(view.index[start + e]);
         values[e] = source + facts[0];
         shifts[e] = facts[1];
-        subtracted[e] = facts[2];
+        scales[e] = facts[2];
+        subtracted[e] = facts[3];
       }
-      for (int e = count; e % kWide; ++e) values[e] = shifts[e] = subtracted[e] = 0;
+      for (int e = count; e % kWide; ++e) values[e] = shifts[e] = scales[e] = subtracted[e] = 0;
       weights_of(values, count, slope, [&](int e) { return load_vector<kWide>(shifts + e); }, above);
       V partial[kBlock];
       for (int e = 0; e < (count + kWide - 1) / kWide * kWide; ++e) partial[e] = V{};
@@ -186,10 +188,11 @@ void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
         dots[e] = sum;
       }
       for (int e = 0; e < count; e += kWide) {
-        const V weight = load_vector<kWide>(values + e);
-        const V derivative = load_vector<kWide>(above + e) == weight ? weight : weight * slope;
-        const V term = derivative * (load_vector<kWide>(dots + e) - load_vector<kWide>(subtracted + e));
-        grad_source += term;
+        const V weight = load_vector<kWide>(values + e) * load_vector<kWide>(scales + e);
+        const V difference = load_vector<kWide>(dots + e) - load_vector<kWide>(subtracted + e);
+        const V one = V{} + T{1};
+        grad_source += weight * difference * (load_vector<kWide>(above + e) > V{} ? one : one * slope);
+        store_vector<kWide>(values + e, weight);
       }
       const auto row_of = [&](int e, const auto&) { return view.row_of(grad, start + e); };
       for_each_apart<T, 4>(first, last, [&](auto tile) {

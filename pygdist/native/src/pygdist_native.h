@@ -99,8 +99,8 @@ PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* sourc
 
 // GAT's aggregation in one walk over the entries: out[i] = sum of alpha[e, h] * x[j] with alpha[e, h] the softmax over the
 // entries of row i of leaky_relu(source[h, j] + target[i, h]). For the gradient, unless they are null: above[i], the part
-// of the sum whose scores are positive, and facts[i, h], the logarithm of the softmax's denominator (of the scores as they
-// are) and the sum of those alpha whose scores are positive.
+// of the sum whose scores are positive, and facts[i, h, 0..2]: the largest score, one over the sum of the exponentials of
+// the differences to it, and the sum of those alpha whose scores are positive.
 PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source, const void* target,
                                 double slope, void* out, void* above, void* facts);
 
