@@ -45,6 +45,17 @@ def test_measure(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"measure.csv", "ratio.png", "gather.png"}
 
 
+def test_bounds(tmp_path: Path) -> None:
+    rows = _run("bounds.py", "--nodes=60", "--edges=600", "--features", "3", "20", "--blocks=3", out=tmp_path)
+    assert [(row["features"], row["rows_from"]) for row in rows][-2:] == [
+        ("20", "the graph's own sources"),
+        ("20", "3 blocks of sources"),
+    ]
+    assert len(rows) == 2 * 7
+    for row in rows:
+        assert float(row["gather_gbs"]) == pytest.approx(600 * int(row["features"]) * 4 / float(row["seconds"]) / 1e9)
+
+
 def test_epochs(tmp_path: Path) -> None:
     tiny = ("--nodes=300", "--edges=3000", "--models=GraphSAGE", "--adjacencies=edges", "--epochs=1")
     rows = _run("epochs.py", *tiny, out=tmp_path)

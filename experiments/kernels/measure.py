@@ -205,28 +205,9 @@ def attention_settings(name: str, edge_index: Tensor, nodes: int, options: argpa
                 return step(lambda rows: module(rows, edges), x, grad, list(module.parameters()))
 
             needs = arrays * edge_index.size(1) * width * dtype.itemsize
-            setting.add(contender, run, needs if contender != OURS or holds_messages(make) else 0, options)
+            setting.add(contender, run, 0 if contender == OURS else needs, options)
         yield setting
         backend.unbind()
-
-
-def holds_messages(make: Callable[..., nn.Module]) -> bool:
-    """Whether the routed layer keeps an array of edges x heads x channels for its backward pass."""
-    graph = power_law(60, 1200, num_features=1, num_classes=2)
-    layer, backend = make(HEADS * CHANNELS, CHANNELS, heads=HEADS), SingleBackend()
-    shard = whole(graph.edge_index, 60)
-    backend.bind(shard, Communicator())
-    distribute(layer, backend=backend)
-    kept: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layer(torch.randn(60, HEADS * CHANNELS), shard.adjacency)
-    backend.unbind()
-    return max(kept) >= 1200 * HEADS * CHANNELS
 
 
 def whole(edge_index: Tensor, nodes: int) -> Shard:

@@ -4,8 +4,10 @@ r"""PyG's attention layers by fused kernels: what stands for their hops once the
 part between rows in and rows out is replaced, so that no tensor of edges :math:`\times` heads :math:`\times` channels
 is made. A subclass that writes its own ``message`` or ``edge_update`` keeps what it wrote.
 
-``GATConv`` asks for the weights of the edges in one hop and uses them in the next. Where nobody else sees them, the
-first hop only fetches what they are made of (:class:`_Unweighted`), and :func:`pygdist.kernels.gat` does the rest.
+``GATConv`` asks for the weights of the edges in one hop and uses them in the next. Where nobody else sees them, what
+they are made of is passed on in their place (:class:`Unweighted`), and :func:`pygdist.kernels.gat` does the rest. Edge
+attributes, dropout of the weights in training, returned weights and a subclass's own ``forward`` need them edge by
+edge.
 """
 
 from __future__ import annotations
@@ -22,25 +24,38 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerCo
 from torch_geometric.nn.aggr import SumAggregation
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import hooked, is_linear, stand_in
+from pygdist.backends.layers import hooked, is_linear, stand_in, writes_hops
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, gat, gatv2_scores, sddmm, spmm
 
-__all__ = ["AttentionHop", "attention_forward", "attention_hop"]
+__all__ = ["UNSEEN", "AttentionHop", "Unweighted", "attention_forward", "attention_hop"]
+
+UNSEEN = "_weights_are_unseen"
+"""Attribute of a stand-in whose ``edge_updater`` may pass :class:`Unweighted` on."""
 
 AttentionHop = Callable[..., Tensor]
 """Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
 
 
 def attention_hop(
-    layer: MessagePassing, name: str, edge_index: Tensor, arguments: Mapping[str, Any]
+    layer: MessagePassing, name: str, edge_index: Tensor, arguments: Mapping[str, Any], *, unseen: bool = False
 ) -> AttentionHop | None:
-    """The function that stands for the hop ``name`` of ``layer``; ``None`` if the layer's own has to run."""
+    """The function that stands for the hop ``name`` of ``layer``; ``None`` if the layer's own has to run.
+
+    Args:
+        layer: The layer.
+        name: ``propagate`` or ``edge_updater``.
+        edge_index: The edges.
+        arguments: Those of the hop.
+        unseen: Nobody looks at what the hop returns but the layer's next one.
+    """
     hop = next((hop for cls, hops in _HOPS.items() if isinstance(layer, cls) for hop in [hops.get(name)]), None)
     if hop is None or not isinstance(edge_index, Adjacency) or not _as_written(layer) or layer.explain:
         return None
     if type(layer.aggr_module) is not SumAggregation or hooked(layer):
         return None
+    if unseen and hop is _gat_alpha and arguments["alpha"][1] is not None:
+        return _unweighted
     edges = layer.lin_edge
     if edges is None:
         return hop
@@ -51,11 +66,20 @@ def attention_hop(
 
 
 @dataclass(frozen=True)
-class _Unweighted:
-    """Stands for the weights of ``GATConv``'s edges between its two hops: what they are made of."""
+class Unweighted:
+    """Stands for the weights of ``GATConv``'s edges between its two hops: what they are made of.
 
+    Backends pass it on as they pass any argument that is no row of a node.
+    """
+
+    layer: GATConv
+    adjacency: Adjacency
     source: Tensor
     target: Tensor
+
+    def weights(self) -> Tensor:
+        """One for each edge and head."""
+        return _gat_alpha(self.layer, self.adjacency, alpha=(self.source, self.target), edge_attr=None)
 
 
 def attention_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
@@ -73,24 +97,15 @@ def _gat_forward(
     size: Any = None,
     return_attention_weights: bool | None = None,
 ) -> Tensor | None:
-    """The layer's own ``forward``, where its weights are only summed with; their dropout needs them edge by edge."""
+    """The layer's own ``forward``, saying that its weights are only summed with."""
     dropped = layer.training and layer.dropout > 0
     if edge_attr is not None or return_attention_weights or dropped or layer.negative_slope < 0:
         return None
-    if not backend.savings.fused_attention or attention_hop(layer, "propagate", edge_index, {}) is None:
-        return None
-
-    def edge_updater(edge_index: Tensor, alpha: Any, edge_attr: None, size: Any) -> Any:
-        # a rank without edges runs the layer's own hops on an edge that does not exist
-        if alpha[1] is None or not isinstance(edge_index, Adjacency) or edge_index.size(1) == 0:
-            return layer.edge_updater(edge_index, alpha=alpha, edge_attr=edge_attr, size=size)
-        return backend.edge_updater(layer, _unweighted, edge_index, size, {"alpha": alpha, "edge_attr": None})
-
-    return own(stand_in(layer, edge_updater=edge_updater), x, edge_index, size=size)
+    return own(stand_in(layer, **{UNSEEN: True}), x, edge_index, size=size)
 
 
-def _unweighted(edge_index: Tensor, *, size: Any, alpha: tuple[Tensor, Tensor], edge_attr: None) -> Any:
-    return _Unweighted(*alpha)
+def _unweighted(layer: GATConv, adjacency: Adjacency, *, alpha: tuple[Tensor, Tensor], edge_attr: None) -> Any:
+    return Unweighted(layer, adjacency, *alpha)
 
 
 def _gat_alpha(layer: GATConv, adjacency: Adjacency, *, alpha: Any, edge_attr: Tensor | None) -> Tensor:
@@ -127,17 +142,20 @@ def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: N
     return functional.dropout(edge_softmax(adjacency.csr(), scores), p=layer.dropout, training=layer.training)
 
 
-def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | _Unweighted) -> Tensor:
-    if isinstance(alpha, _Unweighted):
-        dtype = x[0].dtype
-        return gat(
+def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | Unweighted) -> Tensor:
+    if isinstance(alpha, Unweighted):
+        dtype = torch.promote_types(x[0].dtype, alpha.source.dtype)  # they differ under autocast
+        out = gat(
             adjacency.csr(),
-            x[0],
+            x[0].to(dtype),
             alpha.source.to(dtype),
             alpha.target.to(dtype),
             negative_slope=layer.negative_slope,
             transposed=adjacency.transposed,
         )
+        # the backward pass needs the result, which the next step of a model may overwrite
+        last = layer.concat and layer.bias is None and layer.res is None
+        return out.clone() if last and out.requires_grad else out
     return spmm(adjacency.csr(), x[0], alpha, transposed=adjacency.transposed)
 
 
@@ -164,5 +182,5 @@ def _as_written(layer: MessagePassing) -> bool:
     """Whether message, aggregation and update are those of PyG's layer."""
     cls = next(cls for cls in _HOPS if isinstance(layer, cls))
     names = ("message", "edge_update", "aggregate", "update", "message_and_aggregate")
-    own = all(getattr(type(layer), name) is getattr(cls, name) for name in names)
+    own = all(getattr(type(layer), name) is getattr(cls, name) for name in names) and not writes_hops(type(layer))
     return own and not set(names) & vars(layer).keys()

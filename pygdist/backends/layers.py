@@ -28,6 +28,8 @@ __all__ = [
     "stand_in",
     "stood_in_for",
     "with_phantom_edge",
+    "writes_hops",
+    "written_hop",
 ]
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -43,14 +45,34 @@ def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
     return sorted(name[:-2] for name in names if name.endswith("_j"))
 
 
+def written_hop(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
+    """The hop ``name`` of a layer class as its authors wrote it.
+
+    PyG replaces ``propagate`` on a class by code from a template, made for the options of the class's first instance,
+    and notes what it replaced; in a subclass that may be the template of its parent, for another message. The classes
+    that :func:`~pygdist.backends.distribute` makes note theirs in the same way.
+    """
+    for cls in base.__mro__:
+        found: Callable[..., Tensor] | None = vars(cls).get(name)
+        if found is not None and found is not vars(cls).get(f"_jinja_{name}"):
+            return found
+    raise AssertionError(f"{base.__name__} has no {name}")
+
+
+def writes_hops(base: type[MessagePassing]) -> bool:
+    """Whether a class has a ``propagate`` or ``edge_updater`` of its own, so that nothing may stand for it."""
+    names = ("propagate", "edge_updater")
+    return any(written_hop(base, name) is not written_hop(MessagePassing, name) for name in names)
+
+
 def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> bool:
     """Whether the hop is one sparse product: PyG's fused path then gets one tensor, the source rows.
 
     That is so for layers that implement ``message_and_aggregate`` and whose message is the neighbour's row, scaled
     by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` takes PyG's message
-    path, and so does one with hooks on its messages.
+    path, and so does one with hooks on its messages, or with a ``propagate`` of its own.
     """
-    if not (layer.fuse and isinstance(edge_index, Adjacency)):
+    if not (layer.fuse and isinstance(edge_index, Adjacency)) or writes_hops(type(layer)):
         return False
     if not (set(layer._user_args) <= {"x_j", "edge_weight"} and set(layer._fused_user_args) <= {"x", "edge_weight"}):
         return False

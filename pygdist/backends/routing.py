@@ -20,10 +20,18 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pygdist.backends.attention import attention_forward, attention_hop
+from pygdist.backends.attention import UNSEEN, Unweighted, attention_forward, attention_hop
 from pygdist.backends.base import Backend
 from pygdist.backends.blocks import Blocks
-from pygdist.backends.layers import fused_adjacency, fused_arguments, fuses, plain, stood_in_for
+from pygdist.backends.layers import (
+    fused_adjacency,
+    fused_arguments,
+    fuses,
+    plain,
+    stood_in_for,
+    writes_hops,
+    written_hop,
+)
 from pygdist.backends.refusals import refusals
 from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
@@ -164,7 +172,8 @@ class _Routing:
                 # that defines them itself keeps its routing
                 body[name] = body[f"_orig_{name}"] = body[f"_jinja_{name}"] = _routed(base, name)
             bases: tuple[Any, ...] = self._rebound_bases(base)
-            way = cheaper_forward(base) or attention_forward(base)
+            # a hop of the layer's own may do anything with what it gets
+            way = None if writes_hops(base) else cheaper_forward(base) or attention_forward(base)
             forward = bases[0].forward if way is None else _another_way(way, bases[0].forward)
             # torch.compile leaves layers as they are and compiles what is between them
             body["forward"] = torch.compiler.disable(forward)
@@ -235,31 +244,19 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     return None
 
 
-def _written(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
-    """The layer's hop as its authors wrote it.
-
-    PyG replaces ``propagate`` on a class by code from a template, made for the options of the class's first instance,
-    and notes what it replaced; in a subclass that may be the template of its parent, for another message.
-    """
-    for cls in base.__mro__:
-        found: Callable[..., Tensor] | None = vars(cls).get(name)
-        if found is not None and found is not vars(cls).get(f"_jinja_{name}"):
-            return found
-    raise AssertionError(f"{base.__name__} has no {name}")
-
-
 def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
-    own = _written(base, name)
+    own = written_hop(base, name)
 
     def hop(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
+        unseen = UNSEEN in vars(self)
         self = stood_in_for(self)
         if self.explain:
             raise InputError(f"{base.__name__}: explanations of a distributed layer are not supported; undistribute()")
         if not backend.savings.no_input_gradient:
             kwargs = {key: _with_gradient(value) for key, value in kwargs.items()}
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
-        inner = partial(_aggregate, self, own, name)
+        inner = partial(_aggregate, self, own, name, unseen)
         run = partial(getattr(backend, name), self, inner, edge_index, size, kwargs)
         try:
             if name == "propagate" and fuses(self, edge_index, kwargs):
@@ -297,6 +294,7 @@ def _aggregate(
     layer: MessagePassing,
     own: Callable[..., Tensor],
     name: str,
+    unseen: bool,
     edge_index: Tensor,
     size: Any = None,
     **kwargs: Any,
@@ -311,9 +309,12 @@ def _aggregate(
             if arguments is None
             else layer.message_and_aggregate(fused, **arguments)
         )
-    attention = attention_hop(layer, name, edge_index, kwargs) if backend.savings.fused_attention else None
-    if attention is not None:
-        return attention(layer, edge_index, **kwargs)
+    if backend.savings.fused_attention:
+        attention = attention_hop(layer, name, edge_index, kwargs, unseen=unseen)
+        if attention is not None:
+            return attention(layer, edge_index, **kwargs)
+    # a backend may give one hop the adjacency, and the next one plain edges
+    kwargs = {key: value.weights() if isinstance(value, Unweighted) else value for key, value in kwargs.items()}
     run = _routing_of(backend).blocks.run
     return run(layer, partial(own, layer), name == "edge_updater", plain(edge_index), size=size, **kwargs)
 

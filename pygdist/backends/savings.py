@@ -26,7 +26,8 @@ class Savings:
             is free when the model is distributed. A result that does not fit is computed anew each time.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
-        fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`.
+        fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`, which has first
+            derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, where a layer's own ``message`` runs;
             more than that is done in blocks of destinations, which are computed a second time in the backward pass.
             ``None`` stands for 256 MiB, or a quarter of the free memory if that is less; 0 for no blocks at all.

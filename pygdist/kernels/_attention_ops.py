@@ -7,7 +7,7 @@ operator                        result                                gradient
 ``pygdist::edge_softmax_grad``  ``(E, H)`` and ``(N, H)``             none
 ``pygdist::sum_edges``          ``(N, H)``                            none
 ``pygdist::gatv2_scores``       ``(E, H)``                            ``pygdist::gatv2_grad``
-``pygdist::gatv2_grad``         ``(N, H C)``, twice                   none
+``pygdist::gatv2_grad``         ``(N, H C)``, once or twice           none
 ==============================  ====================================  ==========================
 """
 
@@ -93,10 +93,11 @@ def gatv2_grad_op(
     slope: float,
     perm: Tensor | None,
     grad_scores: Tensor,
+    both: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target``, and of ``attention`` as one row for each of them."""
+    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
     csr = CSR(indptr, index, source.shape[0], perm)
-    return kernels_for(source).gatv2_grad(csr, source, target, attention, slope, grad_scores)
+    return kernels_for(source).gatv2_grad(csr, source, target, attention, slope, grad_scores, both=both)
 
 
 @edge_softmax_op.register_fake
@@ -133,9 +134,18 @@ def _(
 
 
 @gatv2_grad_op.register_fake
-def _(indptr: Tensor, index: Tensor, source: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    like = torch.empty_like(target, memory_format=torch.contiguous_format)
-    return like, torch.empty_like(like)
+def _(
+    indptr: Tensor,
+    index: Tensor,
+    source: Tensor,
+    target: Tensor,
+    attention: Tensor,
+    slope: float,
+    perm: Any,
+    grad_scores: Tensor,
+    both: bool,
+) -> tuple[Tensor, Tensor]:
+    return target.new_empty(target.shape), target.new_empty(target.shape if both else (0, 0))
 
 
 def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -168,11 +178,12 @@ def _gatv2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, _, needs_source, needs_target, needs_attention, *_ = ctx.needs_input_grad
     grad_source = grad_target = grad_attention = None
     if needs_target or needs_attention:
-        grad_target, by_row = gatv2_grad_op(indptr, index, source, target, attention, ctx.slope, None, grad)
+        grad_target, by_row = gatv2_grad_op(indptr, index, source, target, attention, ctx.slope, None, grad, True)
         grad_attention = by_row.sum(dim=0)
     if needs_source:
         back = _transposed(CSR(indptr, index, source.shape[0]), transposed)
-        grad_source, _ = gatv2_grad_op(back.indptr, back.index, target, source, attention, ctx.slope, back.perm, grad)
+        given = (target, source, attention, ctx.slope, back.perm, grad)
+        grad_source, _ = gatv2_grad_op(back.indptr, back.index, *given, False)
     return None, None, grad_source, grad_target, grad_attention, *[None] * 5
 
 

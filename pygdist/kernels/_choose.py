@@ -13,5 +13,5 @@ __all__ = ["kernels_for"]
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """:mod:`_native` or :mod:`_torch`; both offer the same functions."""
+    """:mod:`_native` or :mod:`_torch`; what the operators call, both offer."""
     return _native if x.device.type == "cpu" and library.load() is not None else _torch

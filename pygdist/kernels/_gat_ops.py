@@ -1,4 +1,4 @@
-"""The torch operators behind :func:`pygdist.kernels.gat`, for the native library alone.
+"""The torch operators behind :func:`pygdist.kernels.gat`, as in :mod:`pygdist.kernels._spmm_ops`.
 
 =====================  ===================================================  =======================
 operator               result                                               gradient
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.kernels import _native
+from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transpose
 
@@ -35,7 +35,9 @@ def gat_op(
     transposed_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted sums; with ``graded`` also the part with positive scores, and three numbers per row and head."""
-    return _native.gat(CSR(indptr, index, x.shape[0]), x, source, target, slope, graded)
+    csr = CSR(indptr, index, x.shape[0])
+    found: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat(csr, x, source, target, slope, graded)
+    return found
 
 
 @torch.library.custom_op("pygdist::gat_grad", mutates_args=())
@@ -53,7 +55,9 @@ def gat_grad_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``x``, ``source`` and ``target``; the matrix is the transposed one."""
     transposed = CSR(indptr, index, out.shape[0])
-    return _native.gat_grad(transposed, x, source, target, slope, out, above, facts, grad)
+    parts = (x, source, target, slope, out, above, facts, grad)
+    found: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat_grad(transposed, *parts)
+    return found
 
 
 @gat_op.register_fake

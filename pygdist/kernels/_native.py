@@ -110,12 +110,12 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 
 
 def gatv2_grad(
-    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor
+    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target``, and of ``attention`` as one row for each of them."""
+    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
     grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
-    grad_attention = torch.empty_like(grad_target)
-    parts = (source, target, attention, slope, grad_target, grad_attention)
+    grad_attention = target.new_empty(target.shape if both else (0, 0))
+    parts = (source, target, attention, slope, grad_target, grad_attention if both else None)
     _call("pygdist_gatv2_grad", csr, grad_scores, source, *parts, op="mul")
     return grad_target, grad_attention
 
@@ -127,7 +127,7 @@ def gat(
     rows, heads = target.shape
     out = x.new_empty(rows, x.shape[1])
     above = x.new_empty(out.shape if graded else (0, 0))
-    facts = x.new_empty((rows, heads, 3) if graded else (0, 0, 0))
+    facts = x.new_zeros((rows, heads, 3) if graded else (0, 0, 0))  # rows without channels are left as they are
     rest = (above, facts) if graded else (None, None)
     _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, heads=heads)
     return out, above, facts

@@ -19,6 +19,8 @@ __all__ = [
     "edge_softmax_grad",
     "extremum_grad",
     "extremum_value_grad",
+    "gat",
+    "gat_grad",
     "gatv2_grad",
     "gatv2_scores",
     "sddmm",
@@ -100,13 +102,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
     """Softmax of additive scores over the entries of each row."""
     row = csr.row_index().long()
-    scores = torch.nn.functional.leaky_relu(_additive(csr, row, source, target, edge), slope)
-    index = row.unsqueeze(-1).expand_as(scores)
-    largest = scores.new_zeros(csr.num_rows, scores.shape[1]).scatter_reduce_(
-        0, index, scores, "amax", include_self=False
-    )
-    alpha = (scores - largest.index_select(0, row)).exp()
-    total = alpha.new_zeros(largest.shape).index_add_(0, row, alpha) + 1e-16  # as in PyG's softmax
+    alpha, _, total = _softmax(csr, row, _additive(csr, row, source, target, edge), slope)
     return alpha / total.index_select(0, row)
 
 
@@ -134,6 +130,43 @@ def sum_edges(csr: CSR, values: Tensor) -> Tensor:
     return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), ordered)
 
 
+def gat(
+    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums weighted by the softmax of additive scores; the gradient needs the largest score and the denominator."""
+    row = csr.row_index().long()
+    alpha, largest, total = _softmax(csr, row, _additive(csr, row, source, target, None), slope)
+    out = spmm(csr, x, alpha / total.index_select(0, row), "mul", "sum")
+    facts = torch.stack([largest, 1 / total, torch.zeros_like(total)], dim=-1)
+    return out, x.new_empty(out.shape if graded else (0, 0)), facts if graded else x.new_empty(0, 0, 0)
+
+
+def gat_grad(
+    transposed: CSR,
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    slope: float,
+    out: Tensor,
+    above: Tensor,
+    facts: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the rows and of the two parts of the scores."""
+    heads = source.shape[1]
+    row, column = transposed.row_index(), transposed.index
+    shift, scale = facts[..., 0].index_select(0, column), facts[..., 1].index_select(0, column)
+    scores = _additive(transposed, row.long(), target, source, None)
+    alpha = (torch.nn.functional.leaky_relu(scores, slope) - shift).exp() * scale
+    gradient = sddmm(transposed, grad, x, heads) - _head_sums(grad * out, heads).index_select(0, column)
+    gradient = alpha * torch.where(scores > 0, gradient, gradient * slope)
+    return (
+        spmm(transposed, grad, alpha, "mul", "sum"),
+        torch.zeros_like(source).index_add_(0, row, gradient),
+        torch.zeros_like(target).index_add_(0, column, gradient),
+    )
+
+
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
     """Scores of GATv2, entry by entry and head by head."""
     row = csr.row_index()
@@ -146,19 +179,32 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 
 
 def gatv2_grad(
-    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor
+    csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target``, and of ``attention`` as one row for each of them."""
+    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
     row, values = csr.row_index(), _values(csr, grad_scores)
     assert values is not None
-    grad_target, grad_attention = torch.zeros_like(target), torch.zeros_like(target)
+    grad_target = torch.zeros_like(target)
+    grad_attention = torch.zeros_like(target) if both else target.new_empty(0, 0)
     for block in _blocks(csr, source.shape[1]):
         total = source.index_select(0, csr.index[block]) + target.index_select(0, row[block])
         factor = _by_head(values[block], source.shape[1])
         factor = torch.where(total > 0, factor, factor * slope)
         grad_target.index_add_(0, row[block], factor * attention)
-        grad_attention.index_add_(0, row[block], factor * total)
+        if both:
+            grad_attention.index_add_(0, row[block], factor * total)
     return grad_target, grad_attention
+
+
+def _softmax(csr: CSR, row: Tensor, scores: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials of the differences to the largest score of the row, that score, and their sum."""
+    scores = torch.nn.functional.leaky_relu(scores, slope)
+    index = row.unsqueeze(-1).expand_as(scores)
+    largest = scores.new_zeros(csr.num_rows, scores.shape[1])
+    largest.scatter_reduce_(0, index, scores, "amax", include_self=False)
+    exponentials = (scores - largest.index_select(0, row)).exp()
+    total = torch.zeros_like(largest).index_add_(0, row, exponentials) + 1e-16  # as in PyG's softmax
+    return exponentials, largest, total
 
 
 def _blocks(csr: CSR, width: int) -> Iterator[slice]:

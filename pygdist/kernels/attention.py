@@ -13,8 +13,9 @@ GATv2              :math:`\langle a, \mathrm{LeakyReLU}(x_j + y_i) \rangle`     
 Transformer        :math:`\langle k_j, q_i \rangle`                                :func:`~pygdist.kernels.sddmm`
 =================  ==============================================================  =======================
 
-Memory of each step and its gradient: edges times heads, and nodes times features. Scores and softmax have first
-derivatives only: a loss on gradients needs ``savings.fused_attention=False``.
+Memory of each step and its gradient: edges times heads, and nodes times features; of :func:`gat` the latter alone. All
+three have first derivatives only: a loss on gradients needs ``savings.fused_attention=False``. Rows in half precision
+are brought to float32 here; :func:`~pygdist.kernels.spmm` alone reads bfloat16 as it is stored.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pygdist.kernels import _native
 from pygdist.kernels._attention_ops import edge_softmax_op, gatv2_scores_op
-from pygdist.kernels._choose import kernels_for
 from pygdist.kernels._gat_ops import gat_op
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.spmm import Transposed, resolve_transposed, spmm
+from pygdist.kernels.spmm import Transposed, resolve_transposed
 
 __all__ = ["edge_softmax", "gat", "gatv2_scores"]
 
@@ -108,9 +107,8 @@ def gat(
         \mathbf{y}_{i,h} = \sum_{e = (i, j)} \alpha_{e,h} \, \mathbf{x}_{j,h}, \quad
         \alpha_{e,h} = \mathrm{softmax}_{e \in \mathcal{E}_i} \; \mathrm{LeakyReLU}(a_{j,h} + b_{i,h})
 
-    The same as :func:`edge_softmax` and :func:`~pygdist.kernels.spmm` after it, which is what runs where the native
-    library does not. That computes each weight where it is used, in the backward pass too, so that nothing as long as
-    the edges is held.
+    The same as :func:`edge_softmax` and :func:`~pygdist.kernels.spmm` after it. The native library computes each weight
+    where it is used, in the backward pass too, so that nothing as long as the edges is held.
 
     Args:
         csr: Structure of the matrix; rows are destinations.
@@ -135,10 +133,6 @@ def gat(
             axes = "rows, heads" if dim == 2 else "rows, heads, channels"
             raise ValueError(f"{name} must have shape ({axes}) with {rows} rows, got {tuple(part.shape)}")
         _check_kind(name, part, x.dtype, csr)
-    if kernels_for(x) is not _native or x.numel() == 0 or csr.num_rows == 0:
-        backward = resolve_transposed(csr, transposed, x, source)
-        alpha = edge_softmax(csr, source=source, target=target, negative_slope=negative_slope, transposed=backward)
-        return spmm(csr, x, alpha, transposed=backward)
     backward = resolve_transposed(csr, transposed, x, source, target)
     dtype = torch.promote_types(x.dtype, torch.float32)
     graded = torch.is_grad_enabled() and any(part.requires_grad for part in (x, source, target))

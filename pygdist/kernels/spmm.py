@@ -72,7 +72,7 @@ def spmm(
         ValueError: If a shape, dtype, device, ``reduce`` or ``op`` does not fit.
     """
     _check(csr, x, weight, reduce, op)
-    out_dtype = x.dtype if weight is None else torch.result_type(x, weight)
+    out_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     half = out_dtype == torch.bfloat16 and reduce in ("sum", "mean")
     work_dtype = out_dtype if half else torch.promote_types(out_dtype, torch.float32)
     backward, backward_weight = resolve_transposed(csr, transposed, x), None

@@ -10,10 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
+from torch_geometric.nn import (
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    MessagePassing,
+    SAGEConv,
+    SGConv,
+    TransformerConv,
+)
 
-from pygdist import Shard
-from pygdist.backends import Savings
+from pygdist import Shard, distribute
+from pygdist.backends import Savings, SingleBackend
+from pygdist.backends.layers import plain as plain_edges
+from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
 from pygdist.testing import RankPool, assert_exact
 from tests.backends.training import Shapes, epoch, gradients, one_rank, same, single
@@ -180,6 +191,45 @@ def test_dropout_keeps_the_mean(cls: Any, graph: tuple[Data, Shard]) -> None:
     assert (mean - expected).abs().max() < 0.05 * expected.abs().max()
 
 
+@pytest.mark.parametrize("plainly", ["propagate", "edge_updater", "both"])
+def test_a_backend_may_pass_plain_edges_on(plainly: str, graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+
+    class Plain(SingleBackend):
+        """Gives one hop or both of them no adjacency."""
+
+        def propagate(self, layer: Any, inner: Any, edge_index: Tensor, size: Any, kwargs: Any) -> Tensor:
+            return self._run(inner, edge_index, size, kwargs, "propagate")
+
+        def edge_updater(self, layer: Any, inner: Any, edge_index: Tensor, size: Any, kwargs: Any) -> Tensor:
+            return self._run(inner, edge_index, size, kwargs, "edge_updater")
+
+        def _run(self, inner: Any, edge_index: Tensor, size: Any, kwargs: Any, name: str) -> Tensor:
+            out: Tensor = inner(
+                plain_edges(edge_index) if plainly in (name, "both") else edge_index, size=size, **kwargs
+            )
+            return out
+
+    expected = _layer(GATConv, heads=2)
+    backend = Plain()
+    backend.bind(shard, Communicator())
+    model = distribute(copy.deepcopy(expected), backend=backend)
+    same(_results(model, shard.x, shard.adjacency), _results(expected, data.x, data.edge_index))
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {}, {"bias": False, "concat": False}])
+def test_what_follows_may_work_in_place(options: dict[str, Any], graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    plain_layer = _layer(GATConv, heads=2, **options)
+    layer = single(copy.deepcopy(plain_layer), shard)
+    found = []
+    for one, x, edges in ((plain_layer, data.x, data.edge_index), (layer, shard.x, shard.adjacency)):
+        leaf = x.clone().requires_grad_()
+        out = torch.relu_(one(leaf, edges))
+        found.append([out, *gradients(one, out, leaf)])
+    same(found[1], found[0])
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +294,25 @@ class OwnUpdate(TransformerConv):
 
     def update(self, inputs: Tensor) -> Tensor:
         return inputs.tanh()
+
+
+class Halved:
+    """Hops of its own."""
+
+    def propagate(self, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        return super().propagate(edge_index, size=size, **kwargs) / 2  # type: ignore[misc, no-any-return]
+
+    def edge_updater(self, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        return super().edge_updater(edge_index, size=size, **kwargs) / 2  # type: ignore[misc, no-any-return]
+
+
+@pytest.mark.parametrize("base", [*LAYERS, GCNConv, SAGEConv, GINConv, SGConv])
+def test_hops_of_its_own_run(base: Any, graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    cls = type(f"Halved{base.__name__}", (Halved, base), {"__module__": __name__})
+    plain = _layer(cls, nn.Linear(5, 4)) if base is GINConv else _layer(cls)
+    model = single(copy.deepcopy(plain), shard)
+    same(_results(model, shard.x, shard.adjacency), _results(plain, data.x, data.edge_index))
 
 
 class Subclass(GATConv):

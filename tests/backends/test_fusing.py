@@ -158,12 +158,21 @@ def test_threads_share_a_model(graph: tuple[Data, Shard]) -> None:
     assert list(layer.state_dict()) == names
 
 
-@pytest.mark.parametrize("make", [lambda: GATv2Conv(5, 3), lambda: GATConv(5, 3, edge_dim=2), lambda: SAGEConv(5, 3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GATv2Conv(5, 3),
+        lambda: GATConv(5, 3),
+        lambda: GATConv(5, 3, bias=False),
+        lambda: GATConv(5, 3, edge_dim=2),
+        lambda: SAGEConv(5, 3),
+    ],
+)
 def test_autocast_gives_the_dtype_of_pyg(make: Callable[[], MessagePassing], graph: tuple[Data, Shard]) -> None:
     data, shard = graph
     plain = make()
     layer = distribute(copy.deepcopy(plain), backend=bound(shard))
-    takes_edges = isinstance(plain, GATConv)
+    takes_edges = isinstance(plain, GATConv) and plain.edge_dim is not None
     attributes = torch.rand(data.num_edges, 2)
     inputs = {"edge_attr": attributes} if takes_edges else {}
     local = {"edge_attr": attributes[shard.e_id]} if takes_edges else {}

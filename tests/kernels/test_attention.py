@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch_geometric.utils import softmax
 
 import pygdist.kernels._attention_ops as ops
-from pygdist.kernels import CSR, edge_softmax, gat, gatv2_scores, spmm, transpose
+from pygdist.kernels import CSR, edge_softmax, gat, gatv2_scores, sddmm, spmm, transpose
 from pygdist.kernels._gat_ops import gat_grad_op, gat_op
 from pygdist.native import Isa, load, set_isa
 from tests.kernels.oracle import random_csr, softmax_oracle
@@ -144,10 +144,11 @@ def test_gat_matches_the_obvious(heads: int, channels: int, slope: float) -> Non
             torch.testing.assert_close(gat(csr, *leaves, negative_slope=slope), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("heads", "channels"), [(4, 32), (8, 8), (2, 64), (1, 128), (1, 50)])
+# heads cut by slabs (1 x 128 forward), one head a slab, several, heads that leave a shorter slab at the end
+@pytest.mark.parametrize(("heads", "channels"), [(4, 32), (16, 16), (7, 12), (2, 64), (1, 128)])
 @pytest.mark.skipif(load() is None, reason="the native library was not built here")
 def test_gat_slab_by_slab(heads: int, channels: int) -> None:
-    csr = random_csr(2500, 2500, 40_000)  # large and dense enough for slabs of columns, in both directions
+    csr = random_csr(5000, 5000, 80_000)  # large and dense enough for slabs
     leaves = gat_inputs(csr, heads, channels, torch.float32)
     x, source, target = leaves
     back = transpose(csr)
@@ -262,11 +263,27 @@ def test_operators_are_well_formed() -> None:
     attention = torch.randn(6, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(ops.gatv2_scores_op, (*matrix, *rows, attention, 0.2, 2, *transposed))
     rows = [row.detach() for row in rows]
-    torch.library.opcheck(ops.gatv2_grad_op, (*matrix, *rows, attention.detach(), 0.2, None, edge))
+    for both in (True, False):
+        torch.library.opcheck(ops.gatv2_grad_op, (*matrix, *rows, attention.detach(), 0.2, None, edge, both))
 
 
-@pytest.mark.skipif(load() is None, reason="the native library was not built here")
+def test_attention_compiles_without_a_graph_break() -> None:
+    csr = random_csr()
+    back = transpose(csr)
+
+    def layer(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        alpha = edge_softmax(csr, source=source, target=target, transposed=back).relu()
+        return gat(csr, x * 2, source, target, transposed=back).relu() + spmm(csr, x, alpha, transposed=back)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    leaves = gat_inputs(csr, 2, 3)
+    expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    for a, b in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.usefixtures("path")
 def test_operators_of_gat_are_well_formed(graded: bool) -> None:
     csr = random_csr(6, 5, 14)
     back = transpose(csr)
@@ -321,17 +338,21 @@ def test_wrong_rows_are_refused() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.cuda
-def test_cuda_matches_cpu() -> None:
+@pytest.mark.parametrize("operation", ["edge_softmax", "gat", "gatv2_scores", "sddmm"])
+def test_cuda_matches_cpu(operation: str) -> None:
     csr = random_csr()
     on_gpu = CSR(csr.indptr.cuda(), csr.index.cuda(), csr.num_cols)
-    parts = parts_of(csr, ("edge", "source", "target"), 3)
-    expected = edge_softmax(csr, **parts, negative_slope=0.2)
-    moved = {name: part.detach().cuda().requires_grad_() for name, part in parts.items()}
-    found = edge_softmax(on_gpu, **moved, negative_slope=0.2)
+    rows = [torch.randn(count, 3, 5, dtype=torch.float64) for count in (csr.num_cols, csr.num_rows)]
+    scores = [torch.randn(count, 3, dtype=torch.float64) for count in (csr.num_cols, csr.num_rows)]
+    run, leaves = {
+        "edge_softmax": (lambda m, a, b: edge_softmax(m, source=a, target=b, negative_slope=0.2), scores),
+        "gat": (gat, [rows[0], *scores]),
+        "gatv2_scores": (gatv2_scores, [*rows, torch.randn(3, 5, dtype=torch.float64)]),
+        "sddmm": (sddmm, rows),
+    }[operation]
+    here, there = ([leaf.to(device).requires_grad_() for leaf in leaves] for device in ("cpu", "cuda"))
+    expected, found = run(csr, *here), run(on_gpu, *there)
     upstream = torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad(found, list(moved.values()), upstream.cuda()),
-        torch.autograd.grad(expected, list(parts.values()), upstream),
-        strict=True,
-    ):
+    gradients = torch.autograd.grad(found, there, upstream.cuda())
+    for a, b in zip([found, *gradients], [expected, *torch.autograd.grad(expected, here, upstream)], strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-11)

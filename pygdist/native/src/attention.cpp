@@ -85,9 +85,7 @@ void edge_softmax_grad_row(const View<T, I>& view, const Job& job, int64_t row) 
         total[h] += grad_score[at];
       }
     }
-    if (grad_target) {
-      for (int h = 0; h < count; ++h) grad_target[row * heads + first + h] = total[h];
-    }
+    for (int h = 0; h < count; ++h) grad_target[row * heads + first + h] = total[h];
   });
 }
 

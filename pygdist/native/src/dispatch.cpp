@@ -68,7 +68,7 @@ int64_t chunk_start(const pygdist_csr& csr, int64_t share, int64_t shares) {
 
 // Runs a kernel over all rows, in chunks of equal work that idle threads take one by one: on a power-law graph a few
 // rows hold most entries, so equal numbers of rows would leave threads waiting.
-int32_t run(RowsKernel kernel, Job& job) {
+void run(RowsKernel kernel, Job& job) {
   constexpr int64_t kChunksPerThread = 32;
   constexpr int64_t kSmallestChunk = 1 << 14;  // values touched; below that, waking a thread costs more
   if (!job.last_column) job.last_column = job.csr.num_features;
@@ -78,13 +78,12 @@ int32_t run(RowsKernel kernel, Job& job) {
   const int64_t chunks = std::min({threads * kChunksPerThread, values / kSmallestChunk + 1, job.csr.num_rows});
   if (threads == 1 || chunks <= 1) {
     kernel(job, 0, job.csr.num_rows);
-    return PYGDIST_OK;
+    return;
   }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(threads))
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     kernel(job, chunk_start(job.csr, chunk, chunks), chunk_start(job.csr, chunk + 1, chunks));
   }
-  return PYGDIST_OK;
 }
 
 // The same for kernels that read no entries: all rows are equal.
@@ -145,7 +144,7 @@ void order_values(const pygdist_csr& csr, char* ordered) {
 }
 
 // Runs `kernel` slab by slab over the columns of `x`.
-int32_t run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes) {
+void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes) {
   const int64_t size = job.csr.value_bits / 8;
   const int64_t row_bytes = job.csr.num_features * size;
   const bool permuted = job.csr.weight && job.csr.perm;
@@ -171,7 +170,6 @@ int32_t run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes) 
     job.x = slab.get() - first;  // column `first` of the matrix is column 0 of the slab
     run(kernel, job);
   }
-  return PYGDIST_OK;
 }
 
 bool known_types(const pygdist_csr& csr, bool half = false) {
@@ -226,7 +224,8 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   job.x = x;
   job.result = out;
   const auto kernel = pygdist::kernels().spmm;
-  return pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* out, const void* grad_out, void* share) {
@@ -236,7 +235,8 @@ int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* ou
   job.out = out;
   job.grad = grad_out;
   job.result = share;
-  return pygdist::run(pygdist::kernels().share_ties, job);
+  pygdist::run(pygdist::kernels().share_ties, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_extremum_grad(const pygdist_csr* transposed, const void* x, const void* out, const void* share,
@@ -247,7 +247,8 @@ int32_t pygdist_extremum_grad(const pygdist_csr* transposed, const void* x, cons
   job.out = out;
   job.grad = share;
   job.result = grad_x;
-  return pygdist::run(pygdist::kernels().extremum_grad, job);
+  pygdist::run(pygdist::kernels().extremum_grad, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_sddmm(const pygdist_csr* csr, const void* x, const void* grad, const void* out, void* grad_weight) {
@@ -257,7 +258,8 @@ int32_t pygdist_sddmm(const pygdist_csr* csr, const void* x, const void* grad, c
   job.out = out;
   job.grad = grad;
   job.result = grad_weight;
-  return pygdist::run(pygdist::kernels().sddmm, job);
+  pygdist::run(pygdist::kernels().sddmm, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_edge_softmax(const pygdist_csr* csr, const void* source, const void* target, const void* edge,
@@ -269,7 +271,8 @@ int32_t pygdist_edge_softmax(const pygdist_csr* csr, const void* source, const v
   job.edge = edge;
   job.slope = slope;
   job.result = alpha;
-  return pygdist::run(pygdist::kernels().edge_softmax, job);
+  pygdist::run(pygdist::kernels().edge_softmax, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_edge_softmax_grad(const pygdist_csr* csr, const void* source, const void* target, const void* edge,
@@ -285,14 +288,16 @@ int32_t pygdist_edge_softmax_grad(const pygdist_csr* csr, const void* source, co
   job.grad = grad_alpha;
   job.result = grad_score;
   job.row_result = grad_target;
-  return pygdist::run(pygdist::kernels().edge_softmax_grad, job);
+  pygdist::run(pygdist::kernels().edge_softmax_grad, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_sum_edges(const pygdist_csr* csr, void* out) {
   if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.result = out;
-  return pygdist::run(pygdist::kernels().sum_edges, job);
+  pygdist::run(pygdist::kernels().sum_edges, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_gatv2_scores(const pygdist_csr* csr, const void* source, const void* target, const void* attention,
@@ -304,7 +309,8 @@ int32_t pygdist_gatv2_scores(const pygdist_csr* csr, const void* source, const v
   job.attention = attention;
   job.slope = slope;
   job.result = scores;
-  return pygdist::run(pygdist::kernels().gatv2_scores, job);
+  pygdist::run(pygdist::kernels().gatv2_scores, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const void* target, const void* attention,
@@ -317,22 +323,24 @@ int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const voi
   job.slope = slope;
   job.result = grad_target;
   job.row_result = grad_attention;
-  return pygdist::run(pygdist::kernels().gatv2_grad, job);
+  pygdist::run(pygdist::kernels().gatv2_grad, job);
+  return PYGDIST_OK;
 }
 
-int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source, const void* target, double slope,
+int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by_head, const void* target, double slope,
                     void* out, void* above, void* facts) {
   if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.x = x;
-  job.source = source;
+  job.source = source_by_head;
   job.target = target;
   job.slope = slope;
   job.result = out;
-  job.above = above;
+  job.above_result = above;
   job.row_result = facts;
   const auto kernel = pygdist::kernels().gat;
-  return pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, const void* target,
@@ -347,24 +355,24 @@ int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const voi
   dots.target = target;
   dots.slope = slope;
   dots.out = out;
-  dots.above = const_cast<void*>(above);
+  dots.above = above;
   dots.facts = facts;
   dots.grad = grad;
   dots.result = ends.get();
   dots.row_result = grad_target;
   pygdist::run_rows(pygdist::kernels().gat_dots, dots);
-  if (!grad_x) return PYGDIST_OK;
   Job job{*transposed};
   job.x = grad;
   job.out = x;
   job.source = source;
   job.slope = slope;
-  job.facts = ends.get();
+  job.ends = ends.get();
   job.result = grad_x;
   job.row_result = grad_source;
   const auto kernel = pygdist::kernels().gat_grad;
   const int64_t slab = pygdist::head_slab(*transposed);
-  return pygdist::worth_slabs(*transposed, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
+  pygdist::worth_slabs(*transposed, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
+  return PYGDIST_OK;
 }
 
 }  // extern "C"

@@ -19,7 +19,9 @@ namespace PYGDIST_ISA {
 #include "view.h"
 #include "exp.h"
 
-constexpr int kBlock = 64;  // entries whose weights are at work at once; their rows stay in the first-level cache
+// Entries whose weights are at work at once. In the backward pass their rows are read twice: of heads of up to a hundred
+// channels they are in the first-level cache the second time.
+constexpr int kBlock = 64;
 
 template <class T>
 inline T leaky(T score, T slope) {
@@ -68,9 +70,9 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T slope = static_cast<T>(job.slope);
   const T* const x = static_cast<const T*>(job.x);
   T* const out = static_cast<T*>(job.result) + row * view.features;
-  T* const above_out = Graded ? static_cast<T*>(job.above) + row * view.features : nullptr;
+  T* const above_out = Graded ? static_cast<T*>(job.above_result) + row * view.features : nullptr;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    const T* const source = static_cast<const T*>(job.source) + head * view.num_cols;
+    const T* const source = static_cast<const T*>(job.source) + head * view.num_cols;  // by head: denser in the cache
     const T target = static_cast<const T*>(job.target)[row * view.heads + head];
     __builtin_memset(out + first, 0, (last - first) * sizeof(T));
     if constexpr (Graded) __builtin_memset(above_out + first, 0, (last - first) * sizeof(T));
@@ -112,7 +114,7 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
 }
 
 // What the backward walk needs of each destination and head: (b_i, M_i, 1 / Z_i, D_i), side by side, one head after the other.
-// With it the gradient of b_i, as far as it is asked for. Rows are destinations here.
+// With it the gradient of b_i. Rows are destinations here.
 template <class T>
 void gat_dots_row(const Job& job, int64_t row) {
   const int64_t heads = job.csr.num_heads, features = job.csr.num_features, rows = job.csr.num_rows;
@@ -137,7 +139,8 @@ void gat_dots_row(const Job& job, int64_t row) {
   }
 }
 
-// Rows are sources here, and the entries lead to their destinations.
+// Rows are sources here, and the entries lead to their destinations: what is gathered, `job.x`, is the gradient of the
+// output, and `job.out` holds the rows of the sources.
 template <class T, class I>
 void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   constexpr int kWide = kLanes<T>;
@@ -148,7 +151,7 @@ void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const x = static_cast<const T*>(job.out) + row * view.features;
   T* const grad_x = static_cast<T*>(job.result) + row * view.features;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    const T* const ends = static_cast<const T*>(job.facts) + head * view.num_cols * 4;
+    const T* const ends = static_cast<const T*>(job.ends) + head * view.num_cols * 4;
     const T source = static_cast<const T*>(job.source)[row * view.heads + head];
     __builtin_memset(grad_x + first, 0, (last - first) * sizeof(T));
     V grad_source = {};
@@ -178,7 +181,9 @@ void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
             for (int k = 0; k < Tile::Count; ++k) sum += own[k] * tile.load(from, k);
             partial[e] = sum;
           } else {
-            partial[e][0] += own[0] * tile.load(from, 0);
+            T terms[kWide] = {};
+            store_vector<Tile::Lanes>(terms, own[0] * tile.load(from, 0));
+            partial[e] += load_vector<kWide>(terms);
           }
         }
       });
@@ -208,7 +213,7 @@ void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
 void gat(const Job& job, int64_t begin, int64_t end) {
   with_view(job, [&](const auto& view) {
     for (int64_t row = begin; row < end; ++row) {
-      job.above ? gat_row<true>(view, job, row) : gat_row<false>(view, job, row);
+      job.above_result ? gat_row<true>(view, job, row) : gat_row<false>(view, job, row);
     }
   });
 }

@@ -22,8 +22,10 @@ struct Job {
   const void* target = nullptr;
   const void* edge = nullptr;
   const void* attention = nullptr;
+  const void* above = nullptr;
   const void* facts = nullptr;
-  void* above = nullptr;
+  const void* ends = nullptr;
+  void* above_result = nullptr;
   double slope = 1.0;
   void* row_result = nullptr;
 };

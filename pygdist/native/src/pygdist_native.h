@@ -79,7 +79,7 @@ PYGDIST_API int32_t pygdist_sddmm(const pygdist_csr* csr, const void* x, const v
 PYGDIST_API int32_t pygdist_edge_softmax(const pygdist_csr* csr, const void* source, const void* target,
                                          const void* edge, double slope, void* alpha);
 
-// The gradient of pygdist_edge_softmax: grad_score[e, h] for `edge`, and grad_target[i, h], which may be null.
+// The gradient of pygdist_edge_softmax: grad_score[e, h] for `edge`, and grad_target[i, h].
 PYGDIST_API int32_t pygdist_edge_softmax_grad(const pygdist_csr* csr, const void* source, const void* target,
                                               const void* edge, double slope, const void* alpha, const void* grad_alpha,
                                               void* grad_score, void* grad_target);
@@ -98,14 +98,14 @@ PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* sourc
                                        const void* attention, double slope, void* grad_target, void* grad_attention);
 
 // GAT's aggregation in one walk over the entries: out[i] = sum of alpha[e, h] * x[j] with alpha[e, h] the softmax over the
-// entries of row i of leaky_relu(source[h, j] + target[i, h]). For the gradient, unless they are null: above[i], the part
+// entries of row i of leaky_relu(source_by_head[h, j] + target[i, h]). For the gradient, unless null: above[i], the part
 // of the sum whose scores are positive, and facts[i, h, 0..2]: the largest score, one over the sum of the exponentials of
 // the differences to it, and the sum of those alpha whose scores are positive.
-PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source, const void* target,
+PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by_head, const void* target,
                                 double slope, void* out, void* above, void* facts);
 
 // The gradient of pygdist_gat, over the transposed matrix: grad_x[j], grad_source[j, h] and grad_target[i, h]. Here
-// `source` is [j, h]. Of the three results the first two may be null together.
+// `source` is [j, h].
 PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source,
                                      const void* target, double slope, const void* out, const void* above,
                                      const void* facts, const void* grad, void* grad_x, void* grad_source,

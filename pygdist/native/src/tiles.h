@@ -128,11 +128,13 @@ inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1 and share none, for sums that are kept in memory: tiles
-// of `Count` vectors, then of one, then single columns.
-template <class T, int Count, class Body>
+// of `Count` vectors, then of one, then narrower and narrower ones.
+template <class T, int Count, int Lanes = kLanes<T>, class Body>
 inline void for_each_apart(int64_t first, int64_t last, const Body& body) {
-  constexpr int kWide = kLanes<T>;
-  for (; first + Count * kWide <= last; first += Count * kWide) body(Tile<T, kWide, Count>{first});
-  for (; first + kWide <= last; first += kWide) body(Tile<T, kWide, 1>{first});
-  for (; first < last; ++first) body(Tile<T, 1, 1>{first});
+  for (; first + Count * Lanes <= last; first += Count * Lanes) body(Tile<T, Lanes, Count>{first});
+  if constexpr (Count > 1) {
+    for_each_apart<T, 1, Lanes>(first, last, body);
+  } else if constexpr (Lanes > 1) {
+    for_each_apart<T, 1, Lanes / 2>(first, last, body);
+  }
 }

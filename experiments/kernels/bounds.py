@@ -1,0 +1,117 @@
+"""What bounds the sum: the same matrix and the same work, with the rows that it gathers coming from near or far.
+
+The first line is the time of the instructions; the others add what waiting for a cache or for memory costs. Memory in
+order is what the processor fetches ahead by itself. Last, blocking over sources (DistGNN, Algorithm 2) at its best:
+blocks cut before, each of a range of sources, and nothing added up; where this takes longer, the real algorithm does.
+
+    PYTHONPATH=. python experiments/kernels/bounds.py --out figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from machine import cache_bytes, facts
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from pygdist.graph import power_law
+from pygdist.kernels import CSR, spmm
+
+COLUMNS = ["nodes", "edges", "features", "rows_from", "seconds", "ns_per_edge_and_thread", "gather_gbs"]
+Part = tuple[CSR, Tensor]  # a matrix and its weights
+
+
+def main() -> None:
+    """Measure, print a table and write ``bounds.csv``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=400_000)
+    parser.add_argument("--edges", type=int, default=10_000_000)
+    parser.add_argument("--features", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for bounds.csv")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    edges = power_law(options.nodes, options.edges, num_features=1).edge_index
+    matrix = CSR.from_coo(edges[1], edges[0], num_rows=options.nodes, num_cols=options.nodes)
+    weight = torch.rand(matrix.num_entries)
+    machine = facts(options.threads)
+    table = Table("features", "rows from", "seconds", "ns per edge and thread", "gather, GB/s")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "bounds.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *machine])
+        writer.writeheader()
+        for width in options.features:
+            x = torch.rand(options.nodes, width)
+            contenders = {name: [(csr, weight)] for name, csr in sources(matrix, x)}
+            contenders |= {f"{count} blocks of sources": cut(matrix, weight, count) for count in options.blocks}
+            found = medians([partial(products, parts, x) for parts in contenders.values()], options.rounds)
+            for name, seconds in zip(contenders, found, strict=True):
+                per_edge = seconds * options.threads / matrix.num_entries * 1e9
+                rate = matrix.num_entries * width * x.element_size() / seconds / 1e9
+                values = (options.nodes, options.edges, width, name, seconds, per_edge, rate)
+                writer.writerow(machine | dict(zip(COLUMNS, values, strict=True)))
+                table.add_row(str(width), name, f"{seconds:.4f}", f"{per_edge:.1f}", f"{rate:.1f}")
+    Console().print(table)
+
+
+def sources(matrix: CSR, x: Tensor) -> Iterator[tuple[str, CSR]]:
+    """The matrix with other columns: as many entries in every row, but other rows of ``x`` to gather."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int) -> CSR:
+        index = torch.randint(rows, matrix.index.shape, generator=generator, dtype=matrix.index.dtype)
+        return CSR(matrix.indptr, index, matrix.num_cols)
+
+    yield "one row", drawn(1)
+    for level in (2, 3):
+        rows = cache_bytes(level) // 2 // (x.shape[1] * x.element_size())
+        yield f"half of the level-{level} cache", drawn(min(max(rows, 1), len(x)))
+    in_order = torch.arange(matrix.num_entries).remainder(len(x)).to(matrix.index.dtype)
+    yield "memory, in order", CSR(matrix.indptr, in_order, matrix.num_cols)
+    yield "memory, at random", drawn(len(x))
+    yield "the graph's own sources", matrix
+
+
+def cut(matrix: CSR, weight: Tensor, count: int) -> list[Part]:
+    """The entries of each of ``count`` ranges of sources, and their weights."""
+    rows, parts = matrix.row_index(), []
+    for number in range(count):
+        first, last = (matrix.num_cols * end // count for end in (number, number + 1))
+        chosen = (matrix.index >= first) & (matrix.index < last)
+        indptr = torch.zeros_like(matrix.indptr)
+        torch.cumsum(torch.bincount(rows[chosen], minlength=matrix.num_rows), dim=0, out=indptr[1:])
+        parts.append((CSR(indptr, matrix.index[chosen], matrix.num_cols), weight[chosen]))
+    return parts
+
+
+def products(parts: list[Part], x: Tensor) -> None:
+    """The product of each part with all rows."""
+    for part, values in parts:
+        spmm(part, x, values)
+
+
+def medians(contenders: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Median seconds of each, in turns; the first call of each does not count."""
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for number in range(rounds + 1):
+        for taken, contender in zip(seconds, contenders, strict=True):
+            start = time.perf_counter()
+            contender()
+            if number:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+if __name__ == "__main__":
+    main()
