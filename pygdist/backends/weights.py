@@ -131,7 +131,8 @@ def _sage(
 ) -> Tensor | None:
     if layer.project:  # by a layer that is not linear
         return None
-    return _neighbours_first(backend, layer, "lin_l", own, x, None, edge_index, size=size)
+    root = "lin_r" if layer.root_weight else None
+    return _neighbours_first(backend, layer, ("lin_l", root), own, x, None, edge_index, size=size)
 
 
 def _graph(
@@ -143,25 +144,27 @@ def _graph(
     edge_weight: Tensor | None = None,
     size: Any = None,
 ) -> Tensor | None:
-    return _neighbours_first(backend, layer, "lin_rel", own, x, edge_weight, edge_index, edge_weight, size=size)
+    names = ("lin_rel", "lin_root")
+    return _neighbours_first(backend, layer, names, own, x, edge_weight, edge_index, edge_weight, size=size)
 
 
 def _neighbours_first(
     backend: Backend,
     layer: MessagePassing,
-    name: str,
+    names: tuple[str, str | None],
     own: Forward,
     x: Tensor,
     edge_weight: Tensor | None,
     *args: Any,
     size: Any,
 ) -> Tensor | None:
-    """Multiply what neighbours send by the weight ``name``; the layer's own rows keep theirs."""
-    lin = getattr(layer, name)
+    """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
     if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
         return None
-    rows = (functional.linear(x, lin.weight), x)
-    return own(stand_in(layer, **{name: partial(_plus, bias=lin.bias)}), rows, *args, size=size)
+    lins = {name: getattr(layer, name) for name in names if name is not None}
+    products = functional.linear(x, torch.cat([lin.weight for lin in lins.values()])).split(layer.out_channels, dim=1)
+    twin = stand_in(layer, **{name: partial(_plus, bias=lin.bias) for name, lin in lins.items()})
+    return own(twin, (products[0], products[-1]), *args, size=size)
 
 
 def _gin(
