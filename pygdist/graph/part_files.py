@@ -45,7 +45,7 @@ def write_parts(data: Data, part: NDArray[np.int32], folder: Path, num_parts: in
     return {
         "dtypes": {name: str(value.dtype) for name, value in fields.items() if name not in MASKS},
         "counts": {name: int(fields[name].sum()) for name in MASKS},
-        "replication_factor": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
+        "replication_factor_full": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
         "edge_cut": sum(one["num_cut"] for one in described),
         "parts": described,
     }

@@ -119,7 +119,10 @@ def write_store(
                 log.info("%s is there already", folder)
                 return found
             with fresh_folder(folder, replace=overwrite) as temporary:
-                meta = header | write_parts(data, part, temporary, num_parts) | {"peak_rss_bytes": peak_rss_bytes()}
+                written = write_parts(data, part, temporary, num_parts)
+                # that of a vertex-cut is among the figures; a partition of the nodes has no other than the full one
+                plain = {"replication_factor": written["replication_factor_full"]}
+                meta = plain | header | written | {"peak_rss_bytes": peak_rss_bytes()}
                 meta["crc32"] = _checksum(meta)
                 (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
                 flush(temporary / "meta.json")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 
-__all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "load", "set_isa"]
+__all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeEdges", "NativePlacement", "load", "set_isa"]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 3
+ABI_VERSION = 4
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -52,8 +52,35 @@ class NativeCsr(ctypes.Structure):
     )
 
 
+class NativeEdges(ctypes.Structure):
+    """``pygdist_edges``: a chunk of a stream of edges."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class NativePlacement(ctypes.Structure):
+    """``pygdist_placement``: a vertex-cut so far."""
+
+    _fields_ = (
+        ("replicas", ctypes.c_void_p),
+        ("load", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int32),
+        ("capacity", ctypes.c_int64),
+    )
+
+
 _CSR = ctypes.POINTER(NativeCsr)
+_EDGES = ctypes.POINTER(NativeEdges)
+_PLACEMENT = ctypes.POINTER(NativePlacement)
+_COUNT = ctypes.POINTER(ctypes.c_int32)
 _INT = ctypes.c_int32
+_LONG = ctypes.c_int64
+_SEED = ctypes.c_uint64
 _REAL = ctypes.c_double
 _ARRAY = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
@@ -69,6 +96,19 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_gatv2_scores": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
     "pygdist_gatv2_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY),
     "pygdist_gat": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_count_degrees": (_EDGES, _ARRAY),
+    "pygdist_place_random": (_EDGES, _INT, _SEED, _ARRAY),
+    "pygdist_place_grid": (_EDGES, _INT, _INT, _SEED, _ARRAY),
+    "pygdist_place_dbh": (_EDGES, _ARRAY, _INT, _SEED, _ARRAY),
+    "pygdist_mark_replicas": (_EDGES, _PLACEMENT, _ARRAY),
+    "pygdist_place_libra": (_EDGES, _PLACEMENT, _ARRAY),
+    "pygdist_place_powergraph": (_EDGES, _PLACEMENT, _ARRAY, _ARRAY),
+    "pygdist_place_hdrf": (_EDGES, _PLACEMENT, _REAL, _ARRAY, _ARRAY),
+    "pygdist_place_2psl": (_EDGES, _PLACEMENT, *[_ARRAY] * 4, _SEED, _INT, _ARRAY),
+    "pygdist_cluster": (_EDGES, _ARRAY, _LONG, _ARRAY, _ARRAY, _COUNT, _ARRAY),
+    "pygdist_merge_clusters": (_LONG, _ARRAY, _ARRAY, _LONG, _ARRAY, _COUNT, _COUNT),
+    "pygdist_fill_neighbours": (_EDGES, _LONG, _LONG, _ARRAY, _ARRAY),
+    "pygdist_place_nodes": (_LONG, _LONG, _ARRAY, _ARRAY, _INT, _LONG, _INT, _REAL, _REAL, _ARRAY, _ARRAY),
     "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),
 }
 """Argument types of each function; all return an ``int32_t``."""

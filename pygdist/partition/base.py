@@ -7,6 +7,7 @@ from that. A new one is one file with one class; its ``name`` makes it known, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +17,22 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.registry import Registry
 
-__all__ = ["Partitioner", "check_num_parts", "partitioner_names", "resolve_partitioner"]
+__all__ = ["Assignment", "Partitioner", "check_num_parts", "partitioner_names", "resolve_partitioner"]
 
 _REGISTRY: Registry[Partitioner] = Registry("partitioner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a partitioner found.
+
+    Attributes:
+        part: The part of each node; int32 of shape ``(N,)``.
+        figures: What else it has to say, for ``meta.json``.
+    """
+
+    part: NDArray[np.int32]
+    figures: dict[str, float | int] = field(default_factory=dict)
 
 
 class Partitioner(ABC):
@@ -52,6 +66,10 @@ class Partitioner(ABC):
         By default all public attributes, which are the fields of a dataclass.
         """
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
+        """:meth:`assign`, and figures of the way there where a method has some to tell."""
+        return Assignment(part=self.assign(edges, num_parts))
 
     @abstractmethod
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

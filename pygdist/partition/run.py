@@ -58,12 +58,12 @@ def partition_graph(
     method = chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}"
     edges = EdgeStream.from_data(data)
     start = time.perf_counter()
-    part = chosen.assign(edges, num_parts)
+    found = chosen.run(edges, num_parts)
     seconds = time.perf_counter() - start
     log.info("%s assigned %d nodes to %d parts in %.2f s", method, edges.num_nodes, num_parts, seconds)
     return write_store(
         data,
-        part,
+        found.part,
         folder,
         num_parts=num_parts,
         method=method,
@@ -71,6 +71,6 @@ def partition_graph(
         notes=notes,
         num_classes=num_classes,
         fingerprint=fingerprint,
-        figures={"seconds": seconds, "edges_per_second": edges.num_edges / max(seconds, 1e-9)},
+        figures=found.figures | {"seconds": seconds, "edges_per_second": edges.num_edges / max(seconds, 1e-9)},
         overwrite=overwrite,
     )

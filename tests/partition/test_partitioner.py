@@ -23,6 +23,10 @@ from pygdist.partition import (
     resolve_partitioner,
 )
 
+EVERY = [
+    "2ps-l", "chunk", "dbh", "fennel", "grid", "hash", "hdrf", "ldg", "libra", "metis", "powergraph", "random", "spring"
+]  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin(Partitioner):
@@ -43,7 +47,7 @@ def test_by_name_path_and_object() -> None:
     assert resolve_partitioner(f"{__name__}.RoundRobin", shift=2) == RoundRobin(shift=2)
     mine = RoundRobin()
     assert resolve_partitioner(mine) is mine
-    assert {"chunk", "hash"} <= set(partitioner_names())
+    assert set(EVERY) <= set(partitioner_names())
 
 
 def test_arguments_are_the_fields() -> None:
@@ -82,7 +86,7 @@ def test_a_subclass_does_not_take_its_parents_name() -> None:
 # --- every algorithm --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["chunk", "hash", "metis"])
+@pytest.mark.parametrize("name", EVERY)
 @given(
     num_nodes=st.integers(1, 40), edges=st.integers(0, 120), num_parts=st.integers(1, 8), chunk_edges=st.integers(1, 50)
 )
@@ -105,7 +109,7 @@ def test_owner_of_every_node(name: str, num_nodes: int, edges: int, num_parts: i
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 6])
-@pytest.mark.parametrize("name", ["chunk", "hash", "metis"])
+@pytest.mark.parametrize("name", EVERY)
 def test_refuses_parts_that_nodes_cannot_fill(name: str, num_parts: int) -> None:
     stream = EdgeStream(np.empty((2, 0), dtype=np.int64), num_nodes=5)
     with pytest.raises(InputError, match=f"num_parts is {num_parts}, but the graph has 5 nodes: expected 1 to 5"):

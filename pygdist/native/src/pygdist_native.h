@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 3
+#define PYGDIST_ABI_VERSION 4
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -110,6 +110,70 @@ PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* 
                                      const void* target, double slope, const void* out, const void* above,
                                      const void* facts, const void* grad, void* grad_x, void* grad_source,
                                      void* grad_target);
+
+// Streaming partitioners. A call takes one chunk of the stream and moves the caller's arrays on; results do not depend on
+// where the stream is cut. Nodes are 0..num_nodes-1, below 2^31; `degree` counts the edge ends at each node.
+
+typedef struct pygdist_edges {
+  const int64_t* source;
+  const int64_t* target;
+  int64_t count;
+  int32_t num_threads;  // for calls in which no edge depends on another
+} pygdist_edges;
+
+// A vertex-cut so far.
+typedef struct pygdist_placement {
+  uint64_t* replicas;  // for each node (num_parts + 63) / 64 words; bit p: part p holds the node
+  int64_t* load;       // edges of each part
+  int32_t num_parts;
+  int64_t capacity;  // most edges of a part; if all parts were full, the least loaded takes more
+} pygdist_placement;
+
+PYGDIST_API int32_t pygdist_count_degrees(const pygdist_edges* edges, int32_t* degree);
+
+// part[e] by a hash of both ends; by a grid of parts, row and column of the two ends' hashes; by a hash of the end of
+// lower degree, of equals the lower id.
+PYGDIST_API int32_t pygdist_place_random(const pygdist_edges* edges, int32_t num_parts, uint64_t seed, int32_t* part);
+PYGDIST_API int32_t pygdist_place_grid(const pygdist_edges* edges, int32_t rows, int32_t columns, uint64_t seed,
+                                       int32_t* part);
+PYGDIST_API int32_t pygdist_place_dbh(const pygdist_edges* edges, const int32_t* degree, int32_t num_parts,
+                                      uint64_t seed, int32_t* part);
+
+// Notes what these three decided.
+PYGDIST_API int32_t pygdist_mark_replicas(const pygdist_edges* edges, const pygdist_placement* state,
+                                          const int32_t* part);
+
+// part[e] by what is known of the two ends; notes it in `state`. The parts' docstrings in pygdist/partition have the rules.
+PYGDIST_API int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state, int32_t* part);
+// left[v]: edges of v that have not come yet; at first the degrees.
+PYGDIST_API int32_t pygdist_place_powergraph(const pygdist_edges* edges, const pygdist_placement* state, int32_t* left,
+                                             int32_t* part);
+// seen[v]: edges of v that have come; at first 0.
+PYGDIST_API int32_t pygdist_place_hdrf(const pygdist_edges* edges, const pygdist_placement* state, double lambda,
+                                       int32_t* seen, int32_t* part);
+// In the first pass part[e] is -1 for edges that are left to the second, which looks at no others.
+PYGDIST_API int32_t pygdist_place_2psl(const pygdist_edges* edges, const pygdist_placement* state,
+                                       const int32_t* degree, const int32_t* cluster, const int64_t* volume,
+                                       const int32_t* part_of_cluster, uint64_t seed, int32_t second, int32_t* part);
+
+// Streaming clustering: cluster[v], -1 at first; volume, room for one of each node; the numbers given out so far; and,
+// unless null, the neighbour of highest degree of each node, -1 at first.
+PYGDIST_API int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume,
+                                    int32_t* cluster, int64_t* volume, int32_t* num_clusters, int32_t* richest);
+
+// SPRING's merging of clusters of up to `max_size` nodes. `cluster` and `num_clusters` are replaced by the merged ones;
+// `found` becomes the number of clusters with nodes before.
+PYGDIST_API int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const int32_t* richest,
+                                           int64_t max_size, int32_t* cluster, int32_t* num_clusters, int32_t* found);
+
+// The neighbours of nodes first..last-1, at `next`, one place for each node, which moves on.
+PYGDIST_API int32_t pygdist_fill_neighbours(const pygdist_edges* edges, int64_t first, int64_t last, int64_t* next,
+                                            int32_t* neighbour);
+
+// part[v], -1 at first, of nodes first..first+count-1, whose neighbours are given: by LDG, or by Fennel.
+PYGDIST_API int32_t pygdist_place_nodes(int64_t first, int64_t count, const int64_t* indptr, const int32_t* neighbour,
+                                        int32_t num_parts, int64_t capacity, int32_t fennel, double alpha, double gamma,
+                                        int64_t* load, int32_t* part);
 
 #ifdef __cplusplus
 }

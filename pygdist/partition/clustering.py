@@ -1,0 +1,71 @@
+"""Streaming clustering (Hollocou et al., 2017), the first step of SPRING and of 2PS-L."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.graph import EdgeStream
+from pygdist.partition._native import call, count_degrees
+
+__all__ = ["Clusters", "cluster", "spread"]
+
+
+@dataclass(kw_only=True)
+class Clusters:
+    """The clusters of a stream.
+
+    Attributes:
+        degree: Edge ends at each node; int32 of shape ``(N,)``.
+        cluster: Cluster of each node, -1 for one without edges; int32 of shape ``(N,)``. Some numbers may be unused.
+        num_clusters: Numbers given out.
+        volume: Sum of the degrees in each cluster; int64 of shape ``(num_clusters,)``.
+        richest: The neighbour of highest degree of each node, -1 if it has none; int32 of shape ``(N,)``. Of equals the
+            first to come.
+    """
+
+    degree: NDArray[np.int32]
+    cluster: NDArray[np.int32]
+    num_clusters: int
+    volume: NDArray[np.int64]
+    richest: NDArray[np.int32] | None
+
+
+def cluster(edges: EdgeStream, max_volume: float, *, richest: bool) -> Clusters:
+    """Cluster the nodes in one pass over the edges, after one that counts degrees.
+
+    A node starts in a cluster of its own. An edge between two clusters that both have at most ``max_volume`` moves its
+    end in the smaller one to the larger.
+
+    Args:
+        edges: The graph.
+        max_volume: Sum of degrees beyond which a cluster neither takes nor gives.
+        richest: Note each node's richest neighbour.
+    """
+    num_nodes = edges.num_nodes
+    degree = count_degrees(edges)
+    assigned = np.full(num_nodes, -1, dtype=np.int32)
+    volume = np.zeros(num_nodes, dtype=np.int64)
+    neighbour = np.full(num_nodes, -1, dtype=np.int32) if richest else None
+    count = ctypes.c_int32(0)
+    limit = int(min(max_volume, 2**62))
+    for chunk in edges.chunks():
+        call("cluster", chunk, degree, limit, assigned, volume, count, neighbour)
+    return Clusters(
+        degree=degree, cluster=assigned, num_clusters=count.value, volume=volume[: count.value], richest=neighbour
+    )
+
+
+def spread(size: NDArray[np.int64], num_parts: int) -> NDArray[np.int32]:
+    """Clusters to parts: the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
+    heap = [(0, part) for part in range(num_parts)]
+    part_of = np.zeros(len(size), dtype=np.int32)
+    for one in np.argsort(-size, kind="stable").tolist():
+        total, part = heapq.heappop(heap)
+        part_of[one] = part
+        heapq.heappush(heap, (total + int(size[one]), part))
+    return part_of

@@ -1,0 +1,43 @@
+"""Neighbour lists from a stream of edges, for a window of nodes at a time: for methods that stream nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.graph import EdgeStream
+from pygdist.partition._native import call, count_degrees
+
+__all__ = ["neighbour_lists"]
+
+_WINDOW_ENDS = 1 << 27  # edge ends at a time: 512 MiB
+
+
+def neighbour_lists(
+    edges: EdgeStream, *, window_ends: int = _WINDOW_ENDS
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
+    """The neighbours of all nodes, in the order of the nodes; one pass to count, and one for each window.
+
+    Args:
+        edges: The graph; directions do not count. A self-loop is listed twice, an edge and its reverse both.
+        window_ends: Edge ends in memory at a time, but no fewer than one node's.
+
+    Yields:
+        The first node of a window; where each of its nodes' lists begins, int64 of shape ``(n + 1,)``; and the
+        neighbours, int32, in the order of the stream.
+    """
+    offsets = np.zeros(edges.num_nodes + 1, dtype=np.int64)
+    np.cumsum(count_degrees(edges), out=offsets[1:])
+    first = 0
+    while first < edges.num_nodes:
+        last = int(np.searchsorted(offsets, offsets[first] + window_ends, side="right")) - 1
+        last = min(max(last, first + 1), edges.num_nodes)
+        indptr = offsets[first : last + 1] - offsets[first]
+        neighbour = np.empty(int(indptr[-1]), dtype=np.int32)
+        place = indptr[:-1].copy()
+        for chunk in edges.chunks():
+            call("fill_neighbours", chunk, first, last, place, neighbour)
+        yield first, indptr, neighbour
+        first = last

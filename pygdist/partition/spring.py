@@ -1,0 +1,102 @@
+"""SPRING: streaming clusters, merged through the richest neighbours of their nodes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from pygdist.errors import InputError
+from pygdist.graph import EdgeStream
+from pygdist.partition._native import call, require
+from pygdist.partition.base import Assignment, Partitioner, check_num_parts
+from pygdist.partition.clustering import cluster, spread
+
+__all__ = ["SpringPartitioner"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpringPartitioner(Partitioner):
+    """Clusters the stream, merges small clusters into larger ones next to them, and deals these out to the parts.
+
+    SPRING, the partitioner of CATGNN (Algorithm 1): streaming clustering bounded by volume; merging, the smallest
+    first, into the cluster of the richest neighbour of any member, as long as the result fits a part; assignment of the
+    merged clusters, the largest first, to the part with the fewest nodes. Two passes over the edges.
+
+    Args:
+        volume: The volume threshold of the clustering, as a share of the sum of all degrees; the paper does not say
+            how it chooses it. By default that of a part, 1 / P.
+        balance: The most nodes of a merged cluster, over the mean part; at least 1.
+    """
+
+    volume: float | None = None
+    balance: float = 1.05
+
+    name: ClassVar[str] = "spring"
+
+    def __post_init__(self) -> None:
+        if self.volume is not None and not self.volume > 0:
+            raise InputError(f"spring: volume is {self.volume}, expected a share above 0")
+        if not self.balance >= 1:
+            raise InputError(f"spring: balance is {self.balance}, expected at least 1")
+
+    @override
+    def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
+        check_num_parts(edges.num_nodes, num_parts)
+        require(self.name, edges.num_nodes)
+        share = 1 / num_parts if self.volume is None else self.volume
+        found = cluster(edges, share * 2 * edges.num_edges, richest=True)
+        before, after = ctypes.c_int32(0), ctypes.c_int32(found.num_clusters)
+        limit = math.floor(self.balance * edges.num_nodes / num_parts)
+        sizes = (edges.num_nodes, found.degree, found.richest, limit)
+        call("merge_clusters", None, *sizes, found.cluster, after, before)
+        part = dealt(found.cluster, after.value, num_parts)
+        return Assignment(part=part, figures={"num_clusters": before.value, "num_merged_clusters": after.value})
+
+    @override
+    def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
+        return self.run(edges, num_parts).part
+
+
+def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDArray[np.int32]:
+    """Clusters to parts: the largest first, each to the part with the fewest nodes; then nodes without a cluster.
+
+    Args:
+        cluster: Cluster of each node, -1 for none; int32 of shape ``(N,)``.
+        num_clusters: Number of clusters.
+        num_parts: Number of parts.
+
+    Returns:
+        The part of each node; int32 of shape ``(N,)``.
+    """
+    seen = cluster >= 0
+    part_of = spread(np.bincount(cluster[seen], minlength=num_clusters), num_parts)
+    part = np.empty(len(cluster), dtype=np.int32)
+    part[seen] = part_of[cluster[seen]]
+    # one by one to the emptiest part is the same as filling the parts up to one level
+    counts = np.bincount(part[seen], minlength=num_parts)
+    part[~seen] = np.repeat(np.arange(num_parts), filled(counts, int(np.count_nonzero(~seen))))
+    return part
+
+
+def filled(counts: NDArray[np.int64], added: int) -> NDArray[np.int64]:
+    """How many of ``added`` nodes each part gets if each goes to the emptiest."""
+    order = np.argsort(counts, kind="stable")
+    level = counts[order]
+    reached = np.cumsum(level)
+    # raise the k emptiest parts to one height, for the largest k whose parts lie below it
+    below = np.arange(1, len(level) + 1)
+    heights = (reached + added) / below
+    k = int(np.flatnonzero(level <= heights)[-1]) + 1
+    total = int(reached[k - 1]) + added
+    target = np.full(k, total // k)
+    target[: total % k] += 1
+    given = np.zeros(len(level), dtype=np.int64)
+    raised = np.sort(order[:k])  # of equals the first one gets more
+    given[raised] = target - counts[raised]
+    return given

@@ -1,0 +1,181 @@
+"""Vertex-cuts: each edge goes to one part, and a node is wherever its edges are. The extension point for such methods.
+
+A vertex-cut becomes node ownership as CATGNN makes it (Sec. 3.2): one of the parts that hold a node, drawn by a hash,
+is its owner, and what it lacks of the node's neighbours is added when the parts are written.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from pygdist.errors import InputError
+from pygdist.graph import EdgeStream
+from pygdist.native import NativePlacement
+from pygdist.partition._native import call, require
+from pygdist.partition.base import Assignment, Partitioner, check_num_parts
+from pygdist.partition.hash import mix
+
+__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "Place", "VertexCut", "marked"]
+
+_NODES_AT_A_TIME = 1 << 20
+
+
+@dataclass(kw_only=True)
+class VertexCut:
+    """Which parts hold each node, and how many edges each part has.
+
+    Attributes:
+        num_parts: Number of parts, P.
+        replicas: One bit for each node and part; uint64 of shape ``(N, ceil(P / 64))``.
+        num_edges: Edges of each part; int64 of shape ``(P,)``.
+    """
+
+    num_parts: int
+    replicas: NDArray[np.uint64]
+    num_edges: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, num_nodes: int, num_parts: int) -> VertexCut:
+        """Before the first edge."""
+        replicas = np.zeros((num_nodes, -(-num_parts // 64)), dtype=np.uint64)
+        return cls(num_parts=num_parts, replicas=replicas, num_edges=np.zeros(num_parts, dtype=np.int64))
+
+    def native(self, capacity: int) -> NativePlacement:
+        """The view that the loops work on; ``capacity`` is the most edges that a part takes."""
+        return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
+
+    def num_replicas(self) -> NDArray[np.int64]:
+        """The number of parts that hold each node; int64 of shape ``(N,)``, 0 for nodes without edges."""
+        return np.asarray(np.bitwise_count(self.replicas).sum(axis=1, dtype=np.int64))
+
+    @property
+    def replication_factor(self) -> float:
+        """Mean number of parts that hold a node; one without edges is in one part, as its owner has it."""
+        counts = self.num_replicas()
+        return float(np.maximum(counts, 1).mean()) if len(counts) else 1.0
+
+    def owners(self, seed: int) -> NDArray[np.int32]:
+        """One of the parts that hold each node, drawn by a hash of its id; any part for a node without edges.
+
+        Returns:
+            int32 of shape ``(N,)``.
+        """
+        owner = np.empty(len(self.replicas), dtype=np.int32)
+        for start in range(0, len(owner), _NODES_AT_A_TIME):
+            rows = self.replicas[start : start + _NODES_AT_A_TIME]
+            keys = mix(np.arange(start, start + len(rows), dtype=np.uint64), seed)
+            counts = np.bitwise_count(rows).sum(axis=1, dtype=np.uint64)
+            left = keys % np.maximum(counts, np.uint64(1))  # replicas to skip
+            chosen = (keys % np.uint64(self.num_parts)).astype(np.int32)
+            for part in range(self.num_parts):
+                here = (rows[:, part // 64] >> np.uint64(part % 64)) & np.uint64(1) == 1
+                chosen[here & (left == 0)] = part
+                left[here] -= np.uint64(1)  # wraps below 0, and stays far from it
+            owner[start : start + len(rows)] = chosen
+        return owner
+
+
+Place = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
+"""Called with a chunk and the array for its parts, in the order of the stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgePartitioner(Partitioner):
+    """Assigns every edge to a part.
+
+    Subclass it as :class:`~pygdist.partition.Partitioner`, and write :meth:`placing` in place of ``assign``. The result
+    must not depend on where the stream is cut into chunks.
+
+    Args:
+        seed: Of the hashes, and of the draw of each node's owner.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 64:
+            raise InputError(f"{self.name}: seed is {self.seed}, expected 0 to 2**64 - 1")
+
+    @abstractmethod
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        """What places the edges, chunk by chunk.
+
+        Args:
+            edges: The graph; any number of passes may come before the one that places.
+            cut: To be filled in while the edges are placed.
+        """
+
+    def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
+        """Place all edges.
+
+        Args:
+            edges: The graph.
+            num_parts: Number of parts.
+            part: Integers of shape ``(E,)``, memory-mapped if need be, that receive the part of each edge.
+
+        Raises:
+            InputError: If the graph cannot be cut into so many parts, or there is no native library.
+        """
+        check_num_parts(edges.num_nodes, num_parts)
+        require(self.name, edges.num_nodes)
+        cut = VertexCut.empty(edges.num_nodes, num_parts)
+        place, start = self.placing(edges, cut), 0
+        for chunk in edges.chunks():
+            placed = np.empty(chunk.shape[1], dtype=np.int32)
+            place(chunk, placed)
+            if part is not None:
+                part[start : start + len(placed)] = placed
+            start += len(placed)
+        return cut
+
+    @override
+    def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
+        cut = self.cut(edges, num_parts)
+        figures = {
+            "replication_factor": cut.replication_factor,
+            "vertex_cut_edges_balance": float(cut.num_edges.max() / max(cut.num_edges.mean(), 1e-9)),
+        }
+        return Assignment(part=cut.owners(self.seed), figures=figures)
+
+    @override
+    def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
+        return self.run(edges, num_parts).part
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedEdgePartitioner(EdgePartitioner):
+    """An edge partitioner that fills no part beyond a bound.
+
+    Args:
+        balance: The most edges of a part, over the mean; at least 1.
+    """
+
+    balance: float = 1.05
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.balance >= 1:
+            raise InputError(f"{self.name}: balance is {self.balance}, expected at least 1")
+
+    def capacity(self, edges: EdgeStream, num_parts: int) -> int:
+        """The most edges of a part."""
+        return max(math.ceil(self.balance * edges.num_edges / num_parts), 1)
+
+
+def marked(cut: VertexCut, place: Place) -> Place:
+    """``place``, which looks at no edge but its own, and what it means for the nodes noted in ``cut``."""
+
+    def placed(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+        place(chunk, part)
+        call("mark_replicas", chunk, cut.native(0), part)
+
+    return placed

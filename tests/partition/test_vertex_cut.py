@@ -1,0 +1,119 @@
+"""Vertex-cuts place every edge as their slow twins do, within their bounds, wherever the stream is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import pygdist.native.library as library
+from pygdist.errors import InputError
+from pygdist.graph import EdgeStream
+from pygdist.partition import EdgePartitioner, VertexCut, resolve_partitioner
+from pygdist.partition.vertex_cut import BalancedEdgePartitioner
+from tests.partition.oracle import EDGE_ORACLES, as_list
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
+
+
+def edge_partitioner(name: str, **options: Any) -> EdgePartitioner:
+    found = resolve_partitioner(name, **options)
+    assert isinstance(found, EdgePartitioner)
+    return found
+
+
+def skewed(num_nodes: int, num_edges: int, seed: int) -> NDArray[np.int64]:
+    """A few nodes have most edges; with self-loops and duplicates."""
+    return (np.random.default_rng(seed).random((2, num_edges)) ** 3 * num_nodes).astype(np.int64)
+
+
+@pytest.mark.parametrize("name", EDGE_ORACLES)
+@given(
+    num_nodes=st.integers(1, 60),
+    num_edges=st.integers(0, 300),
+    num_parts=st.sampled_from([1, 2, 3, 6, 7, 64, 65, 130]),
+    chunk_edges=st.integers(1, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_edge_is_where_the_obvious_puts_it(
+    name: str, num_nodes: int, num_edges: int, num_parts: int, chunk_edges: int
+) -> None:
+    num_nodes = max(num_nodes, num_parts)
+    edge_index = skewed(num_nodes, num_edges, seed=num_edges)
+    partitioner = edge_partitioner(name)
+    part = np.full(num_edges, -1, dtype=np.int16)
+    stream = EdgeStream(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges)
+    cut = partitioner.cut(stream, num_parts, part)
+    expected = EDGE_ORACLES[name](as_list(edge_index), num_nodes, num_parts)
+    assert part.tolist() == expected
+    check(cut, edge_index, part)
+    if isinstance(partitioner, BalancedEdgePartitioner):
+        assert cut.num_edges.max(initial=0) <= max(partitioner.capacity(stream, num_parts), 1)
+
+
+def check(cut: VertexCut, edge_index: NDArray[Any], part: NDArray[Any]) -> None:
+    """Replicas, loads and owners are what the edges' parts say."""
+    holders: list[set[int]] = [set() for _ in range(len(cut.replicas))]
+    for (u, v), p in zip(edge_index.T, part, strict=True):
+        holders[u].add(int(p))
+        holders[v].add(int(p))
+    assert cut.num_replicas().tolist() == [len(held) for held in holders]
+    assert cut.num_edges.tolist() == np.bincount(part, minlength=cut.num_parts).tolist()
+    assert cut.replication_factor == pytest.approx(sum(max(len(held), 1) for held in holders) / max(len(holders), 1))
+    for node, owner in enumerate(cut.owners(seed=3).tolist()):
+        assert owner in (holders[node] or range(cut.num_parts))
+
+
+def test_owners_are_drawn_evenly() -> None:
+    star = np.stack([np.zeros(4000, dtype=np.int64), np.arange(1, 4001)])
+    edges = EdgeStream(np.concatenate([star, star], axis=1), num_nodes=4001)
+    cut = VertexCut.empty(4001, 2)
+    cut.replicas[:] = 3
+    assert abs(np.bincount(cut.owners(seed=0)) - 4001 / 2).max() < 5 * np.sqrt(4001 / 4)
+    assert not np.array_equal(cut.owners(seed=0), cut.owners(seed=1))
+    assert edge_partitioner("random").run(edges, 4).figures["replication_factor"] == pytest.approx(
+        4004 / 4001, abs=2e-3
+    )
+
+
+def test_a_grid_bounds_the_replicas() -> None:
+    edges = EdgeStream(skewed(200, 20_000, seed=0), num_nodes=200)
+    assert edge_partitioner("grid").cut(edges, 16).num_replicas().max() <= 4 + 4 - 1
+    assert edge_partitioner("random").cut(edges, 16).num_replicas().max() == 16
+
+
+@pytest.mark.parametrize("name", ["libra", "powergraph", "hdrf", "2ps-l"])
+def test_a_bound_is_kept_where_the_stream_follows_the_structure(name: str) -> None:
+    path = np.stack([np.arange(999), np.arange(1, 1000)])
+    edges = EdgeStream(path, num_nodes=1000)
+    for balance in (1.0, 1.3):
+        cut = edge_partitioner(name, balance=balance).cut(edges, 4)
+        assert cut.num_edges.max() <= np.ceil(balance * 999 / 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dbh", {"seed": -1}, "dbh: seed is -1"),
+        ("libra", {"balance": 0.9}, "libra: balance is 0.9, expected at least 1"),
+        ("hdrf", {"balance_weight": float("nan")}, "hdrf: balance_weight is nan"),
+        ("2ps-l", {"volume": 0}, "2ps-l: volume is 0"),
+    ],
+)
+def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve_partitioner(name, **options)
+
+
+@pytest.mark.parametrize("name", ["dbh", "spring", "fennel"])
+def test_without_the_native_library_it_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pygdist.partition._native as loops
+
+    monkeypatch.setattr(loops, "load", lambda: None)
+    edges = EdgeStream(np.array([[0, 1], [1, 0]]), num_nodes=2)
+    with pytest.raises(InputError, match=rf"partitioner '{name}' needs pygdist's native library.* g\+\+"):
+        resolve_partitioner(name).assign(edges, 2)
