@@ -67,7 +67,7 @@ OPTIONS = {
     ),
     "unknown method": (
         [*PARTITION, "--dataset=sbm", "--method=metiss"],
-        ["unknown partitioner 'metiss'", "chunk, hash"],
+        ["unknown partitioner 'metiss'", "chunk, dbh"],
     ),
     "unknown method option": (
         [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={sed: 1}"],

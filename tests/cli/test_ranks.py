@@ -21,7 +21,7 @@ MISTAKES = {
     "edges out of range": (["--data.dataset=GRAPHS/edge"], ["edge_index: edge 5"]),
     "labels out of range": (["--data.dataset=GRAPHS/label", "--data.num_classes=4"], ["y: 1 labels out of range"]),
     "more ranks than nodes": (["--data.dataset=GRAPHS/one-node"], ["num_parts is 2", "1 nodes"]),
-    "unknown partitioner": (["--data.partitioner=metiss"], ["unknown partitioner 'metiss'", "chunk, hash"]),
+    "unknown partitioner": (["--data.partitioner=metiss"], ["unknown partitioner 'metiss'", "chunk, dbh"]),
     "no such store": (["--data.store=nowhere"], ["nowhere: there is no such folder"]),
     "parts of another world size": (["--data.store=STORE"], ["made for 3 parts", "2 ranks"]),
     "too few outputs": (["--model.model.out_channels=3"], ["3 values per node", "out_channels to 4"]),
