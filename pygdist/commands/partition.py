@@ -101,9 +101,7 @@ def _print(meta: dict[str, Any], out: Path) -> None:
         table.add_row(str(part), *(f"{value:,}" for value in row))
     console = Console()
     console.print(table)
-    full, plain = (
-        meta.get(name, meta["replication_factor"]) for name in ("replication_factor_full", "replication_factor")
-    )
+    full, plain = meta["replication_factor_full"], meta["replication_factor"]
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
     console.print(
         f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut, "

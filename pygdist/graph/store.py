@@ -96,6 +96,7 @@ def write_store(
     y = data.get("y")
     classes = data.get("num_classes") if num_classes is None else num_classes
     header = {
+        **(figures or {}),
         "format_version": FORMAT_VERSION,
         "placement": _PLACEMENT,
         "method": method,
@@ -109,7 +110,6 @@ def write_store(
         "num_features": int(data.num_features),
         "num_classes": int(_count_classes(y) if classes is None else classes),
         "multi_label": isinstance(y, Tensor) and is_multi_label(y),
-        **(figures or {}),
     }
     try:
         if (found := _existing(folder, header, overwrite)) is not None:
@@ -160,6 +160,8 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     assert isinstance(meta, dict)
     if meta.get("crc32") != _checksum(meta):
         raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
+    if "replication_factor_full" not in meta:  # written before vertex-cuts had a second one
+        meta["replication_factor_full"] = meta["replication_factor"]
     return meta
 
 

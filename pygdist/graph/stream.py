@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
+from pygdist.errors import InputError
+
 __all__ = ["EdgeStream"]
 
 _CHUNK_EDGES = 1 << 20  # 16 MiB of int64: small beside any graph, large beside the cost of a Python call
@@ -62,9 +64,19 @@ class EdgeStream:
     def chunks(self) -> Iterator[NDArray[np.int64]]:
         """One pass over the edges.
 
+        Raises:
+            InputError: At an id that no node has.
+
         Yields:
             int64 arrays of shape ``(2, k)``, C-contiguous, row 0 the sources and row 1 the targets. An array is the
             caller's to keep and to change.
         """
         for start in range(0, self.num_edges, self._chunk_edges):
-            yield np.array(self._edge_index[:, start : start + self._chunk_edges], dtype=np.int64, order="C")
+            chunk = np.array(self._edge_index[:, start : start + self._chunk_edges], dtype=np.int64, order="C")
+            if int(chunk.min()) < 0 or int(chunk.max()) >= self.num_nodes:
+                column = int(np.flatnonzero(((chunk < 0) | (chunk >= self.num_nodes)).any(axis=0))[0])
+                raise InputError(
+                    f"edge_index: edge {start + column} joins nodes {chunk[0, column]} and {chunk[1, column]}, but the "
+                    f"graph has nodes 0 to {self.num_nodes - 1}"
+                )
+            yield chunk

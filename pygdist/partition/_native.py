@@ -47,7 +47,7 @@ def call(function: str, chunk: NDArray[np.int64] | None, *arguments: Argument) -
     assert native is not None, "the caller has asked require()"
     given: list[Any] = []
     if chunk is not None:
-        source, target = chunk
+        source, target = np.ascontiguousarray(chunk, dtype=np.int64)
         edges = NativeEdges(source.ctypes.data, target.ctypes.data, chunk.shape[1], torch.get_num_threads())
         given.append(ctypes.byref(edges))
     for argument in arguments:
@@ -60,7 +60,7 @@ def call(function: str, chunk: NDArray[np.int64] | None, *arguments: Argument) -
             given.append(argument)
     status = getattr(native, f"pygdist_{function}")(*given)
     if status != 0:
-        raise MemoryError(function)
+        raise MemoryError(f"not enough memory for {function.replace('_', ' ')}")
 
 
 def count_degrees(edges: EdgeStream) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Streaming clustering (Hollocou et al., 2017), the first step of SPRING and of 2PS-L."""
+"""Streaming clustering (Hollocou et al., 2017), the first step of SPRING and, in a stricter variant, of 2PS-L."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clusters:
     richest: NDArray[np.int32] | None
 
 
-def cluster(edges: EdgeStream, max_volume: float, *, richest: bool) -> Clusters:
+def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool) -> Clusters:
     """Cluster the nodes in one pass over the edges, after one that counts degrees.
 
     A node starts in a cluster of its own. An edge between two clusters that both have at most ``max_volume`` moves its
@@ -44,6 +44,7 @@ def cluster(edges: EdgeStream, max_volume: float, *, richest: bool) -> Clusters:
     Args:
         edges: The graph.
         max_volume: Sum of degrees beyond which a cluster neither takes nor gives.
+        strict: Compare the clusters without the two nodes themselves, and let none grow beyond ``max_volume``.
         richest: Note each node's richest neighbour.
     """
     num_nodes = edges.num_nodes
@@ -54,7 +55,7 @@ def cluster(edges: EdgeStream, max_volume: float, *, richest: bool) -> Clusters:
     count = ctypes.c_int32(0)
     limit = int(min(max_volume, 2**62))
     for chunk in edges.chunks():
-        call("cluster", chunk, degree, limit, assigned, volume, count, neighbour)
+        call("cluster", chunk, degree, limit, int(strict), assigned, volume, count, neighbour)
     return Clusters(
         degree=degree, cluster=assigned, num_clusters=count.value, volume=volume[: count.value], richest=neighbour
     )
@@ -64,7 +65,8 @@ def spread(size: NDArray[np.int64], num_parts: int) -> NDArray[np.int32]:
     """Clusters to parts: the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
     heap = [(0, part) for part in range(num_parts)]
     part_of = np.zeros(len(size), dtype=np.int32)
-    for one in np.argsort(-size, kind="stable").tolist():
+    used = np.flatnonzero(size)  # most numbers belong to clusters that all nodes have left
+    for one in used[np.argsort(-size[used], kind="stable")].tolist():
         total, part = heapq.heappop(heap)
         part_of[one] = part
         heapq.heappush(heap, (total + int(size[one]), part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,10 +37,10 @@ class FennelPartitioner(Partitioner):
     name: ClassVar[str] = "fennel"
 
     def __post_init__(self) -> None:
-        if not self.gamma > 1:
-            raise InputError(f"fennel: gamma is {self.gamma}, expected more than 1")
-        if not self.balance >= 1:
-            raise InputError(f"fennel: balance is {self.balance}, expected at least 1")
+        if not 1 < self.gamma < math.inf:
+            raise InputError(f"fennel: gamma is {self.gamma}, expected a finite number above 1")
+        if not 1 <= self.balance < math.inf:
+            raise InputError(f"fennel: balance is {self.balance}, expected a finite number of at least 1")
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

@@ -21,8 +21,9 @@ class GridPartitioner(EdgePartitioner):
     """Parts form a grid; a node's hash names one of them, and its edges lie in that one's row and column.
 
     The constrained placement of GraphBuilder (Jain et al., GRADES 2013), which bounds a node's replicas by rows +
-    columns - 1. The grid has the most rows, at most as many as columns, that divide the number of parts: for a prime
-    it is one row, and the bound says nothing.
+    columns - 1. An edge goes to one of the parts that both ends' rows and columns share, drawn by its own hash. The
+    grid has the most rows, at most as many as columns, that divide the number of parts: for a prime it is one row, and
+    the bound says nothing.
 
     Args:
         seed: Another seed, another assignment.

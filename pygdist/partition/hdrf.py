@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,8 +43,8 @@ class HDRFPartitioner(BalancedEdgePartitioner):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.balance_weight >= 0:
-            raise InputError(f"hdrf: balance_weight is {self.balance_weight}, expected at least 0")
+        if not 0 <= self.balance_weight < math.inf:
+            raise InputError(f"hdrf: balance_weight is {self.balance_weight}, expected a finite number of at least 0")
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:

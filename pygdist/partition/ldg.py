@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,8 +35,8 @@ class LDGPartitioner(Partitioner):
     name: ClassVar[str] = "ldg"
 
     def __post_init__(self) -> None:
-        if not self.balance >= 1:
-            raise InputError(f"ldg: balance is {self.balance}, expected at least 1")
+        if not 1 <= self.balance < math.inf:
+            raise InputError(f"ldg: balance is {self.balance}, expected a finite number of at least 1")
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

@@ -80,7 +80,7 @@ class PartitionMetrics:
             "num_parts": self.num_parts,
             "num_nodes": int(self.num_nodes.sum()),
             "num_edges": num_edges,
-            "replication_factor": self.replication_factor,
+            "replication_factor_full": self.replication_factor,
             "edge_cut": self.edge_cut,
             "edge_cut_share": self.edge_cut / max(num_edges, 1),
             **{f"{name}_balance": value for name, value in self.balance.items()},

@@ -34,7 +34,7 @@ def place_nodes(
     """
     check_num_parts(edges.num_nodes, num_parts)
     require(name, edges.num_nodes)
-    capacity = math.ceil(balance * edges.num_nodes / num_parts)
+    capacity = min(math.ceil(balance * edges.num_nodes / num_parts), edges.num_nodes)
     part = np.full(edges.num_nodes, -1, dtype=np.int32)
     load = np.zeros(num_parts, dtype=np.int64)
     for first, indptr, neighbour in neighbour_lists(edges):

@@ -31,7 +31,8 @@ class SpringPartitioner(Partitioner):
     Args:
         volume: The volume threshold of the clustering, as a share of the sum of all degrees; the paper does not say
             how it chooses it. By default that of a part, 1 / P.
-        balance: The most nodes of a merged cluster, over the mean part; at least 1.
+        balance: No merging beyond so many nodes, over the mean part; at least 1. A cluster that the stream left larger
+            stays so, and parts get whole clusters: they may be larger too.
     """
 
     volume: float | None = None
@@ -40,23 +41,24 @@ class SpringPartitioner(Partitioner):
     name: ClassVar[str] = "spring"
 
     def __post_init__(self) -> None:
-        if self.volume is not None and not self.volume > 0:
+        if self.volume is not None and not 0 < self.volume < math.inf:
             raise InputError(f"spring: volume is {self.volume}, expected a share above 0")
-        if not self.balance >= 1:
-            raise InputError(f"spring: balance is {self.balance}, expected at least 1")
+        if not 1 <= self.balance < math.inf:
+            raise InputError(f"spring: balance is {self.balance}, expected a finite number of at least 1")
 
     @override
     def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
         check_num_parts(edges.num_nodes, num_parts)
         require(self.name, edges.num_nodes)
         share = 1 / num_parts if self.volume is None else self.volume
-        found = cluster(edges, share * 2 * edges.num_edges, richest=True)
+        found = cluster(edges, share * 2 * edges.num_edges, strict=False, richest=True)
         before, after = ctypes.c_int32(0), ctypes.c_int32(found.num_clusters)
-        limit = math.floor(self.balance * edges.num_nodes / num_parts)
+        limit = min(math.floor(self.balance * edges.num_nodes / num_parts), edges.num_nodes)
         sizes = (edges.num_nodes, found.degree, found.richest, limit)
         call("merge_clusters", None, *sizes, found.cluster, after, before)
         part = dealt(found.cluster, after.value, num_parts)
-        return Assignment(part=part, figures={"num_clusters": before.value, "num_merged_clusters": after.value})
+        figures = {"num_clusters": before.value, "num_merged_clusters": after.value, "volume_share": share}
+        return Assignment(part=part, figures=figures)
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

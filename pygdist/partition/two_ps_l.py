@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,12 +46,12 @@ class TwoPSLPartitioner(BalancedEdgePartitioner):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.volume > 0:
-            raise InputError(f"2ps-l: volume is {self.volume}, expected more than 0")
+        if not 0 < self.volume < math.inf:
+            raise InputError(f"2ps-l: volume is {self.volume}, expected a finite number above 0")
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
-        clusters = cluster(edges, self.volume * 2 * edges.num_edges / cut.num_parts, richest=False)
+        clusters = cluster(edges, self.volume * 2 * edges.num_edges / cut.num_parts, strict=True, richest=False)
         part_of = spread(clusters.volume, cut.num_parts)
         state = cut.native(self.capacity(edges, cut.num_parts))
         known = (clusters.degree, clusters.cluster, clusters.volume, part_of, self.seed)
@@ -76,4 +78,8 @@ def _scratch(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     if count * dtype.itemsize <= _IN_MEMORY_BYTES:
         return np.empty(count, dtype=dtype)
     with tempfile.TemporaryFile() as file:  # mapped, it outlives its closing
-        return np.memmap(file, dtype=dtype, shape=(count,), mode="w+")
+        try:
+            os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # a full disk is told here, not by a signal
+        except OSError as error:
+            raise InputError(f"2ps-l: no room for {count} edges in {tempfile.gettempdir()} ({error})") from error
+        return np.memmap(file, dtype=dtype, shape=(count,), mode="r+")

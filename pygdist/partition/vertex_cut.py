@@ -59,8 +59,11 @@ class VertexCut:
     @property
     def replication_factor(self) -> float:
         """Mean number of parts that hold a node; one without edges is in one part, as its owner has it."""
-        counts = self.num_replicas()
-        return float(np.maximum(counts, 1).mean()) if len(counts) else 1.0
+        total = 0
+        for start in range(0, len(self.replicas), _NODES_AT_A_TIME):
+            rows = self.replicas[start : start + _NODES_AT_A_TIME]
+            total += int(np.maximum(np.bitwise_count(rows).sum(axis=1, dtype=np.int64), 1).sum())
+        return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
         """One of the parts that hold each node, drawn by a hash of its id; any part for a node without edges.
@@ -141,7 +144,7 @@ class EdgePartitioner(Partitioner):
         cut = self.cut(edges, num_parts)
         figures = {
             "replication_factor": cut.replication_factor,
-            "vertex_cut_edges_balance": float(cut.num_edges.max() / max(cut.num_edges.mean(), 1e-9)),
+            "vertex_cut_edges_balance": float(cut.num_edges.max() / cut.num_edges.mean()) if edges.num_edges else 1.0,
         }
         return Assignment(part=cut.owners(self.seed), figures=figures)
 
@@ -163,12 +166,12 @@ class BalancedEdgePartitioner(EdgePartitioner):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.balance >= 1:
-            raise InputError(f"{self.name}: balance is {self.balance}, expected at least 1")
+        if not 1 <= self.balance < math.inf:
+            raise InputError(f"{self.name}: balance is {self.balance}, expected a finite number of at least 1")
 
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
         """The most edges of a part."""
-        return max(math.ceil(self.balance * edges.num_edges / num_parts), 1)
+        return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
 
 
 def marked(cut: VertexCut, place: Place) -> Place:

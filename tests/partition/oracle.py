@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pygdist.partition.hash import mix
 
-__all__ = ["EDGE_ORACLES", "as_list", "degrees", "fennel", "ldg", "spring"]
+__all__ = ["EDGE_ORACLES", "as_list", "clusters", "degrees", "fennel", "ldg", "spring"]
 
 Edges = list[tuple[int, int]]
 
@@ -40,11 +40,24 @@ def random(edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0) -> li
 def grid(edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0) -> list[int]:
     rows = max(rows for rows in range(1, num_parts + 1) if rows * rows <= num_parts and num_parts % rows == 0)
     columns = num_parts // rows
+
+    def reach(node: int) -> set[int]:
+        row, column = divmod(_drawn(_hash(node, seed), num_parts), columns)
+        return {row * columns + c for c in range(columns)} | {r * columns + column for r in range(rows)}
+
     part = []
-    for u, v in edges:
-        a, b = (_drawn(_hash(node, seed), num_parts) for node in (u, v))
-        choices = [divmod(b, columns)[0] * columns + a % columns, divmod(a, columns)[0] * columns + b % columns]
-        part.append(choices[_hash(u ^ v, seed ^ (2**64 - 1)) & 1])
+    for edge in edges:
+        first, second = (divmod(_drawn(_hash(node, seed), num_parts), columns) for node in (min(edge), max(edge)))
+        bits = _hash(max(edge), _hash(min(edge), seed ^ (2**64 - 1)))
+        shared = sorted(reach(edge[0]) & reach(edge[1]))
+        if first[0] != second[0] and first[1] != second[1]:
+            part.append(first[0] * columns + second[1] if bits & 1 else second[0] * columns + first[1])
+        elif first != second:
+            part.append(shared[_drawn(bits, len(shared))])
+        else:  # the row first, then the rest of the column
+            row = [one for one in shared if one // columns == first[0]]
+            part.append((row + [one for one in shared if one not in row])[_drawn(bits, len(shared))])
+        assert part[-1] in shared
     return part
 
 
@@ -59,7 +72,7 @@ class _Cut:
     def __init__(self, num_edges: int, num_parts: int, balance: float) -> None:
         self.parts: defaultdict[int, set[int]] = defaultdict(set)
         self.load = [0] * num_parts
-        self.capacity = max(int(np.ceil(balance * num_edges / num_parts)), 1)
+        self.capacity = max(min(int(np.ceil(balance * num_edges / num_parts)), num_edges), 1)
 
     def least(self, among: Iterable[int]) -> int | None:
         """The least loaded that has room, the first of equals."""
@@ -74,7 +87,7 @@ class _Cut:
         return part
 
 
-def libra(edges: Edges, num_nodes: int, num_parts: int, *, balance: float = 1.05) -> list[int]:
+def libra(edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05) -> list[int]:
     cut = _Cut(len(edges), num_parts, balance)
 
     def choose(u: int, v: int) -> int | None:
@@ -84,7 +97,7 @@ def libra(edges: Edges, num_nodes: int, num_parts: int, *, balance: float = 1.05
     return [cut.put(edge, choose(*edge)) for edge in edges]
 
 
-def powergraph(edges: Edges, num_nodes: int, num_parts: int, *, balance: float = 1.05) -> list[int]:
+def powergraph(edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05) -> list[int]:
     cut, left = _Cut(len(edges), num_parts, balance), degrees(edges, num_nodes)
 
     def choose(u: int, v: int) -> int | None:
@@ -102,7 +115,7 @@ def powergraph(edges: Edges, num_nodes: int, num_parts: int, *, balance: float =
 
 
 def hdrf(
-    edges: Edges, num_nodes: int, num_parts: int, *, balance: float = 1.05, balance_weight: float = 1.1
+    edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05, balance_weight: float = 1.1
 ) -> list[int]:
     cut, seen = _Cut(len(edges), num_parts, balance), [0] * num_nodes
 
@@ -124,7 +137,9 @@ def hdrf(
     return [cut.put(edge, choose(*edge)) for edge in edges]
 
 
-def clusters(edges: Edges, num_nodes: int, max_volume: int) -> tuple[list[int], list[int], list[int]]:
+def clusters(
+    edges: Edges, num_nodes: int, max_volume: int, *, strict: bool = False
+) -> tuple[list[int], list[int], list[int]]:
     """Cluster and richest neighbour of each node (-1: none), volume of each cluster."""
     degree = degrees(edges, num_nodes)
     cluster, richest, volume = [-1] * num_nodes, [-1] * num_nodes, list[int]()
@@ -135,10 +150,12 @@ def clusters(edges: Edges, num_nodes: int, max_volume: int) -> tuple[list[int], 
                 volume.append(degree[node])
         a, b = cluster[u], cluster[v]
         if a != b and volume[a] <= max_volume and volume[b] <= max_volume:
-            mover, leaves, joins = (u, a, b) if volume[a] <= volume[b] else (v, b, a)
-            volume[leaves] -= degree[mover]
-            volume[joins] += degree[mover]
-            cluster[mover] = joins
+            here, there = (volume[a] - degree[u], volume[b] - degree[v]) if strict else (volume[a], volume[b])
+            mover, leaves, joins = (u, a, b) if here <= there else (v, b, a)
+            if not strict or volume[joins] + degree[mover] <= max_volume:
+                volume[leaves] -= degree[mover]
+                volume[joins] += degree[mover]
+                cluster[mover] = joins
         for node, other in ((u, v), (v, u)):
             if node != other and (richest[node] < 0 or degree[richest[node]] < degree[other]):
                 richest[node] = other
@@ -158,7 +175,7 @@ def two_ps_l(
     edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05, volume: float = 0.5
 ) -> list[int]:
     degree = degrees(edges, num_nodes)
-    cluster, _, volumes = clusters(edges, num_nodes, int(volume * 2 * len(edges) / num_parts))
+    cluster, _, volumes = clusters(edges, num_nodes, int(volume * 2 * len(edges) / num_parts), strict=True)
     home = _spread(volumes, num_parts)
     cut = _Cut(len(edges), num_parts, balance)
     full = lambda part: cut.load[part] >= cut.capacity  # noqa: E731

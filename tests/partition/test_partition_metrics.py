@@ -55,7 +55,7 @@ def test_the_store_says_the_same(tmp_path: Path) -> None:
     assert stored.summary() == measured.summary()
     np.testing.assert_array_equal(stored.rows, measured.rows)
     assert {
-        name: meta[name] for name in ("replication_factor", "edge_cut", "num_edges")
+        name: meta[name] for name in ("replication_factor_full", "edge_cut", "num_edges")
     }.items() <= stored.totals().items()
 
 
@@ -66,7 +66,7 @@ def test_totals_and_summary() -> None:
         "num_parts": 2,
         "num_nodes": 4,
         "num_edges": 4,
-        "replication_factor": 1.75,
+        "replication_factor_full": 1.75,
         "edge_cut": 3,
         "edge_cut_share": 0.75,
         "nodes_balance": 1.0,

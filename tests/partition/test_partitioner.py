@@ -18,6 +18,7 @@ from pygdist.partition import (
     ChunkPartitioner,
     HashPartitioner,
     Partitioner,
+    measure,
     partition_graph,
     partitioner_names,
     resolve_partitioner,
@@ -128,6 +129,19 @@ def test_partition_graph(tmp_path: Path) -> None:
     assert meta["edges_per_second"] > 0
     again = partition_graph(data, tmp_path / "store", num_parts=3, partitioner="hash", notes=notes, seed=5)
     assert again == meta, "the finished store is used again"
+
+
+@pytest.mark.parametrize("method", ["hdrf", "spring"])
+def test_figures_of_a_method_are_in_meta(method: str, tmp_path: Path) -> None:
+    data, _ = prepare(degree_corrected_sbm(200))
+    meta = partition_graph(data, tmp_path / "store", num_parts=3, partitioner=method)
+    assert data.edge_index is not None
+    edges = EdgeStream(data.edge_index.numpy(), num_nodes=200)
+    found = resolve_partitioner(method).run(edges, 3)
+    assert found.figures.items() <= meta.items()
+    assert meta["replication_factor_full"] == measure(edges, found.part, 3).replication_factor
+    assert (meta["replication_factor"] < meta["replication_factor_full"]) == (method == "hdrf")
+    assert ("num_merged_clusters" in meta) == (method == "spring")
 
 
 def test_partition_graph_with_ones_own(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pygdist.graph import EdgeStream, degree_corrected_sbm
 from pygdist.partition import FennelPartitioner, LDGPartitioner, SpringPartitioner, measure, resolve_partitioner
 from pygdist.partition.neighbours import neighbour_lists
 from pygdist.partition.spring import filled
-from tests.partition.oracle import as_list, fennel, ldg, spring
+from tests.partition.oracle import as_list, clusters, fennel, ldg, spring
 from tests.partition.test_vertex_cut import skewed
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
@@ -78,6 +78,8 @@ def test_spring_merges_as_the_obvious_does(
     found = SpringPartitioner(volume=volume).run(edges, num_parts)
     expected = spring(as_list(edge_index), num_nodes, num_parts, volume=volume)
     assert found.figures["num_merged_clusters"] == len(expected)
+    cluster, _, _ = clusters(as_list(edge_index), num_nodes, int(volume * 2 * num_edges))
+    assert found.figures["num_clusters"] == len(set(cluster) - {-1})
     for cluster in expected:
         assert len({int(found.part[node]) for node in cluster}) == 1, "a cluster stays together"
     # the largest cluster first, each to the emptiest part; then nodes without edges

@@ -37,18 +37,23 @@ def skewed(num_nodes: int, num_edges: int, seed: int) -> NDArray[np.int64]:
     num_edges=st.integers(0, 300),
     num_parts=st.sampled_from([1, 2, 3, 6, 7, 64, 65, 130]),
     chunk_edges=st.integers(1, 100),
+    seed=st.sampled_from([0, 1, 2**64 - 1]),
+    balance=st.sampled_from([1.0, 1.05, 2.0, 1e300]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_edge_is_where_the_obvious_puts_it(
-    name: str, num_nodes: int, num_edges: int, num_parts: int, chunk_edges: int
+    name: str, num_nodes: int, num_edges: int, num_parts: int, chunk_edges: int, seed: int, balance: float
 ) -> None:
     num_nodes = max(num_nodes, num_parts)
     edge_index = skewed(num_nodes, num_edges, seed=num_edges)
-    partitioner = edge_partitioner(name)
+    options: dict[str, Any] = {"seed": seed}
+    if name not in ("random", "grid", "dbh"):
+        options["balance"] = balance
+    partitioner = edge_partitioner(name, **options)
     part = np.full(num_edges, -1, dtype=np.int16)
     stream = EdgeStream(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges)
     cut = partitioner.cut(stream, num_parts, part)
-    expected = EDGE_ORACLES[name](as_list(edge_index), num_nodes, num_parts)
+    expected = EDGE_ORACLES[name](as_list(edge_index), num_nodes, num_parts, **options)
     assert part.tolist() == expected
     check(cut, edge_index, part)
     if isinstance(partitioner, BalancedEdgePartitioner):
@@ -80,6 +85,31 @@ def test_owners_are_drawn_evenly() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["random", "grid", "dbh"])
+@pytest.mark.parametrize("num_parts", [7, 16])
+def test_an_edge_and_its_reverse_lie_together(name: str, num_parts: int) -> None:
+    edge_index = skewed(300, 4000, seed=0)
+    parts = []
+    for one in (edge_index, edge_index[::-1]):
+        parts.append(np.empty(4000, dtype=np.int8))
+        edge_partitioner(name).cut(EdgeStream(one, num_nodes=300), num_parts, parts[-1])
+    np.testing.assert_array_equal(*parts)
+
+
+def test_a_hub_is_spread_over_a_grid_of_one_row() -> None:
+    star = np.stack([np.zeros(7000, dtype=np.int64), np.arange(1, 7001)])
+    counts = edge_partitioner("grid").cut(EdgeStream(star, num_nodes=7001), 7).num_edges
+    assert abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+@pytest.mark.parametrize("name", ["libra", "dbh", "spring", "ldg"])
+def test_ids_of_no_node_are_refused(name: str, wrong: int) -> None:
+    edges = EdgeStream(np.array([[0, 1, wrong], [1, 2, 3]]), num_nodes=5)
+    with pytest.raises(InputError, match=f"edge 2 joins nodes {wrong} and 3, but the graph has nodes 0 to 4"):
+        resolve_partitioner(name).assign(edges, 2)
+
+
 def test_a_grid_bounds_the_replicas() -> None:
     edges = EdgeStream(skewed(200, 20_000, seed=0), num_nodes=200)
     assert edge_partitioner("grid").cut(edges, 16).num_replicas().max() <= 4 + 4 - 1
@@ -99,7 +129,8 @@ def test_a_bound_is_kept_where_the_stream_follows_the_structure(name: str) -> No
     ("name", "options", "message"),
     [
         ("dbh", {"seed": -1}, "dbh: seed is -1"),
-        ("libra", {"balance": 0.9}, "libra: balance is 0.9, expected at least 1"),
+        ("libra", {"balance": 0.9}, "libra: balance is 0.9, expected a finite number of at least 1"),
+        ("libra", {"balance": float("inf")}, "libra: balance is inf"),
         ("hdrf", {"balance_weight": float("nan")}, "hdrf: balance_weight is nan"),
         ("2ps-l", {"volume": 0}, "2ps-l: volume is 0"),
     ],

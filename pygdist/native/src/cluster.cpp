@@ -2,11 +2,11 @@
 // Algorithm 1).
 #include <algorithm>
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <new>
 #include <numeric>
 #include <queue>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "placement.h"
@@ -15,9 +15,10 @@ using pygdist::kEdgesAhead;
 
 extern "C" {
 
-// Lines 3 to 22. Clusters are numbered from 0; -1: the node has not come yet. `volume` has room for a cluster a node.
-int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume, int32_t* cluster,
-                        int64_t* volume, int32_t* num_clusters, int32_t* richest) {
+// SPRING's lines 3 to 22; with `strict` 2PS-L's variant. Clusters are numbered from 0; -1: the node has not come yet.
+// `volume` has room for a cluster a node.
+int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume, int32_t strict,
+                        int32_t* cluster, int64_t* volume, int32_t* num_clusters, int32_t* richest) {
   for (int64_t e = 0; e < edges->count; ++e) {
     if (e + kEdgesAhead < edges->count) {
       for (const int64_t* ends : {edges->source, edges->target}) {
@@ -40,11 +41,14 @@ int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64
     }
     const int32_t a = cluster[u], b = cluster[v];
     if (a != b && volume[a] <= max_volume && volume[b] <= max_volume) {
-      const bool to_b = volume[a] <= volume[b];
+      const bool to_b = volume[a] - (strict ? degree[u] : 0) <= volume[b] - (strict ? degree[v] : 0);
       const int64_t moved = to_b ? u : v;
-      volume[to_b ? a : b] -= degree[moved];
-      volume[to_b ? b : a] += degree[moved];
-      cluster[moved] = to_b ? b : a;
+      const int32_t leaves = to_b ? a : b, joins = to_b ? b : a;
+      if (!strict || volume[joins] + degree[moved] <= max_volume) {
+        volume[leaves] -= degree[moved];
+        volume[joins] += degree[moved];
+        cluster[moved] = joins;
+      }
     }
     if (richest && u != v) {
       if (richest[u] < 0 || degree[richest[u]] < degree[v]) richest[u] = static_cast<int32_t>(v);

@@ -38,6 +38,9 @@ void one_by_one(const pygdist_edges& edges, const pygdist_placement& state, int3
   }
 }
 
+// Of an edge and its reverse alike.
+inline uint64_t hash_of(uint64_t u, uint64_t v, uint64_t seed) { return mixed(std::max(u, v), mixed(std::min(u, v), seed)); }
+
 // Parts that hold u and v, or either of them, as a function of the word.
 struct Both {
   const uint64_t *u, *v;
@@ -81,20 +84,29 @@ int32_t pygdist_count_degrees(const pygdist_edges* edges, int32_t* degree) {
 
 int32_t pygdist_place_random(const pygdist_edges* edges, int32_t num_parts, uint64_t seed, int32_t* part) {
   pygdist::for_all(*edges, [&](int64_t e) {
-    const uint64_t u = edges->source[e], v = edges->target[e];
-    part[e] = pygdist::drawn(pygdist::mixed(std::max(u, v), pygdist::mixed(std::min(u, v), seed)), num_parts);
+    part[e] = pygdist::drawn(pygdist::hash_of(edges->source[e], edges->target[e], seed), num_parts);
   });
   return PYGDIST_OK;
 }
 
 int32_t pygdist_place_grid(const pygdist_edges* edges, int32_t rows, int32_t columns, uint64_t seed, int32_t* part) {
   pygdist::for_all(*edges, [&](int64_t e) {
-    const uint64_t u = edges->source[e], v = edges->target[e];
-    const int32_t a = pygdist::drawn(pygdist::mixed(u, seed), rows * columns);
-    const int32_t b = pygdist::drawn(pygdist::mixed(v, seed), rows * columns);
-    // the row of one meets the column of the other in two parts; which one, the edge's own hash says
-    const bool first = pygdist::mixed(u ^ v, ~seed) & 1;
-    part[e] = first ? a / columns * columns + b % columns : b / columns * columns + a % columns;
+    const uint64_t u = edges->source[e], v = edges->target[e], bits = pygdist::hash_of(u, v, ~seed);
+    const int32_t a = pygdist::drawn(pygdist::mixed(std::min(u, v), seed), rows * columns);
+    const int32_t b = pygdist::drawn(pygdist::mixed(std::max(u, v), seed), rows * columns);
+    const int32_t row = a / columns, column = a % columns, other_row = b / columns, other_column = b % columns;
+    const auto cell = [&](int32_t r, int32_t c) { return r * columns + c; };
+    // what the row and column of one end share with those of the other; which part of that, the edge's own hash says
+    if (row != other_row && column != other_column) {
+      part[e] = bits & 1 ? cell(row, other_column) : cell(other_row, column);
+    } else if (column != other_column) {
+      part[e] = cell(row, pygdist::drawn(bits, columns));
+    } else if (row != other_row) {
+      part[e] = cell(pygdist::drawn(bits, rows), column);
+    } else {
+      const int32_t one = pygdist::drawn(bits, rows + columns - 1);
+      part[e] = one < columns ? cell(row, one) : cell(one - columns + (one - columns >= row), column);
+    }
   });
   return PYGDIST_OK;
 }

@@ -1,4 +1,5 @@
 // Streaming node partitioners: each node goes where its neighbours are, as far as there is room.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <new>
@@ -37,6 +38,7 @@ int32_t pygdist_place_nodes(int64_t first, int64_t count, const int64_t* indptr,
         best_score = score;
       }
     }
+    if (best < 0) best = static_cast<int32_t>(std::min_element(load, load + num_parts) - load);
     part[first + row] = best;
     ++load[best];
     weigh(best);

@@ -131,8 +131,8 @@ typedef struct pygdist_placement {
 
 PYGDIST_API int32_t pygdist_count_degrees(const pygdist_edges* edges, int32_t* degree);
 
-// part[e] by a hash of both ends; by a grid of parts, row and column of the two ends' hashes; by a hash of the end of
-// lower degree, of equals the lower id.
+// part[e] by a hash of both ends; by a grid of parts, from what row and column of the two ends' hashes share; by a hash
+// of the end of lower degree, of equals the lower id. An edge and its reverse get one part.
 PYGDIST_API int32_t pygdist_place_random(const pygdist_edges* edges, int32_t num_parts, uint64_t seed, int32_t* part);
 PYGDIST_API int32_t pygdist_place_grid(const pygdist_edges* edges, int32_t rows, int32_t columns, uint64_t seed,
                                        int32_t* part);
@@ -157,9 +157,11 @@ PYGDIST_API int32_t pygdist_place_2psl(const pygdist_edges* edges, const pygdist
                                        const int32_t* part_of_cluster, uint64_t seed, int32_t second, int32_t* part);
 
 // Streaming clustering: cluster[v], -1 at first; volume, room for one of each node; the numbers given out so far; and,
-// unless null, the neighbour of highest degree of each node, -1 at first.
+// unless null, the neighbour of highest degree of each node, -1 at first. `strict`: clusters are compared without the
+// two nodes themselves, and none grows beyond `max_volume`.
 PYGDIST_API int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume,
-                                    int32_t* cluster, int64_t* volume, int32_t* num_clusters, int32_t* richest);
+                                    int32_t strict, int32_t* cluster, int64_t* volume, int32_t* num_clusters,
+                                    int32_t* richest);
 
 // SPRING's merging of clusters of up to `max_size` nodes. `cluster` and `num_clusters` are replaced by the merged ones;
 // `found` becomes the number of clusters with nodes before.
