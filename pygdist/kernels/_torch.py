@@ -138,7 +138,8 @@ def gat(
     alpha, largest, total = _softmax(csr, row, _additive(csr, row, source, target, None), slope)
     out = spmm(csr, x, alpha / total.index_select(0, row), "mul", "sum")
     facts = torch.stack([largest, 1 / total, torch.zeros_like(total)], dim=-1)
-    return out, x.new_empty(out.shape if graded else (0, 0)), facts if graded else x.new_empty(0, 0, 0)
+    above = x.new_zeros(out.shape if graded else (0, 0))  # for the native gradient alone
+    return out, above, facts if graded else x.new_empty(0, 0, 0)
 
 
 def gat_grad(
