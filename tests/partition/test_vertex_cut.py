@@ -110,6 +110,22 @@ def test_ids_of_no_node_are_refused(name: str, wrong: int) -> None:
         resolve_partitioner(name).assign(edges, 2)
 
 
+@pytest.mark.parametrize("name", ["libra", "powergraph", "hdrf"])
+def test_two_triangles_by_hand(name: str) -> None:
+    edges = EdgeStream(np.array([[0, 1, 0, 3, 4, 3], [1, 2, 2, 4, 5, 5]]), num_nodes=6)
+    part = np.empty(6, dtype=np.int8)
+    cut = edge_partitioner(name).cut(edges, 2, part)
+    # the first edge opens a part, the next two know it; the fourth knows none and takes the empty one
+    assert part.tolist() == [0, 0, 0, 1, 1, 1]
+    assert cut.replication_factor == 1
+
+
+def test_dbh_cuts_the_hub_alone() -> None:
+    star = np.stack([np.zeros(500, dtype=np.int64), np.arange(1, 501)])
+    counts = edge_partitioner("dbh").cut(EdgeStream(star, num_nodes=501), 4).num_replicas()
+    assert counts.tolist() == [4, *[1] * 500]
+
+
 def test_a_grid_bounds_the_replicas() -> None:
     edges = EdgeStream(skewed(200, 20_000, seed=0), num_nodes=200)
     assert edge_partitioner("grid").cut(edges, 16).num_replicas().max() <= 4 + 4 - 1
