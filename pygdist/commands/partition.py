@@ -6,24 +6,37 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from torch_geometric.data import Data
 
 from pygdist.commands.train import Parser
-from pygdist.graph import load_graph, prepare
-from pygdist.partition import PartitionMetrics, partition_graph
+from pygdist.errors import InputError
+from pygdist.graph import GraphFiles, Progress, load_graph, prepare
+from pygdist.partition import DeviceMemory, PartitionMetrics, partition_graph
 
 __all__ = ["partition", "run"]
 
+_MOST_ROWS = 32
+
 
 def partition(
-    dataset: str,
+    dataset: str | None = None,
     dataset_args: dict[str, Any] | None = None,
+    input: Path | None = None,
+    features: Path | None = None,
+    labels: Path | None = None,
+    num_nodes: int | None = None,
+    relabel: bool | None = None,
     method: str = "chunk",
     method_args: dict[str, Any] | None = None,
-    parts: int = 2,
+    parts: int | Literal["auto"] = 2,
+    devices: int = 1,
+    device_memory: float | None = None,
+    reserve: float = 2 / 3,
+    hops: int = 1,
     out: Path = Path("parts"),
     symmetrize: bool = False,
     remove_duplicates: bool = False,
@@ -32,15 +45,28 @@ def partition(
     split_seed: int = 0,
     num_classes: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Partition a graph and write the parts to a folder, for ``--data.store`` of the other commands.
 
     Args:
         dataset: As in ``fit``: a PyG dataset by class path or name, an OGB name, a folder of .npy arrays, a generator.
+            It is loaded whole.
         dataset_args: Arguments of the dataset class or generator.
+        input: In place of a dataset, a file of edges, read as a stream and never held whole: .npy of shape (2, E) or
+            (E, 2), text (.txt, .csv, .tsv, also with .gz), .parquet; or a folder of .npy arrays.
+        features: A .npy file with a row for each node, to go with the input.
+        labels: A .npy file with a label for each node, to go with the input.
+        num_nodes: Number of nodes of the input. By default the rows of features or labels, else what the edges tell.
+        relabel: Number the nodes that have edges from 0 and keep the map (ids.npy). By default this happens where fewer
+            than half of the ids up to the largest have edges and nothing else says how many nodes there are.
         method: Who owns which node: a name or the class path of a Partitioner.
         method_args: Arguments of the method.
-        parts: Number of parts; one for each process of a later run.
+        parts: Number of parts, one for each process of a later run; or auto, for as few as fit the devices.
+        devices: Number of devices that the parts are for, with auto.
+        device_memory: GiB of memory of each, with auto.
+        reserve: Share of the memory that training needs for itself, with auto.
+        hops: How far the halo of a part reaches.
         out: The folder to write; it appears when it is complete.
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges.
@@ -50,26 +76,50 @@ def partition(
         split_seed: The split is drawn from it.
         num_classes: Stated number of classes; labels beyond it are an error.
         overwrite: Replace a finished folder.
+        progress: Shows every pass over the edges.
 
     Returns:
         What ``meta.json`` says.
     """
-    options = {"symmetrize": symmetrize, "remove_duplicates": remove_duplicates, "remove_self_loops": remove_self_loops}
-    data, notes = prepare(
-        load_graph(dataset, **(dataset_args or {})),
-        split=split,
-        split_seed=split_seed,
-        num_classes=num_classes,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "symmetrize": symmetrize,
+        "remove_duplicates": remove_duplicates,
+        "remove_self_loops": remove_self_loops,
+        "split": split,
+        "split_seed": split_seed,
+        "num_classes": num_classes,
+    }
+    num_parts: int | DeviceMemory
+    if parts == "auto":
+        if device_memory is None:
+            raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there are several")
+        num_parts = DeviceMemory(devices=devices, bytes=int(device_memory * 2**30), reserve=reserve)
+    else:
+        num_parts = parts
+    of_files = {"features": features, "labels": labels, "num_nodes": num_nodes, "relabel": relabel}
+    if (dataset is None) == (input is None):
+        raise InputError("give either --dataset or --input; see pygdist partition --help")
+    source: Data | GraphFiles
+    notes: list[str] = []
+    if input is not None:
+        if dataset_args:
+            raise InputError("--dataset_args goes with --dataset, not with --input")
+        source = GraphFiles(edges=input, **of_files, **options)  # type: ignore[arg-type]
+    else:
+        assert dataset is not None
+        if given := [name for name, value in of_files.items() if value is not None]:
+            raise InputError(f"--{given[0]} goes with --input, not with --dataset")
+        source, notes = prepare(load_graph(dataset, **(dataset_args or {})), **options)
     return partition_graph(
-        data,
+        source,
         out,
-        num_parts=parts,
+        num_parts=num_parts,
         partitioner=method,
         notes=notes,
         num_classes=num_classes,
+        num_hops=hops,
         overwrite=overwrite,
+        progress=progress,
         **(method_args or {}),
     )
 
@@ -77,13 +127,13 @@ def partition(
 def run(command: str, arguments: list[str]) -> int:
     """The command line of :func:`partition`."""
     parser = Parser(prog="pygdist partition", description=(partition.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(partition, as_group=False)
+    parser.add_function_arguments(partition, as_group=False, skip={"progress"})
     parser.add_argument("--json", action="store_true", help="print meta.json's figures on standard output, alone")
     options = parser.parse_args(arguments).as_dict()
     as_json = options.pop("json")
     # whatever a dataset class prints while it downloads
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        meta = partition(**options)
+        meta = partition(**options, progress=Progress())
     if as_json:
         sys.stdout.write(json.dumps(meta, indent=2) + "\n")
     else:
@@ -98,7 +148,10 @@ def _print(meta: dict[str, Any], out: Path) -> None:
         table.add_column(column, justify="right")
     columns = (metrics.num_nodes, metrics.num_edges, metrics.num_train, metrics.num_halo, metrics.rows.sum(axis=1))
     for part, row in enumerate(zip(*columns, strict=True)):
-        table.add_row(str(part), *(f"{value:,}" for value in row))
+        if part < _MOST_ROWS or part == metrics.num_parts - 1:
+            table.add_row(str(part), *(f"{value:,}" for value in row))
+        elif part == _MOST_ROWS:
+            table.add_row(*["..."] * 6)
     console = Console()
     console.print(table)
     full, plain = meta["replication_factor_full"], meta["replication_factor"]

@@ -2,20 +2,34 @@
 
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import check
+from pygdist.graph.edge_file import EdgeFile, EdgeWriter
+from pygdist.graph.files import GraphFiles
+from pygdist.graph.generated import EdgeGenerator
 from pygdist.graph.npy import load_npy, save_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.prepare import fingerprint, prepare
+from pygdist.graph.progress import Progress
 from pygdist.graph.sbm import degree_corrected_sbm
 from pygdist.graph.shard import Shard
 from pygdist.graph.sources import load_graph, register_generator
-from pygdist.graph.store import open_part, read_meta, store_key, write_store
-from pygdist.graph.stream import EdgeStream
+from pygdist.graph.store import build_store, check_part, open_part, read_meta, store_key, write_graph, write_store
+from pygdist.graph.stream import EdgeSource, EdgeStream
+from pygdist.graph.whole import WholeGraph
 
 __all__ = [
     "Adjacency",
+    "EdgeFile",
+    "EdgeGenerator",
+    "EdgeSource",
     "EdgeStream",
+    "EdgeWriter",
+    "GraphFiles",
+    "Progress",
     "Shard",
+    "WholeGraph",
+    "build_store",
     "check",
+    "check_part",
     "degree_corrected_sbm",
     "fingerprint",
     "load_graph",
@@ -27,5 +41,6 @@ __all__ = [
     "register_generator",
     "save_npy",
     "store_key",
+    "write_graph",
     "write_store",
 ]

@@ -6,7 +6,7 @@ floats, one-column matrices) passes here and is put into one form by :func:`pygd
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["EDGE_FIELDS", "MASKS", "check", "is_multi_label", "plain", "rows_of"]
+__all__ = ["EDGE_FIELDS", "MASKS", "check", "check_fields", "is_multi_label", "plain", "rows_of"]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
@@ -46,15 +46,34 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
     if num_classes is not None and num_classes < 1:
         raise InputError(f"num_classes is {num_classes}, expected at least 1")
     _check_edges(data, num_nodes)
-    _check_finite("x", x, "node")
+    fields = {name: value for name in ("x", "y", *MASKS, *EDGE_FIELDS) if isinstance(value := data.get(name), Tensor)}
+    check_fields(fields, num_nodes, data.num_edges, num_classes=num_classes)
+
+
+def check_fields(
+    fields: Mapping[str, Tensor], num_nodes: int, num_edges: int, *, num_classes: int | None = None
+) -> None:
+    """The part of :func:`check` that looks at all but the edges.
+
+    Args:
+        fields: ``x``, ``y``, masks, and values of edges, where there are any.
+        num_nodes: Number of nodes.
+        num_edges: Number of edges.
+        num_classes: Number of classes, where it is known.
+
+    Raises:
+        InputError: As :func:`check`; the message begins with the name of the field and a colon.
+    """
+    if "x" in fields:
+        _check_finite("x", fields["x"], "node")
     for name in EDGE_FIELDS:
-        if isinstance(value := data.get(name), Tensor):
-            _check_edge_values(name, value, data.num_edges)
-    if isinstance(y := data.get("y"), Tensor):
-        _check_labels(y, num_nodes, num_classes)
+        if name in fields:
+            _check_edge_values(name, fields[name], num_edges)
+    if "y" in fields:
+        _check_labels(fields["y"], num_nodes, num_classes)
     for name in MASKS:
-        if isinstance(mask := data.get(name), Tensor):
-            _check_mask(name, mask, num_nodes)
+        if name in fields:
+            _check_mask(name, fields[name], num_nodes)
 
 
 def is_multi_label(y: Tensor) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import uuid
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["checksum", "exclusive", "flush", "fresh_folder", "write_rows"]
+__all__ = ["checksum", "exclusive", "flush", "forget_pages", "fresh_folder", "write_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +85,16 @@ def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def write_rows(path: Path, source: NDArray[Any], rows: NDArray[np.int64] | None = None) -> dict[str, Any]:
+def write_rows(
+    path: Path, source: NDArray[Any], rows: NDArray[Any] | None = None, *, dtype: np.dtype[Any] | None = None
+) -> dict[str, Any]:
     """Write ``source[rows]`` as ``.npy``, a block of rows at a time, and flush it to disk.
 
     Args:
         path: The file.
         source: The array to take rows from, in memory or memory-mapped.
         rows: Which rows; all if ``None``.
+        dtype: Type to write; that of ``source`` by default.
 
     Returns:
         What a reader can hold the file to: ``bytes``, ``crc32``, ``dtype``, ``shape``.
@@ -98,16 +102,25 @@ def write_rows(path: Path, source: NDArray[Any], rows: NDArray[np.int64] | None 
     count = len(source) if rows is None else len(rows)
     shape = (count, *source.shape[1:])
     step = max(1, _BLOCK_BYTES // max(1, source[:1].nbytes))
-    header = {"descr": np.lib.format.dtype_to_descr(source.dtype), "fortran_order": False, "shape": shape}
+    dtype = source.dtype if dtype is None else dtype
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, count, step):
             stop = start + step
             block = source[start:stop] if rows is None else source[rows[start:stop]]
-            file.write(np.ascontiguousarray(block).data)
+            file.write(np.ascontiguousarray(block, dtype=dtype).data)
+            forget_pages(source)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(source.dtype), "shape": list(shape)}
+    return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(dtype), "shape": list(shape)}
+
+
+def forget_pages(array: NDArray[Any]) -> None:
+    """Give back the memory of a memory-mapped file that was looked at; it is read again where it is needed again."""
+    mapped = getattr(array, "_mmap", None)
+    if mapped is not None and hasattr(mapped, "madvise"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def checksum(path: Path) -> str:

@@ -1,7 +1,7 @@
 """What each part holds under the placement *nodes*: its own nodes, all their in-edges, and the rows to fetch.
 
-Everything is derived from the edges and the owner of each node, one part at a time, without a loop over nodes or
-edges. Two parts never have to be in memory together: the rows that a part sends follow from what the others listed.
+Everything is derived from the edges of a part and the owner of each node, one part at a time, without a loop over nodes
+or edges. Two parts never have to be in memory together: the rows that a part sends follow from what the others listed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pygdist.graph.sorting import grouped
 
 __all__ = ["NodeParts", "Topology"]
 
@@ -22,76 +24,98 @@ class Topology:
     """The edges of one part in local ids; a local id is a position in ``n_id``.
 
     Attributes:
-        n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner;
-            int64 of shape ``(n + h,)``.
-        indptr: Where the in-edges of each owned row start; int64 of shape ``(n + 1,)``.
+        n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner; with
+            several hops one such halo after the other; int64 of shape ``(n + h,)``.
+        indptr: Where the in-edges of each row start; int64 of shape ``(n + 1,)``, with several hops longer by the rows
+            of all hops but the last.
         src: Source rows, for each target in the order of ``e_id``, so that sums and order-dependent aggregations meet
             their messages in the order that one process meets them; int32 of shape ``(e,)`` where
             ids fit, else int64.
         e_id: Position of each edge in the whole graph; int64 of shape ``(e,)``.
-        recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``.
+        recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``, with several
+            hops ``(num_hops, num_parts)``.
     """
 
     n_id: NDArray[np.int64]
     indptr: NDArray[np.int64]
-    src: NDArray[np.int32] | NDArray[np.int64]
+    src: NDArray[Any]
     e_id: NDArray[np.int64]
     recv_counts: NDArray[np.int64]
 
 
 class NodeParts:
-    """Cuts a graph into parts by the owner of each node.
+    """The nodes of a graph by their owner; memory grows with the nodes, not with the edges.
 
     Args:
-        edge_index: Edges of shape ``(2, E)``, sources and targets; duplicates and self-loops are kept.
         part: Owner of each node, of shape ``(N,)``.
         num_parts: Number of parts, some of which may own nothing.
     """
 
-    def __init__(self, edge_index: NDArray[Any], part: NDArray[Any], num_parts: int) -> None:
-        self._source, self._target = edge_index
-        # numpy sorts 16-bit keys by radix, several times faster than wider ones
-        self._part = part.astype(np.uint16 if num_parts <= 1 << 16 else np.int32)
+    def __init__(self, part: NDArray[Any], num_parts: int) -> None:
         self.num_parts = num_parts
-        self._nodes, self._node_start = _group(self._part, num_parts)
-        self._edges, self._edge_start = _group(self._part[self._target], num_parts)
-        self._position = np.empty(len(part), dtype=np.int64)
-        self._position[self._nodes] = np.arange(len(part)) - self._node_start[self._part[self._nodes]]
-        self._local = np.empty(len(part), dtype=np.int64)  # scratch: only entries of the part at hand are read
+        self._part = part.astype(np.uint16 if num_parts <= 1 << 16 else np.int32)
+        self._node_start, nodes = grouped(self._part, num_parts)
+        narrow = np.int32 if len(part) <= _INT32_MAX else np.int64
+        self._nodes = nodes.astype(narrow)
+        del nodes
+        self._position = np.empty(len(part), dtype=narrow)  # of each node among its owner's
+        for one in range(num_parts):
+            owned = self.owned(one)
+            self._position[owned] = np.arange(len(owned))
+        # scratch: only entries of the part at hand are read
+        self._local: NDArray[Any] = np.empty(len(part), dtype=narrow)
+        self._wanted = np.zeros(len(part), dtype=bool)
 
-    def owned(self, part: int) -> NDArray[np.int64]:
+    @property
+    def owner(self) -> NDArray[Any]:
+        """Owner of each node, in a narrow type."""
+        return self._part
+
+    def owned(self, part: int) -> NDArray[Any]:
         """Global ids of the nodes that a part owns, ascending."""
         return self._nodes[self._node_start[part] : self._node_start[part + 1]]
 
-    def topology(self, part: int) -> Topology:
-        """The edges of a part, those into its own nodes, and the rows at their ends."""
-        owned = self.owned(part)
-        e_id = self._edges[self._edge_start[part] : self._edge_start[part + 1]]
-        source, target = self._source[e_id], self._position[self._target[e_id]]
-        halo = np.unique(source[self._part[source] != part]).astype(np.int64)
-        owner = self._part[halo]
-        halo = halo[np.argsort(owner, kind="stable")]
+    def topology(
+        self, part: int, source: NDArray[Any], target: NDArray[Any], e_id: NDArray[np.int64], *, merge: bool = False
+    ) -> Topology:
+        """The edges of a part in local ids, and the rows at their ends.
+
+        Args:
+            part: Which part.
+            source: Global ids of shape ``(e,)``.
+            target: Global ids of nodes of the part, of shape ``(e,)``.
+            e_id: Positions in the whole graph, ascending.
+            merge: Keep the first edge of each source and target.
+        """
+        owned, row = self.owned(part), self._position[target]
+        if merge:
+            key = row.astype(np.int64) * len(self._part) + source
+            first = np.sort(np.unique(key, return_index=True)[1])
+            source, row, e_id = source[first], row[first], e_id[first]
+        halo, recv_counts = self.by_owner(self.unseen(source, owned))
         n_id = np.concatenate([owned, halo])
+        src = self.positions(source, n_id)
+        indptr, order = grouped(row, len(owned))
+        return Topology(n_id=n_id, indptr=indptr, src=src[order], e_id=e_id[order], recv_counts=recv_counts)
+
+    def unseen(self, nodes: NDArray[Any], known: NDArray[Any]) -> NDArray[np.int64]:
+        """The distinct ones of ``nodes`` that are not ``known``, ascending."""
+        self._wanted[nodes] = True
+        self._wanted[known] = False
+        found = np.flatnonzero(self._wanted)
+        self._wanted[found] = False
+        return found
+
+    def by_owner(self, nodes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Nodes grouped by their owner, in the order given inside a group, and how many there are of each."""
+        start, order = grouped(self._part[nodes], self.num_parts)
+        return nodes[order], np.diff(start)
+
+    def positions(self, nodes: NDArray[Any], n_id: NDArray[np.int64]) -> NDArray[Any]:
+        """Where nodes are in ``n_id``; int32 where positions fit."""
         self._local[n_id] = np.arange(len(n_id))
-        src = self._local[source]
-        order = np.argsort(target, kind="stable")
-        indptr = np.zeros(len(owned) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(target, minlength=len(owned)), out=indptr[1:])
-        return Topology(
-            n_id=n_id,
-            indptr=indptr,
-            src=src[order].astype(np.int32 if len(n_id) <= _INT32_MAX else np.int64),
-            e_id=e_id[order],
-            recv_counts=np.bincount(owner, minlength=self.num_parts).astype(np.int64),
-        )
+        return np.asarray(self._local[nodes], dtype=np.int32 if len(n_id) <= _INT32_MAX else np.int64)
 
     def owned_rows(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows that nodes have at their owner, in the order given: what the owner packs for whoever lists them."""
-        return self._position[nodes]
-
-
-def _group(part: NDArray[Any], num_parts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions grouped by part, ascending inside a part, and where each part starts."""
-    start = np.zeros(num_parts + 1, dtype=np.int64)
-    np.cumsum(np.bincount(part, minlength=num_parts), out=start[1:])
-    return np.argsort(part, kind="stable"), start
+        return self._position[nodes].astype(np.int64)

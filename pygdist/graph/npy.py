@@ -30,7 +30,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 
-__all__ = ["load_npy", "save_npy"]
+__all__ = ["array_paths", "load_npy", "read_array", "read_mask", "read_tensor", "save_npy"]
 
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _INDEX_FILES = {
@@ -52,19 +52,54 @@ def load_npy(folder: str | Path) -> Data:
     Raises:
         InputError: If ``edge_index.npy`` is missing or a file is no readable array of numbers.
     """
+    paths = array_paths(folder)
+    data = Data(**{name: read_tensor(path) for name, path in paths.items() if name not in MASKS})
+    edge_index = data.edge_index
+    assert edge_index is not None
+    if edge_index.dim() == 2 and edge_index.size(0) != 2 and edge_index.size(1) == 2:
+        data.edge_index = edge_index.t()
+    for name in MASKS:
+        if name in paths:
+            data[name] = read_mask(paths[name], int(data.num_nodes or 0))
+    return data
+
+
+def array_paths(folder: str | Path) -> dict[str, Path]:
+    """The files of a folder by what they hold; for a mask, the file of the mask or of ids.
+
+    Raises:
+        InputError: If ``edge_index.npy`` is missing.
+    """
     folder = Path(folder)
     if not (folder / "edge_index.npy").is_file():
         raise InputError(f"{folder}: there is no edge_index.npy in this folder; a graph folder holds at least that")
-    fields = {name: _read(folder / f"{name}.npy") for name in FIELDS if (folder / f"{name}.npy").is_file()}
-    edge_index = fields["edge_index"]
-    if edge_index.ndim == 2 and edge_index.shape[0] != 2 and edge_index.shape[1] == 2:
-        fields["edge_index"] = edge_index.T
-    data = Data(**{name: _tensor(array, folder / f"{name}.npy") for name, array in fields.items()})
-    for mask, names in _INDEX_FILES.items():
-        for path in (folder / f"{name}.npy" for name in names):
-            if mask not in fields and path.is_file():
-                data[mask] = _mask(_read(path), int(data.num_nodes or 0), path)
-    return data
+    found = {}
+    for field in FIELDS:
+        names = (field, *_INDEX_FILES.get(field, ()))
+        path = next((path for name in names if (path := folder / f"{name}.npy").is_file()), None)
+        if path is not None:
+            found[field] = path
+    return found
+
+
+def read_tensor(path: Path) -> Tensor:
+    """An array, memory-mapped where its type allows it.
+
+    Raises:
+        InputError: If it is no readable array of numbers.
+    """
+    return _tensor(read_array(path), path)
+
+
+def read_mask(path: Path, num_nodes: int) -> Tensor:
+    """A mask as it is in the file, or from a file of ids.
+
+    Raises:
+        InputError: If there is an id that no node has.
+    """
+    if path.stem.endswith("_mask"):
+        return read_tensor(path)
+    return _mask(read_array(path), num_nodes, path)
 
 
 def save_npy(data: Data, folder: str | Path) -> None:
@@ -81,7 +116,12 @@ def save_npy(data: Data, folder: str | Path) -> None:
             np.save(folder / f"{name}.npy", value.detach().cpu().numpy(), allow_pickle=False)
 
 
-def _read(path: Path) -> NDArray[Any]:
+def read_array(path: Path) -> NDArray[Any]:
+    """An array, memory-mapped copy-on-write.
+
+    Raises:
+        InputError: If it is no readable array.
+    """
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:

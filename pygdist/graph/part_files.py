@@ -5,50 +5,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
-from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.folder import checksum, write_rows
-from pygdist.graph.node_parts import NodeParts
+from pygdist.graph.node_parts import NodeParts, Topology
+from pygdist.graph.progress import enter_stage, watched
+from pygdist.graph.spill import Spill
+from pygdist.graph.surroundings import surroundings
+from pygdist.graph.whole import WholeGraph
 
 __all__ = ["open_array", "write_parts"]
 
 _NODE_FIELDS = ("x", "y", *MASKS)
 
 
-def write_parts(data: Data, part: NDArray[np.int32], folder: Path, num_parts: int) -> dict[str, Any]:
-    """Write ``part_0``, ``part_1``, ... into a folder.
+def write_parts(
+    graph: WholeGraph, part: NDArray[np.int32], folder: Path, num_parts: int, *, num_hops: int = 1
+) -> dict[str, Any]:
+    """Write ``part_0``, ``part_1``, ... into a folder, one after the other.
 
     Args:
-        data: The graph.
+        graph: The graph.
         part: Owner of each node, of shape ``(N,)``.
         folder: An empty folder.
         num_parts: Number of parts.
+        num_hops: How far halos reach.
 
     Returns:
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
         files.
     """
-    assert data.edge_index is not None
-    parts = NodeParts(data.edge_index.numpy(), part, num_parts)
-    fields = _fields(data, len(part))
-    described = [_write_part(parts, p, folder / f"part_{p}", fields) for p in range(num_parts)]
-    _write_plans(parts, folder, described)
-    return {
-        "dtypes": {name: str(value.dtype) for name, value in fields.items() if name not in MASKS},
-        "counts": {name: int(fields[name].sum()) for name in MASKS},
+    parts = NodeParts(part, num_parts)
+    places = [folder / f"part_{p}" for p in range(num_parts)]
+    described = _write_topologies(graph, parts, places)
+    if num_hops > 1:
+        _extend(parts, places, described, num_hops)
+    fields = _fields(graph)
+    for p, (place, one) in enumerate(zip(places, described, strict=True)):
+        _write_fields(parts.owned(p), place, one, fields, num_hops)
+    _write_plans(parts, places, described)
+    written = {
+        "num_edges": sum(one["num_edges"] for one in described),
+        "num_hops": num_hops,
+        "dtypes": {name: str(_stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
+        "counts": {name: sum(one["counts"][name] for one in described) for name in MASKS},
         "replication_factor_full": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
         "edge_cut": sum(one["num_cut"] for one in described),
         "parts": described,
     }
+    if graph.ids is not None:
+        written["files"] = {"ids": write_rows(folder / "ids.npy", graph.ids)}
+    return written
 
 
 def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDArray[Any]:
@@ -82,56 +96,95 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
     return array
 
 
-def _fields(data: Data, num_nodes: int) -> dict[str, NDArray[Any]]:
+def _write_topologies(graph: WholeGraph, parts: NodeParts, places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Write the edges of each part; its entry in ``meta.json`` begins."""
+    described = []
+    edges = graph.edges
+    enter_stage(edges.progress, "sorting edges by part")
+    with Spill(places[0].parent / "edges.tmp", edges, parts.owner, parts.num_parts) as spill:
+        enter_stage(edges.progress, "writing parts")
+        with watched(edges.progress, edges.num_edges) as advance:
+            for p, place in enumerate(places):
+                place.mkdir()
+                found = spill.edges_of(p)
+                topology = parts.topology(p, *found, merge=graph.merge)
+                num_owned = len(topology.indptr) - 1
+                one = {
+                    "num_owned": num_owned,
+                    "num_halo": len(topology.n_id) - num_owned,
+                    "num_edges": len(topology.src),
+                    "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
+                    "recv_counts": topology.recv_counts.tolist(),
+                    "files": _write_topology(topology, place),
+                }
+                described.append(one)
+                advance(len(found[0]))
+    return described
+
+
+def _write_topology(topology: Topology, place: Path, suffix: str = ".npy") -> dict[str, Any]:
+    return {name: write_rows(place / f"{name}{suffix}", value) for name, value in vars(topology).items()}
+
+
+def _extend(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int) -> None:
+    """Replace the topology of each part by that of several hops; until all are done the others need the first."""
+    for p, (place, one) in enumerate(zip(places, described, strict=True)):
+        extended = surroundings(parts, p, places, num_hops)
+        one["halo_per_hop"] = extended.recv_counts.sum(axis=1).tolist()
+        one["files"] = _write_topology(extended, place, ".extended")
+    for place in places:
+        for path in place.glob("*.extended"):
+            path.rename(path.with_suffix(".npy"))
+
+
+def _fields(graph: WholeGraph) -> dict[str, NDArray[Any]]:
     """The arrays to cut. Masks that are absent are empty, so that a reader finds all three."""
-    fields = {}
-    for name in (*_NODE_FIELDS, *EDGE_FIELDS):
-        value = data.get(name)
-        if isinstance(value, Tensor):
-            fields[name] = value.numpy()
-        elif name in MASKS:
-            fields[name] = np.zeros(num_nodes, dtype=bool)
-    return fields
+    empty = {name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS if name not in graph.fields}
+    return {**graph.fields, **empty}
 
 
-def _write_part(parts: NodeParts, part: int, folder: Path, fields: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Write all but the sending half of the plan, which needs the halos of the other parts."""
-    folder.mkdir()
-    owned, topology = parts.owned(part), parts.topology(part)
-    files = {name: write_rows(folder / f"{name}.npy", value) for name, value in vars(topology).items()}
-    for name in _NODE_FIELDS:
-        if name in fields:
-            files[name] = write_rows(folder / f"{name}.npy", fields[name], owned)
-    for name in EDGE_FIELDS:
-        if name in fields:
-            files[name] = write_rows(folder / f"{name}.npy", fields[name], topology.e_id)
-    return {
-        "num_owned": len(owned),
-        "num_halo": len(topology.n_id) - len(owned),
-        "num_edges": len(topology.src),
-        "num_cut": int(np.count_nonzero(topology.src >= len(owned))),
-        "counts": {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS},
-        "recv_counts": topology.recv_counts.tolist(),
-        "files": files,
-    }
+def _stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
+    """As :func:`pygdist.graph.prepare` has them; a file may hold other numbers."""
+    if name == "edge_type":
+        return np.dtype(np.int64)
+    floats = name in ("x", "edge_weight", "edge_attr")
+    return np.dtype(np.float32) if floats and value.dtype not in (np.float32, np.float64) else value.dtype
 
 
-def _write_plans(parts: NodeParts, folder: Path, described: list[dict[str, Any]]) -> None:
+def _write_fields(
+    owned: NDArray[Any], place: Path, one: dict[str, Any], fields: Mapping[str, NDArray[Any]], num_hops: int
+) -> None:
+    """Write what belongs to the nodes and edges of a part. Rows some hops away come with their features."""
+    n_id, e_id = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("n_id", "e_id"))
+    rows = {name: n_id if name == "x" and num_hops > 1 else owned for name in _NODE_FIELDS}
+    rows |= dict.fromkeys(EDGE_FIELDS, e_id)
+    for name in (name for name in rows if name in fields):
+        dtype = _stored_type(name, fields[name])
+        one["files"][name] = write_rows(place / f"{name}.npy", fields[name], rows[name], dtype=dtype)
+    one["counts"] = {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS}
+
+
+def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]]) -> None:
     """Write what each part sends: the rows that every other part lists, in the order in which it lists them.
 
     The lists are read back from disk, so that memory holds one part's plan at a time.
     """
-    n_ids = [np.load(folder / f"part_{p}" / "n_id.npy", mmap_mode="r") for p in range(parts.num_parts)]
-    recv_counts = np.array([one["recv_counts"] for one in described], dtype=np.int64)  # (receiver, sender)
-    first = np.array([[one["num_owned"]] for one in described]) + np.cumsum(recv_counts, axis=1) - recv_counts
-    for sender, one in enumerate(described):
+    n_ids = [np.load(place / "n_id.npy", mmap_mode="r") for place in places]
+    # (receiver, hop, sender), and where each block begins in the receiver's list
+    counts = np.stack([np.load(place / "recv_counts.npy").reshape(-1, parts.num_parts) for place in places])
+    flat = counts.reshape(len(places), -1)
+    first = np.array([[one["num_owned"]] for one in described]) + np.cumsum(flat, axis=1) - flat
+    first = first.reshape(counts.shape)
+    for sender, (place, one) in enumerate(zip(places, described, strict=True)):
         wanted = [
-            n_id[first[receiver, sender] : first[receiver, sender] + recv_counts[receiver, sender]]
+            n_id[first[receiver, hop, sender] :][: counts[receiver, hop, sender]]
+            for hop in range(counts.shape[1])
             for receiver, n_id in enumerate(n_ids)
         ]
+        sent = np.ascontiguousarray(counts[:, :, sender].T)
         plan = {
             "send_index": parts.owned_rows(np.concatenate(wanted)),
-            "send_counts": recv_counts[:, sender].copy(),
+            "send_counts": sent if len(sent) > 1 else sent[0],
         }
         for name, value in plan.items():
-            one["files"][name] = write_rows(folder / f"part_{sender}" / f"{name}.npy", value)
+            one["files"][name] = write_rows(place / f"{name}.npy", value)

@@ -20,7 +20,7 @@ from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS, check, is_multi_label, plain, rows_of
 from pygdist.graph.edges import drop_duplicates, drop_self_loops, make_symmetric
 
-__all__ = ["check", "fingerprint", "labelled_nodes", "prepare"]
+__all__ = ["check", "count_classes", "fingerprint", "labelled_nodes", "prepare", "prepare_nodes"]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def prepare(
     """
     check(data, num_classes=num_classes)
     notes: list[str] = []
+    num_nodes = data["x"].size(0)
     fields = {name: value for name in _FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
     if left_out := sorted(set(data.keys()) - {*_FIELDS, "num_nodes", "num_classes"}):
@@ -72,13 +73,45 @@ def prepare(
     if remove_self_loops:
         drop_self_loops(fields, notes)
     if symmetrize:
-        make_symmetric(fields, fields["x"].size(0), notes)
+        make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
-        drop_duplicates(fields, fields["x"].size(0), notes)
-    _set_masks(fields, split, split_seed, notes)
+        drop_duplicates(fields, num_nodes, notes)
+    prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
     for note in notes:
         log.info("%s", note)
-    return Data(**fields, num_classes=num_classes or _count_classes(fields.get("y"))), notes
+    return Data(**fields, num_classes=num_classes or count_classes(fields.get("y"))), notes
+
+
+def prepare_nodes(
+    fields: dict[str, Tensor],
+    num_nodes: int,
+    *,
+    split: tuple[float, float, float] | None,
+    split_seed: int,
+    notes: list[str],
+) -> None:
+    """Put labels and masks into one form, and draw a split where one is wanted; as :func:`prepare` describes.
+
+    Args:
+        fields: ``y`` and masks, where there are any; changed.
+        num_nodes: Number of nodes.
+        split: Shares of the labelled nodes.
+        split_seed: Seed of the drawn split.
+        notes: Receives what was done.
+    """
+    for name in MASKS:
+        if name in fields:
+            fields[name] = fields[name].to(torch.bool)
+    if "y" in fields:
+        fields["y"] = _unify_labels(fields["y"], notes)
+    _set_masks(fields, num_nodes, split, split_seed, notes)
+
+
+def count_classes(y: Tensor | None) -> int:
+    """The number of classes of labels as :func:`prepare` returns them; 0 without labels."""
+    if y is None or y.numel() == 0:
+        return 0
+    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
 
 
 def labelled_nodes(y: Tensor) -> Tensor:
@@ -106,7 +139,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
-    """One type and shape for each field."""
+    """One type and shape for features and edges."""
     x = fields["x"]
     if x.layout is not torch.strided:
         notes.append(f"made sparse features dense: {x.size(0)} x {x.size(1)}")
@@ -120,11 +153,6 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
         fields["edge_weight"] = fields["edge_weight"].reshape(-1)
     if "edge_type" in fields:
         fields["edge_type"] = fields["edge_type"].reshape(-1).to(torch.int64)
-    for name in MASKS:
-        if name in fields:
-            fields[name] = fields[name].to(torch.bool)
-    if "y" in fields:
-        fields["y"] = _unify_labels(fields["y"], notes)
 
 
 def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:
@@ -141,18 +169,11 @@ def _type_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _count_classes(y: Tensor | None) -> int:
-    if y is None:
-        return 0
-    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
-
-
 def _set_masks(
-    fields: dict[str, Tensor], split: tuple[float, float, float] | None, seed: int, notes: list[str]
+    fields: dict[str, Tensor], num_nodes: int, split: tuple[float, float, float] | None, seed: int, notes: list[str]
 ) -> None:
     """Three masks over labelled nodes: the dataset's own, or drawn."""
     given = [name for name in MASKS if name in fields]
-    num_nodes = fields["x"].size(0)
     if "y" not in fields:
         if split is not None:
             raise InputError("split: the graph has no labels (y) to split")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pygdist.comm import ExchangePlan
+from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store import open_part, read_meta
@@ -96,6 +97,11 @@ class Shard:
             InputError: If the store is missing, corrupted, or was made for another number of parts.
         """
         meta = read_meta(folder)
+        if meta["placement"] != "nodes":
+            raise InputError(
+                f"{folder}: holds halos of {meta['num_hops']} hops (placement {meta['placement']}), but this needs "
+                "those of one hop (placement nodes): partition with --hops 1"
+            )
         arrays = open_part(folder, rank, num_parts=num_parts)
         return Shard.from_arrays(arrays, meta, rank)
 

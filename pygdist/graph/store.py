@@ -1,4 +1,4 @@
-r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder of plain ``.npy`` arrays per part.
+r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` arrays per part.
 
 ``part_0/`` holds what rank 0 needs, and nothing else; n owned rows, h halo rows, e edges, P parts:
 
@@ -17,6 +17,12 @@ r"""The partitioned graph on disk, placement *nodes*: ``meta.json`` and a folder
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
 ====================  =====================================================================================
 
+This is the placement *nodes*. *Replicas* reach K > 1 hops: ``n_id`` goes on with the rows of each further hop, grouped
+by owner; ``indptr``, ``src``, ``e_id`` and edge values go on with the in-edges of all rows but those of the last hop;
+``x`` has all rows; counts are ``(K, P)``, and ``send_index`` is grouped by hop, then receiver.
+
+Where nodes were numbered anew, ``ids.npy`` beside the parts holds the id that each had, int64 of shape ``(N,)``.
+
 ``meta.json`` states counts, types, what made the parts, what preprocessing did, size and checksum of every file, and
 its own checksum. No pickle is written or read.
 """
@@ -29,28 +35,28 @@ import logging
 import resource
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import is_multi_label
 from pygdist.graph.folder import exclusive, flush, fresh_folder
 from pygdist.graph.part_files import open_array, write_parts
 from pygdist.graph.prepare import fingerprint as content_of
+from pygdist.graph.whole import WholeGraph
 
-__all__ = ["FORMAT_VERSION", "open_part", "peak_rss_bytes", "read_meta", "store_key", "write_store"]
+__all__ = [
+    "FORMAT_VERSION", "build_store", "check_part", "open_part", "peak_rss_bytes", "read_meta", "store_key",
+    "write_graph", "write_store",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-_PLACEMENT = "nodes"
-_SAME = ("fingerprint", "partition", "num_parts", "method", "arguments", "num_classes")
 
 
 def write_store(
@@ -69,9 +75,6 @@ def write_store(
 ) -> dict[str, Any]:
     """Cut a graph by the owner of its nodes and write one folder per part.
 
-    The folder appears when it is complete. A finished store of the same graph, parts and arguments is left alone.
-    Features are copied in blocks, so that memory beyond the graph itself grows with its edges only.
-
     Args:
         data: The graph as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent.
         part: Owner of each node; integers of shape ``(N,)`` from 0 to ``num_parts - 1``. Parts may be empty.
@@ -82,7 +85,7 @@ def write_store(
         notes: What preprocessing did, in plain words.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
-        figures: More entries for ``meta.json``, such as ``seconds`` and ``edges_per_second`` of the partitioner.
+        figures: More entries for ``meta.json``.
         overwrite: Replace a finished store that differs. Anything else in the place is never removed.
 
     Returns:
@@ -91,46 +94,119 @@ def write_store(
     Raises:
         InputError: If ``part`` does not fit the graph, something else lies in the place, or the disk refuses.
     """
-    folder = Path(folder)
-    part = _check_part(part, int(data.num_nodes or 0), num_parts)
-    y = data.get("y")
-    classes = data.get("num_classes") if num_classes is None else num_classes
-    header = {
-        **(figures or {}),
-        "format_version": FORMAT_VERSION,
-        "placement": _PLACEMENT,
-        "method": method,
-        "arguments": json.loads(_canonical(arguments)),
-        "preprocessing": list(notes),
+    graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
+    part = check_part(part, graph.edges.num_nodes, num_parts)
+    wanted = {
         "fingerprint": fingerprint or content_of(data),
         "partition": hashlib.blake2b(part.data, digest_size=16).hexdigest(),
         "num_parts": num_parts,
-        "num_nodes": len(part),
-        "num_edges": int(data.num_edges),
-        "num_features": int(data.num_features),
-        "num_classes": int(_count_classes(y) if classes is None else classes),
-        "multi_label": isinstance(y, Tensor) and is_multi_label(y),
+        "method": method,
+        "arguments": arguments,
+        "num_classes": graph.num_classes,
     }
+
+    def build(place: Path) -> dict[str, Any]:
+        return write_graph(graph, part, place, num_parts) | dict(figures or {})
+
+    return build_store(folder, wanted, build, overwrite=overwrite)
+
+
+def build_store(
+    folder: str | Path,
+    wanted: Mapping[str, Any],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a store, unless it is there.
+
+    The folder appears when it is complete: nothing that is left by a process that failed or was killed can be taken for
+    a store, and the next writer of the same folder clears it away.
+
+    Args:
+        folder: Where the store goes.
+        wanted: Entries of ``meta.json`` that tell this store from others.
+        build: Writes all but ``meta.json`` into the folder that it is given, and returns the other entries.
+        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+
+    Returns:
+        What ``meta.json`` says.
+
+    Raises:
+        InputError: If something else lies in the place, or the disk refuses.
+    """
+    folder = Path(folder)
+    wanted = json.loads(_canonical(wanted))
     try:
-        if (found := _existing(folder, header, overwrite)) is not None:
+        if (found := _existing(folder, wanted, overwrite)) is not None:
             return found  # without the lock: the place may be read-only
         with exclusive(folder):
-            if (found := _existing(folder, header, overwrite)) is not None:
+            if (found := _existing(folder, wanted, overwrite)) is not None:
                 log.info("%s is there already", folder)
                 return found
             with fresh_folder(folder, replace=overwrite) as temporary:
-                written = write_parts(data, part, temporary, num_parts)
-                # that of a vertex-cut is among the figures; a partition of the nodes has no other than the full one
-                plain = {"replication_factor": written["replication_factor_full"]}
-                meta = plain | header | written | {"peak_rss_bytes": peak_rss_bytes()}
+                meta: dict[str, Any] = {**build(temporary), "format_version": FORMAT_VERSION, **wanted}
+                meta["peak_rss_bytes"] = peak_rss_bytes()
                 meta["crc32"] = _checksum(meta)
                 (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
                 flush(temporary / "meta.json")
-            log.info("wrote %d parts to %s", num_parts, folder)
+            log.info("wrote %d parts to %s", meta["num_parts"], folder)
             # not simply what was just written: without locks another writer may have been first
-            return _existing(folder, header, overwrite=False) or meta
+            return _existing(folder, wanted, overwrite=False) or meta
     except OSError as error:
         raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
+
+
+def write_graph(
+    graph: WholeGraph, part: NDArray[np.int32], place: Path, num_parts: int, *, num_hops: int = 1
+) -> dict[str, Any]:
+    """Write all parts of a graph.
+
+    Args:
+        graph: The graph.
+        part: Owner of each node, int32 of shape ``(N,)``.
+        place: An empty folder.
+        num_parts: Number of parts.
+        num_hops: How far halos reach: 1 for the placement *nodes*, more for *replicas*.
+
+    Returns:
+        The entries of ``meta.json`` that follow.
+    """
+    written = write_parts(graph, part, place, num_parts, num_hops=num_hops)
+    return {
+        "placement": "nodes" if num_hops == 1 else "replicas",
+        "preprocessing": list(graph.notes),
+        "num_parts": num_parts,
+        "num_nodes": len(part),
+        "num_features": graph.num_features,
+        "num_classes": graph.num_classes,
+        "multi_label": graph.multi_label,
+        # a vertex-cut has one of its own; a partition of the nodes has no other than the full one
+        "replication_factor": written["replication_factor_full"],
+        **written,
+    }
+
+
+def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
+    """Owners as they are written.
+
+    Args:
+        part: Owner of each node.
+        num_nodes: Number of nodes.
+        num_parts: Number of parts.
+
+    Returns:
+        int32 of shape ``(N,)``.
+
+    Raises:
+        InputError: If there is not one part for each node.
+    """
+    part = np.asarray(part)
+    if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
+        raise InputError(f"part: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
+    if num_parts < 1 or (num_nodes and not 0 <= int(part.min()) <= int(part.max()) < num_parts):
+        raise InputError(f"part: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
+    return np.ascontiguousarray(part, dtype=np.int32)
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
@@ -235,22 +311,7 @@ def _canonical(arguments: Mapping[str, Any]) -> str:
         raise InputError(f"arguments: {dict(arguments)!r} cannot be written as JSON ({error})") from error
 
 
-def _check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
-    part = np.asarray(part)
-    if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
-        raise InputError(f"part: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
-    if num_parts < 1 or (num_nodes and not 0 <= int(part.min()) <= int(part.max()) < num_parts):
-        raise InputError(f"part: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
-    return np.ascontiguousarray(part, dtype=np.int32)
-
-
-def _count_classes(y: Any) -> int:
-    if not isinstance(y, Tensor) or y.numel() == 0:
-        return 0
-    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
-
-
-def _existing(folder: Path, header: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The finished store in the place, if it is the wanted one; ``None`` if the place is free or to be replaced."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
         return None
@@ -259,7 +320,7 @@ def _existing(folder: Path, header: Mapping[str, Any], overwrite: bool) -> dict[
     if overwrite:
         return None
     meta = read_meta(folder)
-    if differing := [name for name in _SAME if meta.get(name) != header[name]]:
+    if differing := [name for name, value in wanted.items() if meta.get(name) != value]:
         raise InputError(
             f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
         )

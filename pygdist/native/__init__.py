@@ -2,11 +2,21 @@
 
 It includes no torch and no Python header, so one build serves every version of both. The C++ sources and the
 description of the ABI (``pygdist_native.h``) are in ``src``; the build puts ``libpygdist_native.so`` in this folder.
-Tensors become pointers in :mod:`pygdist.kernels`, and arrays in :mod:`pygdist.partition`, not here.
+Tensors become pointers in :mod:`pygdist.kernels`, and arrays in :mod:`pygdist.graph` and
+:mod:`pygdist.partition`, not here.
 """
 
 from __future__ import annotations
 
-from pygdist.native.library import Isa, NativeCsr, NativeEdges, NativePlacement, load, set_isa
+from pygdist.native.library import (
+    Isa,
+    NativeCsr,
+    NativeEdges,
+    NativePlacement,
+    NativeText,
+    Status,
+    load,
+    set_isa,
+)
 
-__all__ = ["Isa", "NativeCsr", "NativeEdges", "NativePlacement", "load", "set_isa"]
+__all__ = ["Isa", "NativeCsr", "NativeEdges", "NativePlacement", "NativeText", "Status", "load", "set_isa"]

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 
-__all__ = ["ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeEdges", "NativePlacement", "load", "set_isa"]
+__all__ = [
+    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeEdges", "NativePlacement", "NativeText", "Status", "load",
+    "set_isa",
+]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 4
+ABI_VERSION = 5
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -74,6 +77,31 @@ class NativePlacement(ctypes.Structure):
     )
 
 
+class NativeText(ctypes.Structure):
+    """``pygdist_text``: how far a text with edges has been read."""
+
+    _fields_ = (
+        ("max_id", ctypes.c_int64),
+        ("line", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("id", ctypes.c_int64),
+        ("header_line", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+        ("may_have_header", ctypes.c_int32),
+    )
+
+
+class Status(IntEnum):
+    """``pygdist_status``: how a call ended."""
+
+    OK = 0
+    BAD_TYPE = 1
+    BAD_REDUCE = 2
+    NO_MEMORY = 3
+    BAD_LINE = 4
+    BAD_ID = 5
+
+
 _CSR = ctypes.POINTER(NativeCsr)
 _EDGES = ctypes.POINTER(NativeEdges)
 _PLACEMENT = ctypes.POINTER(NativePlacement)
@@ -109,6 +137,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_merge_clusters": (_LONG, _ARRAY, _ARRAY, _LONG, _ARRAY, _COUNT, _COUNT),
     "pygdist_fill_neighbours": (_EDGES, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_place_nodes": (_LONG, _LONG, _ARRAY, _ARRAY, _INT, _LONG, _INT, _REAL, _REAL, _ARRAY, _ARRAY),
+    "pygdist_parse_edges": (ctypes.c_char_p, _LONG, ctypes.POINTER(NativeText), _ARRAY),
+    "pygdist_counting_sort": (_ARRAY, _LONG, _ARRAY, _ARRAY),
     "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),
 }
 """Argument types of each function; all return an ``int32_t``."""

@@ -14,6 +14,7 @@ from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.powergraph import PowerGraphPartitioner
 from pygdist.partition.random_cut import RandomEdgePartitioner
 from pygdist.partition.run import partition_graph
+from pygdist.partition.sizing import DeviceMemory
 from pygdist.partition.spring import SpringPartitioner
 from pygdist.partition.two_ps_l import TwoPSLPartitioner
 from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
@@ -22,6 +23,7 @@ __all__ = [
     "Assignment",
     "ChunkPartitioner",
     "DBHPartitioner",
+    "DeviceMemory",
     "EdgePartitioner",
     "FennelPartitioner",
     "GridPartitioner",

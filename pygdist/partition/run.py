@@ -1,76 +1,159 @@
-"""From a prepared graph to a store on disk, in one call: assign the nodes, cut, write, and say what it took."""
+"""From a graph to a store on disk, in one call: assign the nodes, cut, write, and say what it took."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch_geometric.data import Data
 
-from pygdist.graph import EdgeStream, write_store
-from pygdist.partition.base import Partitioner, resolve_partitioner
+from pygdist.errors import InputError
+from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
+from pygdist.graph import fingerprint as content_of
+from pygdist.graph.progress import enter_stage
+from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
+from pygdist.partition.metrics import measure
+from pygdist.partition.sizing import DeviceMemory, GraphBytes
 
 __all__ = ["partition_graph"]
 
 log = logging.getLogger(__name__)
 
+_GIB = 2**30
+
 
 def partition_graph(
-    data: Data,
+    source: Data | GraphFiles,
     folder: str | Path,
     *,
-    num_parts: int,
+    num_parts: int | DeviceMemory,
     partitioner: str | Partitioner = "chunk",
     notes: Sequence[str] = (),
     num_classes: int | None = None,
     fingerprint: str | None = None,
+    num_hops: int = 1,
     overwrite: bool = False,
+    progress: Progress | None = None,
     **args: Any,
 ) -> dict[str, Any]:
     """Partition a graph and write its store; a finished store of the same is left alone.
 
     Args:
-        data: The graph as :func:`pygdist.graph.prepare` returns it.
+        source: The graph, as :func:`pygdist.graph.prepare` returns it; or in files, which are read as streams.
         folder: Where the store goes; it appears when it is complete.
-        num_parts: Number of parts, one for each rank.
+        num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit it.
         partitioner: A name, a class path, or an instance.
-        notes: What preprocessing did, for ``meta.json``.
-        num_classes: Number of classes; by default that of ``data``.
-        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
+        notes: What preprocessing did, for ``meta.json``; files have their own.
+        num_classes: Number of classes; by default that of ``source``.
+        fingerprint: :func:`pygdist.graph.fingerprint` of ``source`` where it is known already.
+        num_hops: How far the halo of a part reaches; more than 1 makes the placement *replicas*.
         overwrite: Replace a finished store that differs.
+        progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
 
     Returns:
         What ``meta.json`` says; with ``seconds`` and ``edges_per_second`` of the assignment.
 
     Raises:
-        InputError: If the partitioner is not known or cannot cut the graph so, or the folder cannot be written.
+        InputError: If the partitioner is not known or cannot cut the graph so, the graph cannot be read, or the folder
+            cannot be written.
 
     Example:
         >>> data, notes = prepare(load_graph("sbm"))
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash", notes=notes)
         >>> PartitionMetrics.from_meta(meta).summary()
     """
+    if num_hops < 1:
+        raise InputError(f"num_hops is {num_hops}, expected at least 1")
     chosen = resolve_partitioner(partitioner, **args)
-    method = chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}"
-    edges = EdgeStream.from_data(data)
+    job = _Job(chosen, num_parts, num_hops)
+    wanted = {
+        "num_hops": num_hops,
+        "method": chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}",
+        "arguments": chosen.arguments(),
+        **({"num_parts": num_parts} if isinstance(num_parts, int) else {"device_memory": vars(num_parts)}),
+    }
+    if isinstance(source, GraphFiles):
+        wanted["fingerprint"] = fingerprint or source.fingerprint()
+
+        def build(place: Path) -> dict[str, Any]:
+            return _read_and_partition(source, place, job, progress)
+    else:
+        graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
+        wanted |= {"fingerprint": fingerprint or content_of(source), "num_classes": graph.num_classes}
+
+        def build(place: Path) -> dict[str, Any]:
+            return _partition(graph, place, job)
+
+    return build_store(folder, wanted, build, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be done with a graph."""
+
+    partitioner: Partitioner
+    num_parts: int | DeviceMemory
+    num_hops: int
+
+
+def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Progress | None) -> dict[str, Any]:
+    scratch = place / "scratch"
+    scratch.mkdir()
     start = time.perf_counter()
-    found = chosen.run(edges, num_parts)
+    graph = files.open(scratch, progress=progress)
     seconds = time.perf_counter() - start
-    log.info("%s assigned %d nodes to %d parts in %.2f s", method, edges.num_nodes, num_parts, seconds)
-    return write_store(
-        data,
-        found.part,
-        folder,
-        num_parts=num_parts,
-        method=method,
-        arguments=chosen.arguments(),
-        notes=notes,
-        num_classes=num_classes,
-        fingerprint=fingerprint,
-        figures=found.figures | {"seconds": seconds, "edges_per_second": edges.num_edges / max(seconds, 1e-9)},
-        overwrite=overwrite,
-    )
+    figures = _partition(graph, place, job)
+    shutil.rmtree(scratch)
+    return figures | {"seconds_reading": seconds}
+
+
+def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
+    """Assign and write; all entries of ``meta.json`` that follow."""
+    if isinstance(job.num_parts, int):
+        num_parts = job.num_parts
+        found, seconds = _assign(graph.edges, job.partitioner, num_parts)
+    else:
+        num_parts, found, seconds = _fit(graph, job.partitioner, job.num_parts)
+    start = time.perf_counter()
+    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops)
+    return {
+        **written,
+        **found.figures,
+        "seconds": seconds,
+        "edges_per_second": graph.edges.num_edges / max(seconds, 1e-9),
+        "seconds_writing": time.perf_counter() - start,
+    }
+
+
+def _assign(edges: EdgeStream, partitioner: Partitioner, num_parts: int) -> tuple[Assignment, float]:
+    """The owners, checked, and the seconds it took."""
+    name = partitioner.name or type(partitioner).__name__
+    enter_stage(edges.progress, name)
+    start = time.perf_counter()
+    found = partitioner.run(edges, num_parts)
+    seconds = time.perf_counter() - start
+    log.info("%s assigned %d nodes to %d parts in %.2f s", name, edges.num_nodes, num_parts, seconds)
+    return Assignment(part=check_part(found.part, edges.num_nodes, num_parts), figures=found.figures), seconds
+
+
+def _fit(graph: WholeGraph, partitioner: Partitioner, memory: DeviceMemory) -> tuple[int, Assignment, float]:
+    """As few parts as fit the devices, their owners, and the seconds that these took."""
+    edges, size = graph.edges, GraphBytes.of(graph)
+    found: list[tuple[Assignment, float]] = []
+
+    def largest_of(num_parts: int) -> int:
+        found[:] = [_assign(edges, partitioner, num_parts)]
+        enter_stage(edges.progress, "measuring")
+        largest = size.largest(measure(edges, found[0][0].part, num_parts))
+        sizes = largest / _GIB, memory.budget / _GIB
+        log.info("%d parts: the largest takes %.3g GiB, there is room for %.3g", num_parts, *sizes)
+        return largest
+
+    num_parts = memory.search(size.whole(edges.num_nodes, edges.num_edges), edges.num_nodes, largest_of)
+    return num_parts, *found[0]

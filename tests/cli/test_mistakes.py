@@ -59,8 +59,9 @@ OPTIONS = {
     "export nothing": (["export"], ["checkpoint, out"]),
     "export no file": (["export", "no.ckpt", "model.pt"], ["no.ckpt: there is no such checkpoint"]),
     "export no checkpoint": (["export", "run.yaml", "model.pt"], ["run.yaml: not a Lightning checkpoint"]),
-    "partition nothing": (["partition"], ["--dataset is required"]),
-    "partition into words": ([*PARTITION, "--dataset=sbm", "--parts=two"], ["--parts: expected int, got 'two'"]),
+    "partition nothing": (["partition"], ["give either --dataset or --input"]),
+    "partition two things": (["partition", "--dataset=sbm", "--input=e.txt"], ["give either --dataset or --input"]),
+    "partition into words": ([*PARTITION, "--dataset=sbm", "--parts=two"], ["--parts: expected int or 'auto', got 'two'"]),
     "partition into too many": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: 50}", "--parts=51"],
         ["num_parts is 51", "50 nodes"],

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from pygdist.graph import EdgeStream
+from pygdist.errors import InputError
+from pygdist.graph import EdgeGenerator, EdgeStream
 
 EDGES = np.array([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
 
@@ -53,3 +54,31 @@ def test_refuses_other_shapes() -> None:
         EdgeStream(EDGES.T, num_nodes=5)
     with pytest.raises(ValueError, match="chunk_edges"):
         EdgeStream(EDGES, num_nodes=5, chunk_edges=0)
+
+
+def test_generated_edges_are_the_same_in_any_pieces() -> None:
+    generator = EdgeGenerator(1000, 600_000, seed=3)
+    whole = generator.read(0, 600_000)
+    pieces = [generator.read(start, min(start + 170_001, 600_000)) for start in range(0, 600_000, 170_001)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+    assert (whole.min(), whole.max()) == (0, 999)
+    assert EdgeStream(generator, num_nodes=1000).num_edges == 600_000
+    assert not np.array_equal(EdgeGenerator(1000, 600_000, seed=4).read(0, 100), whole[:, :100])
+
+
+def test_generated_edges_have_communities_and_a_power_law() -> None:
+    generator = EdgeGenerator(10_000, 400_000, num_communities=20, inside=0.9)
+    edges = generator.read(0, 400_000)
+    rank_of = np.empty(10_000, dtype=np.int64)
+    rank_of[np.arange(10_000) * generator._step % 10_000] = np.arange(10_000)
+    same = (rank_of[edges[0]] % 20 == rank_of[edges[1]] % 20).mean()
+    assert same == pytest.approx(0.9 + 0.1 / 20, abs=0.01)
+    degree = np.bincount(edges.ravel(), minlength=10_000)[np.argsort(rank_of)]
+    assert degree[:100].sum() > 0.1 * degree.sum()  # 1% of the nodes
+    assert degree[:100].sum() == pytest.approx((100 / 10_000) ** 0.4 * degree.sum(), rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{"exponent": 1.0}, {"inside": 2.0}, {"num_communities": 20}])
+def test_no_generator(options: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        EdgeGenerator(10, 20, **options)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 4
+#define PYGDIST_ABI_VERSION 5
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -37,7 +37,14 @@ typedef enum pygdist_reduce { PYGDIST_SUM = 0, PYGDIST_MEAN = 1, PYGDIST_MAX = 2
 // The message of an entry (i, j): x[j], weight_ij * x[j], or weight_ij + x[j].
 typedef enum pygdist_op { PYGDIST_COPY = 0, PYGDIST_MUL = 1, PYGDIST_ADD = 2 } pygdist_op;
 
-typedef enum pygdist_status { PYGDIST_OK = 0, PYGDIST_BAD_TYPE = 1, PYGDIST_BAD_REDUCE = 2, PYGDIST_NO_MEMORY = 3 } pygdist_status;
+typedef enum pygdist_status {
+  PYGDIST_OK = 0,
+  PYGDIST_BAD_TYPE = 1,
+  PYGDIST_BAD_REDUCE = 2,
+  PYGDIST_NO_MEMORY = 3,
+  PYGDIST_BAD_LINE = 4,
+  PYGDIST_BAD_ID = 5
+} pygdist_status;
 
 // Instruction sets, in ascending order. PYGDIST_ISA_BEST stands for the best one that this machine has.
 typedef enum pygdist_isa {
@@ -176,6 +183,23 @@ PYGDIST_API int32_t pygdist_fill_neighbours(const pygdist_edges* edges, int64_t 
 PYGDIST_API int32_t pygdist_place_nodes(int64_t first, int64_t count, const int64_t* indptr, const int32_t* neighbour,
                                         int32_t num_parts, int64_t capacity, int32_t fennel, double alpha, double gamma,
                                         int64_t* load, int32_t* part);
+
+// Edges as text: an edge a line, ids in the first two columns, columns parted by blanks or a comma; `#` begins a comment.
+typedef struct pygdist_text {
+  int64_t max_id;           // the largest id that may come
+  int64_t line;             // lines read so far; after a failure the one at fault
+  int64_t count;            // edges of this call
+  int64_t id;               // after PYGDIST_BAD_ID the one at fault
+  int64_t header_line;      // the line that was taken for the names of the columns; 0 if none was
+  int32_t columns;          // of every line; 0 before the first edge
+  int32_t may_have_header;  // whether the first line that is no comment may be names
+} pygdist_text;
+
+// Reads whole lines, the edges into edge[k][2], which has room for one of every 3 characters.
+PYGDIST_API int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* state, int64_t* edge);
+
+// order[next[key[i]]++] = i for each i in turn: a stable sort where next[k] is at first the number of keys below k.
+PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t* next, int64_t* order);
 
 #ifdef __cplusplus
 }

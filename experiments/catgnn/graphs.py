@@ -1,0 +1,54 @@
+"""The graphs of these experiments, as streams of edges, and tables of what was found."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pygdist.graph import EdgeGenerator, EdgeStream, degree_corrected_sbm, load_graph
+
+REAL = {"Cora": "Planetoid", "CiteSeer": "Planetoid", "cornell5": "LINKXDataset"}
+SBM: dict[str, dict[str, Any]] = {
+    "sbm-20k": {"num_nodes": 20_000, "num_classes": 40, "avg_degree": 12, "homophily": 0.8},
+    "sbm-100k": {"num_nodes": 100_000, "num_classes": 200, "avg_degree": 20, "homophily": 0.8},
+}
+GENERATED: dict[str, dict[str, Any]] = {
+    "communities-200k": {"num_nodes": 200_000, "num_edges": 4_000_000, "num_communities": 200},
+}
+GRAPHS = (*REAL, *SBM, *GENERATED)
+
+
+def edges_of(name: str, data: Path | None) -> EdgeStream:
+    """The stream of a graph; ``data`` holds the folders of PyG's dataset classes for the real ones."""
+    if name in GENERATED:
+        generator = EdgeGenerator(**GENERATED[name])
+        return EdgeStream(generator.read(0, generator.num_edges), num_nodes=generator.num_nodes)
+    if name in SBM:
+        return EdgeStream.from_data(degree_corrected_sbm(num_features=1, **SBM[name]))
+    root = None if data is None else str(data / REAL[name])
+    return EdgeStream.from_data(load_graph(REAL[name], root=root or REAL[name], name=name))
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print a table."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=None if Console().is_terminal else 180).print(table)
+
+
+def write(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write a CSV."""
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

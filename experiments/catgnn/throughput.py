@@ -1,0 +1,140 @@
+"""Seconds, edges per second and peak memory of the partitioners, on edges in a file; also CATGNN's Figure 8.
+
+    python experiments/catgnn/throughput.py --nodes 5000000 --edges 100000000 --out results
+    python experiments/catgnn/throughput.py --methods spring metis --edges 1000000 4000000 16000000 --plot-memory
+
+Every method has a process of its own, one at a time. Edges and nodes grow together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from graphs import show, write
+from rich.progress import track
+
+from pygdist.graph import EdgeFile, EdgeGenerator, EdgeStream, EdgeWriter, Progress
+from pygdist.graph.progress import Advance
+from pygdist.graph.store import peak_rss_bytes
+
+METHODS = ("hash", "dbh", "grid", "random", "hdrf", "powergraph", "libra", "2ps-l", "spring", "fennel", "ldg", "chunk")
+_PIECE = 1 << 22
+_GIB = 2**30
+
+
+class Stopwatch(Progress):
+    """Notes the seconds of every pass, in place of showing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    @contextlib.contextmanager
+    def watch(self, total: int, unit: str) -> Iterator[Advance]:
+        """One pass."""
+        start = time.perf_counter()
+        yield lambda done: None
+        self.seconds.append(time.perf_counter() - start)
+
+
+def generate(path: Path, nodes: int, edges: int) -> None:
+    """Write a graph with a power law and communities."""
+    import numpy as np
+
+    generator = EdgeGenerator(nodes, edges)
+    with EdgeWriter(path, np.int32) as writer:
+        for start in track(range(0, edges, _PIECE), description=f"{edges:,} edges to disk"):
+            writer.write(generator.read(start, min(start + _PIECE, edges)))
+
+
+def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
+    """What a process of its own measures."""
+    from pygdist.partition import resolve_partitioner
+
+    imports = peak_rss_bytes()
+    watch = Stopwatch()
+    edges = EdgeStream(EdgeFile(path), num_nodes=nodes, progress=watch)
+    start = time.perf_counter()
+    resolve_partitioner(method).run(edges, parts)
+    seconds = time.perf_counter() - start
+    deciding = watch.seconds[-1] if watch.seconds else seconds  # hash reads nothing
+    return {
+        "method": method, "parts": parts, "nodes": nodes, "edges": edges.num_edges, "seconds": seconds,
+        "edges_per_second": edges.num_edges / seconds, "passes": len(watch.seconds), "deciding_pass_s": deciding,
+        "edges_per_second_deciding": edges.num_edges / deciding, "peak_gib": peak_rss_bytes() / _GIB,
+        "imports_gib": imports / _GIB,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
+    parser.add_argument("--degree", type=int, default=20, help="edges for each node")
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each method, in turns")
+    parser.add_argument("--plot-memory", action="store_true", help="draw peak memory by edges")
+    parser.add_argument("--name", default="throughput", help="of the CSV")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # file and method, in a process of its own
+    options = parser.parse_args()
+    if options.one:
+        path, method = options.one
+        print(json.dumps(one(Path(path), method, options.edges[0] // options.degree, options.parts)))
+        return
+    rows: list[dict[str, Any]] = []
+    for edges in options.edges:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            path = Path(folder) / "edges.npy"
+            generate(path, edges // options.degree, edges)
+            for round_ in range(options.rounds):
+                for method in options.methods:
+                    rows.append({"round": round_, **_in_a_process(path, method, edges, options)})
+                    print(rows[-1], flush=True)
+    write(rows, options.out / f"{options.name}.csv")
+    show(rows, f"{options.name}: each method in a process of its own")
+    if options.plot_memory:
+        plot(rows, options.out / f"{options.name}.png")
+
+
+def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", str(path), method, "--edges", str(edges)]
+    command += ["--degree", str(options.degree), "--parts", str(options.parts)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        raise RuntimeError(f"{method}: {outcome.stderr}")
+    found: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Peak memory by edges."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 3.5))
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        beyond = [row["peak_gib"] - row["imports_gib"] for row in mine]
+        axis.plot([row["edges"] for row in mine], beyond, "o-", label=method)
+    axis.set(xlabel="edges", ylabel="peak memory beyond imports, GiB", xscale="log", yscale="log")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

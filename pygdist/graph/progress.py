@@ -1,0 +1,102 @@
+"""How far a long pass over edges or bytes has come, for people who wait."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+from typing_extensions import override
+
+__all__ = ["Advance", "Progress", "enter_stage", "watched"]
+
+log = logging.getLogger(__name__)
+
+_WORTH_A_LINE_S = 5.0
+_BETWEEN_LINES_S = 30.0
+
+Advance = Callable[[int], None]
+"""Called with the number of items that have just been worked on."""
+
+
+class Progress:
+    """Shows pass after pass: a bar on a terminal; elsewhere log lines, for passes that take seconds.
+
+    Args:
+        console: Where bars go; standard error by default.
+
+    Attributes:
+        stage: What the passes to come are for; shown in front of them.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.stage = ""
+        self._console = console or Console(stderr=True)
+
+    @contextlib.contextmanager
+    def watch(self, total: int, unit: str) -> Iterator[Advance]:
+        """Watch one pass over ``total`` items."""
+        with (self._bar if self._console.is_terminal else self._lines)(total, unit) as advance:
+            yield advance
+
+    @contextlib.contextmanager
+    def _bar(self, total: int, unit: str) -> Iterator[Advance]:
+        columns = (TextColumn("{task.description}"), BarColumn(), _Rate(unit), TimeRemainingColumn())
+        with Bars(*columns, console=self._console) as bars:
+            task = bars.add_task(self.stage, total=total)
+            yield lambda done: bars.advance(task, done)
+
+    @contextlib.contextmanager
+    def _lines(self, total: int, unit: str) -> Iterator[Advance]:
+        start = said = time.monotonic()
+        done = 0
+
+        def advance(more: int) -> None:
+            nonlocal done, said
+            done += more
+            now = time.monotonic()
+            if now - said > _BETWEEN_LINES_S and done < total:
+                said = now
+                left = (now - start) / done * (total - done)
+                log.info(
+                    "%s: %.0f%% of %s %s, about %.0f s left", self.stage, 100 * done / total, f"{total:,}", unit, left
+                )
+
+        yield advance
+        seconds = time.monotonic() - start
+        if seconds > _WORTH_A_LINE_S:
+            log.info(
+                "%s: %s %s in %.1f s, %.1f million/s", self.stage, f"{done:,}", unit, seconds, done / seconds / 1e6
+            )
+
+
+@contextlib.contextmanager
+def watched(progress: Progress | None, total: int, unit: str = "edges") -> Iterator[Advance]:
+    """Watch a pass, if somebody wants to."""
+    if progress is None:
+        yield lambda done: None
+    else:
+        with progress.watch(total, unit) as advance:
+            yield advance
+
+
+def enter_stage(progress: Progress | None, stage: str) -> None:
+    """Say what the passes to come are for, if somebody watches."""
+    if progress is not None:
+        progress.stage = stage
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    @override
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed / 1e6:.1f} million {self._unit}/s", style="progress.data.speed")

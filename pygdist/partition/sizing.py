@@ -1,0 +1,135 @@
+"""How many parts: the smallest number whose parts fit the memory of the devices (CATGNN, Sec. 3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph import WholeGraph
+from pygdist.partition.metrics import PartitionMetrics
+
+__all__ = ["DeviceMemory", "GraphBytes"]
+
+_GIB = 2**30
+_LEAST_GAIN = 0.97  # of the largest part from one number of parts to the next; beyond, more parts do not help
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphBytes:
+    """What a graph takes in the memory of a rank.
+
+    Attributes:
+        per_node: Bytes of an owned row: features, label, masks, id and offset.
+        per_halo: Bytes of a halo row: features and id.
+        per_edge: Bytes of an edge: source, position, values.
+    """
+
+    per_node: int
+    per_halo: int
+    per_edge: int
+
+    @classmethod
+    def of(cls, graph: WholeGraph) -> GraphBytes:
+        """The bytes of a graph."""
+        width = {name: _row_bytes(value) for name, value in graph.fields.items()}
+        of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
+        per_node = sum(width.values()) - of_edges + 16
+        return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)
+
+    def whole(self, num_nodes: int, num_edges: int) -> int:
+        """The bytes of all."""
+        return num_nodes * self.per_node + num_edges * self.per_edge
+
+    def largest(self, metrics: PartitionMetrics) -> int:
+        """The bytes of the largest part with its halo of one hop."""
+        halo = metrics.num_halo * self.per_halo
+        return int((metrics.num_nodes * self.per_node + halo + metrics.num_edges * self.per_edge).max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """The devices that a graph is for.
+
+    Args:
+        devices: Number of devices, the paper's q.
+        bytes: Memory of each, M.
+        reserve: The share of it that training needs for itself, T / M.
+
+    Raises:
+        InputError: If a figure makes no sense.
+
+    Example:
+        >>> partition_graph(data, "parts", num_parts=DeviceMemory(devices=4, bytes=16 * 2**30))
+    """
+
+    devices: int
+    bytes: int
+    reserve: float = 2 / 3
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.bytes < 1 or not 0 <= self.reserve < 1:
+            raise InputError(
+                f"devices is {self.devices}, their memory {self.bytes} bytes, reserve {self.reserve}; expected at "
+                "least 1 device, memory above 0 and a share from 0 to below 1"
+            )
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a part may take, M - T."""
+        return self.bytes * (1 - self.reserve)
+
+    def fewest(self, num_bytes: int, num_nodes: int) -> int:
+        """The paper's rule: one part for each device where the graph fits them, else as few more as it takes.
+
+        Args:
+            num_bytes: Of the graph and its features.
+            num_nodes: Number of nodes.
+
+        Raises:
+            InputError: If there would be more parts than nodes.
+        """
+        found = max(self.devices, math.ceil(num_bytes / self.budget))
+        if found > num_nodes:
+            raise InputError(
+                f"parts: the graph takes {num_bytes / _GIB:.3g} GiB in {num_nodes} nodes; no number of parts fits "
+                f"{self._told()}; use devices with more memory, or a smaller reserve"
+            )
+        return found
+
+    def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
+        """Raise the number of parts until the largest fits with its halo, which is known only after a partition.
+
+        Args:
+            num_bytes: Of the graph and its features.
+            num_nodes: Number of nodes.
+            largest_of: Partitions into so many parts; gives the bytes of the largest.
+
+        Returns:
+            The first number that fits.
+
+        Raises:
+            InputError: If no number does: halos stop shrinking, or there would be more parts than nodes.
+        """
+        num_parts, before = self.fewest(num_bytes, num_nodes), math.inf
+        while (largest := largest_of(num_parts)) > self.budget:
+            following = max(num_parts + 1, math.ceil(num_parts * min(largest / self.budget, 2)))
+            if largest > _LEAST_GAIN * before or following > num_nodes:
+                raise InputError(
+                    f"parts: with {num_parts} parts the largest takes {largest / _GIB:.3g} GiB with its halo, and more "
+                    f"parts do not help to fit {self._told()}; use devices with more memory, a smaller reserve, or a "
+                    "method that replicates less"
+                )
+            num_parts, before = following, largest
+        return num_parts
+
+    def _told(self) -> str:
+        return f"{self.budget / _GIB:.3g} GiB ({self.bytes / _GIB:.3g} GiB less {self.reserve:.0%} for training)"
+
+
+def _row_bytes(value: NDArray[Any]) -> int:
+    return int(value.dtype.itemsize * math.prod(value.shape[1:]))
