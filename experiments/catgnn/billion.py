@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -59,7 +58,6 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     subprocess.run([*command, f"--out={folder / 'parts'}", "--json"], check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     meta = read_meta(folder / "parts")
     look(folder, meta, options.sample)
     names = ("method", "num_parts", "num_nodes", "num_edges", "replication_factor_full", "edge_cut", "num_clusters",
@@ -69,7 +67,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         **{name: meta.get(name) for name in names},
         "seconds_generating": generated,
         "seconds_command": seconds,
-        "peak_gib": peak / _GIB,
+        "peak_gib": meta["peak_rss_bytes"] / _GIB,
         "bytes_of_parts": sum(sizes),
         "nodes_balance": max(one["num_owned"] for one in meta["parts"]) * options.parts / options.nodes,
         "edges_balance": max(one["num_edges"] for one in meta["parts"]) * options.parts / options.edges,
