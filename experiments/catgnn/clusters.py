@@ -47,7 +47,7 @@ def main() -> None:
         edges = np.concatenate(list(stream.chunks()), axis=1)
         isolated = stream.num_nodes - len(np.unique(edges))
         for order, ordered in ORDERS.items():
-            for share in sorted({*SHARES, 1 / options.parts}):
+            for share in sorted({*SHARES, 0.25 / options.parts}):
                 partitioner = SpringPartitioner(volume=share)
                 ordered_stream = EdgeStream(ordered(edges), num_nodes=stream.num_nodes)
                 found = partitioner.run(ordered_stream, options.parts).figures

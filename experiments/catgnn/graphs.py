@@ -14,6 +14,7 @@ from pygdist.graph import EdgeGenerator, EdgeStream, degree_corrected_sbm, load_
 
 REAL = {"Cora": "Planetoid", "CiteSeer": "Planetoid", "cornell5": "LINKXDataset"}
 SBM: dict[str, dict[str, Any]] = {
+    "sbm-sparse": {"num_nodes": 20_000, "num_classes": 1000, "avg_degree": 6, "homophily": 0.95},
     "sbm-20k": {"num_nodes": 20_000, "num_classes": 40, "avg_degree": 12, "homophily": 0.8},
     "sbm-100k": {"num_nodes": 100_000, "num_classes": 200, "avg_degree": 20, "homophily": 0.8},
 }

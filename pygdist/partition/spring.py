@@ -19,6 +19,8 @@ from pygdist.partition.clustering import cluster, spread
 
 __all__ = ["SpringPartitioner"]
 
+_SHARE_OF_A_PART = 0.25
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpringPartitioner(Partitioner):
@@ -30,7 +32,9 @@ class SpringPartitioner(Partitioner):
 
     Args:
         volume: The volume threshold of the clustering, as a share of the sum of all degrees; the paper does not say
-            how it chooses it. By default that of a part, 1 / P.
+            how it chooses it. By default a quarter of a part's, 1 / (4 P): with a whole part's, clusters that grow
+            past it leave parts of up to 2.5 times the mean; below, the replication factor no longer changes
+            (``experiments/catgnn``).
         balance: No merging beyond so many nodes, over the mean part; at least 1. A cluster that the stream left larger
             stays so, and parts get whole clusters: they may be larger too.
     """
@@ -50,7 +54,7 @@ class SpringPartitioner(Partitioner):
     def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
         check_num_parts(edges.num_nodes, num_parts)
         require(self.name, edges.num_nodes)
-        share = 1 / num_parts if self.volume is None else self.volume
+        share = _SHARE_OF_A_PART / num_parts if self.volume is None else self.volume
         found = cluster(edges, share * 2 * edges.num_edges, strict=False, richest=True)
         before, after = ctypes.c_int32(0), ctypes.c_int32(found.num_clusters)
         limit = min(math.floor(self.balance * edges.num_nodes / num_parts), edges.num_nodes)

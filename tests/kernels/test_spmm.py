@@ -119,6 +119,17 @@ def test_products_done_slab_by_slab(num_features: int, dtype: torch.dtype, weigh
     torch.testing.assert_close(spmm(csr, x, weight, reduce).double(), expected, rtol=4e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("num_features", [64, 131])
+@needs_library
+def test_gradients_of_extrema_done_slab_by_slab(num_features: int, weighted: bool, reduce: str) -> None:
+    csr = random_csr(2600, 2500, 30_000)
+    x = torch.randint(-8, 9, (csr.num_cols, num_features)).double()  # many ties
+    weight = torch.randint(-2, 3, (csr.num_entries,)).double() if weighted else None
+    assert_matches_oracle(csr, x, weight, reduce)
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("channels", [1, 5, 32, 41])
 @pytest.mark.usefixtures("path")

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <new>
 
@@ -130,11 +131,12 @@ constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is s
 // Whether a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
 // whole rows do not (blocking over sources as in DistGNN's Algorithm 2, but over columns, so that sums stay in
 // registers). The copy costs one pass over `x`, the index is read once per slab.
-bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes) {
+bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_t matrices = 1) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   const int64_t entries = csr.indptr[csr.num_rows];
   return row_bytes >= 2 * slab_bytes && entries >= 8 * csr.num_cols &&
-         csr.num_cols * slab_bytes <= cache_bytes() / 2 && csr.num_cols * row_bytes > int64_t{1} << 20;
+         csr.num_cols * slab_bytes * matrices <= cache_bytes() / 2 &&
+         csr.num_cols * row_bytes * matrices > int64_t{1} << 20;
 }
 
 // The bytes of a slab that holds whole heads.
@@ -168,31 +170,38 @@ void order_values(const pygdist_csr& csr, char* ordered) {
   }
 }
 
-// Runs `kernel` slab by slab over the columns of `x`.
-void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes) {
+// Runs `kernel` slab by slab over the columns of the matrices whose rows the entries name.
+void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes,
+               std::initializer_list<const void* Job::*> gathered = {&Job::x}) {
   const int64_t size = job.csr.value_bits / 8;
   const int64_t row_bytes = job.csr.num_features * size;
   const bool permuted = job.csr.weight && job.csr.perm;
-  const Buffer slab = allocate(job.csr.num_cols * slab_bytes);
+  const int64_t matrix_bytes = job.csr.num_cols * slab_bytes;
+  const Buffer slabs = allocate(matrix_bytes * static_cast<int64_t>(gathered.size()));
   const Buffer values = allocate(permuted ? job.csr.indptr[job.csr.num_rows] * job.csr.num_heads * 8 : 0);
-  if (!slab || !values) return run(kernel, job);
+  if (!slabs || !values) return run(kernel, job);
   if (permuted) {
     order_values(job.csr, values.get());
     job.csr.weight = values.get();
     job.csr.perm = nullptr;
     job.csr.perm_bits = 0;
   }
-  const char* const x = static_cast<const char*>(job.x);
+  const Job whole = job;
   for (int64_t first = 0; first < row_bytes; first += slab_bytes) {
     const int64_t width = std::min(slab_bytes, row_bytes - first);
+    char* slab = slabs.get();
+    for (const auto matrix : gathered) {
+      const char* const from = static_cast<const char*>(whole.*matrix) + first;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(std::max(job.csr.num_threads, 1)))
-    for (int64_t row = 0; row < job.csr.num_cols; ++row) {
-      std::memcpy(slab.get() + row * width, x + row * row_bytes + first, width);
+      for (int64_t row = 0; row < job.csr.num_cols; ++row) {
+        std::memcpy(slab + row * width, from + row * row_bytes, width);
+      }
+      job.*matrix = slab - first;  // column `first` of the matrix is column 0 of the slab
+      slab += matrix_bytes;
     }
     job.first_column = first / size;
     job.last_column = (first + width) / size;
     job.stride = width / size;
-    job.x = slab.get() - first;  // column `first` of the matrix is column 0 of the slab
     run(kernel, job);
   }
 }
@@ -261,7 +270,8 @@ int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* ou
   job.out = out;
   job.grad = grad_out;
   job.result = share;
-  pygdist::run(pygdist::kernels().share_ties, job);
+  const auto kernel = pygdist::kernels().share_ties;
+  pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
@@ -273,7 +283,10 @@ int32_t pygdist_extremum_grad(const pygdist_csr* transposed, const void* x, cons
   job.out = out;
   job.grad = share;
   job.result = grad_x;
-  pygdist::run(pygdist::kernels().extremum_grad, job);
+  const auto kernel = pygdist::kernels().extremum_grad;
+  pygdist::worth_slabs(*transposed, pygdist::kSlabBytes, 2)
+      ? pygdist::run_slabs(kernel, job, pygdist::kSlabBytes, {&Job::out, &Job::grad})
+      : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
