@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0; 1 if the run failed or numbers differ; 2 after a mistake in the input, told in one line.
+        0; 1 if the run failed or numbers differ; 2 after a mistake in the input, told in one line; 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LostRankError as error:
         _complain(str(error))
         return 1
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 

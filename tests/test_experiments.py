@@ -1,4 +1,4 @@
-"""The scripts that measure kernels and epochs run on graphs that take no time, and leave what they promise."""
+"""The scripts of the experiments run on graphs that take no time, and leave what they promise."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = Path(__file__).parents[1] / "experiments" / "kernels"
+from pygdist.native import load
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+KERNELS, CATGNN = EXPERIMENTS / "kernels", EXPERIMENTS / "catgnn"
 
 
 def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
+    """The rows of the CSV of a script on kernels."""
+    return _run_in(KERNELS, script, *arguments, "--threads=1", "--rounds=1", out=out)
+
+
+def _run_in(folder: Path, script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
     """The rows of the script's CSV."""
     paths = os.pathsep.join(path for path in sys.path if path)
     outcome = subprocess.run(
-        [sys.executable, str(KERNELS / script), *arguments, "--threads=1", "--rounds=1", "--out", str(out)],
+        [sys.executable, str(folder / script), *arguments, "--out", str(out)],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
+        cwd=out,
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     with (out / script.replace(".py", ".csv")).open(newline="") as file:
@@ -83,3 +92,50 @@ def test_the_savings_table_adds_and_leaves_out_each_switch(monkeypatch: pytest.M
         "all but b": ["a=true", "c=true"],
         "all but c": ["a=true", "b=true"],
     }
+
+
+needs_native = pytest.mark.skipif(load() is None, reason="the streaming partitioners need the native library")
+
+
+@needs_native
+def test_ten_million_edges_through_the_command_line(tmp_path: Path) -> None:
+    small = ("--nodes=600000", "--edges=10000000", "--parts=8", f"--folder={tmp_path}")
+    (row,) = _run_in(CATGNN, "billion.py", *small, out=tmp_path)  # looks for a sample of the edges in the parts, too
+    assert (row["method"], row["num_parts"], row["num_nodes"], row["num_edges"]) == (
+        "spring",
+        "8",
+        "600000",
+        "10000000",
+    )
+    assert 1 < float(row["replication_factor_full"]) < 8
+    assert float(row["nodes_balance"]) < 1.3
+    assert float(row["peak_gib"]) < 2.5
+    assert [path.name for path in tmp_path.iterdir()] == ["billion.csv"]
+
+
+@needs_native
+def test_replication(tmp_path: Path) -> None:
+    methods = ("spring", "hdrf", "hash", "metis")
+    rows = _run_in(CATGNN, "replication.py", "--graphs=sbm-sparse", "--parts=4", "--methods", *methods, out=tmp_path)
+    found = {row["method"]: float(row["replication_factor_full"]) for row in rows}
+    assert list(found) == list(methods)
+    assert found["metis"] < found["spring"] < found["hdrf"] < found["hash"]
+    assert (tmp_path / "replication.png").is_file()
+
+
+@needs_native
+def test_clusters(tmp_path: Path) -> None:
+    rows = _run_in(CATGNN, "clusters.py", "--graphs=sbm-sparse", out=tmp_path)
+    assert all(1 <= int(row["merged"]) <= int(row["clusters"]) for row in rows)
+    assert {row["order"] for row in rows} >= {"as stored", "shuffled"}
+    assert (tmp_path / "clusters.png").is_file()
+
+
+@needs_native
+def test_throughput(tmp_path: Path) -> None:
+    small = ("--methods", "spring", "hash", "hdrf", "--edges", "20000", "40000", "--plot-memory")
+    rows = _run_in(CATGNN, "throughput.py", *small, out=tmp_path)
+    passes = {row["method"]: int(row["passes"]) for row in rows}
+    assert passes == {"spring": 2, "hash": 0, "hdrf": 1}
+    assert all(float(row["peak_gib"]) >= float(row["imports_gib"]) > 0 for row in rows)
+    assert (tmp_path / "throughput.png").is_file()

@@ -156,7 +156,13 @@ def _print(meta: dict[str, Any], out: Path) -> None:
     console.print(table)
     full, plain = meta["replication_factor_full"], meta["replication_factor"]
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
+    rows = f"{meta['rows_per_hop']:,} rows a layer{_volume(metrics, meta['num_features'])}"
     console.print(
-        f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut, "
+        f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut, {rows}, "
         f"{meta['seconds']:.2f} s; train on it with --data.store={out} --trainer.devices={meta['num_parts']}"
     )
+
+
+def _volume(metrics: PartitionMetrics, num_features: int) -> str:
+    """What the features alone make of it."""
+    return f" ({metrics.volume(num_features) / 1e6:,.1f} MB of float32 features)" if num_features else ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.folder import checksum, write_rows
+from pygdist.graph.folder import checksum, forget_pages, write_rows
 from pygdist.graph.node_parts import NodeParts, Topology
 from pygdist.graph.progress import enter_stage, watched
 from pygdist.graph.spill import Spill
@@ -186,5 +186,7 @@ def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[
             "send_index": parts.owned_rows(np.concatenate(wanted)),
             "send_counts": sent if len(sent) > 1 else sent[0],
         }
+        for n_id in n_ids:
+            forget_pages(n_id)
         for name, value in plan.items():
             one["files"][name] = write_rows(place / f"{name}.npy", value)

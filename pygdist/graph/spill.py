@@ -56,10 +56,15 @@ class Spill:
         """The edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
         start, stop = self._start[:, part], self._start[:, part + 1]
         end = np.cumsum(stop - start)
-        records = np.empty(int(end[-1]) if len(end) else 0, dtype=self._record)
+        count = int(end[-1]) if len(end) else 0
+        source, target = (np.empty(count, dtype=self._record["source"]) for _ in range(2))
+        position = np.empty(count, dtype=np.int64)
         with self.path.open("rb") as file:
-            for first, last, offset in zip(end - (stop - start), end, start, strict=True):
-                file.seek(offset * self._record.itemsize)
-                file.readinto(records[first:last].data)
-        position = records["position"] + np.repeat(self._first, stop - start)
-        return records["source"].copy(), records["target"].copy(), position
+            for chunk, last in enumerate(end):
+                records = np.empty(stop[chunk] - start[chunk], dtype=self._record)
+                file.seek(start[chunk] * self._record.itemsize)
+                file.readinto(records.data)
+                here = slice(last - len(records), last)
+                source[here], target[here] = records["source"], records["target"]
+                np.add(records["position"], self._first[chunk], out=position[here])
+        return source, target, position

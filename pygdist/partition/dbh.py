@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call, count_degrees
+from pygdist.partition._native import call, count_degrees, require
 from pygdist.partition.vertex_cut import EdgePartitioner, Place, VertexCut, marked
 
 __all__ = ["DBHPartitioner"]
@@ -31,6 +31,7 @@ class DBHPartitioner(EdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         degree = count_degrees(edges)
 
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:

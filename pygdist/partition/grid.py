@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call
+from pygdist.partition._native import call, require
 from pygdist.partition.vertex_cut import EdgePartitioner, Place, VertexCut, marked
 
 __all__ = ["GridPartitioner"]
@@ -33,6 +33,7 @@ class GridPartitioner(EdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         rows = next(rows for rows in range(int(cut.num_parts**0.5), 0, -1) if cut.num_parts % rows == 0)
 
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call
+from pygdist.partition._native import call, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
 
 __all__ = ["HDRFPartitioner"]
@@ -48,6 +48,7 @@ class HDRFPartitioner(BalancedEdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         seen = np.zeros(edges.num_nodes, dtype=np.int32)
         state = cut.native(self.capacity(edges, cut.num_parts))
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call
+from pygdist.partition._native import call, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
 
 __all__ = ["LibraPartitioner"]
@@ -32,6 +32,7 @@ class LibraPartitioner(BalancedEdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         state = cut.native(self.capacity(edges, cut.num_parts))
 
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:

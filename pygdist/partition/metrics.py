@@ -67,6 +67,15 @@ class PartitionMetrics:
         num_nodes = int(self.num_nodes.sum())
         return 1 + int(self.rows.sum()) / max(num_nodes, 1)
 
+    def volume(self, width: int, *, itemsize: int = 4) -> int:
+        """Bytes that cross between parts in one layer: rows x width x bytes of a value; backward takes the same again.
+
+        Args:
+            width: Values of a row in that layer.
+            itemsize: Bytes of a value.
+        """
+        return int(self.rows.sum()) * width * itemsize
+
     @property
     def balance(self) -> dict[str, float]:
         """Largest part over mean part, of ``nodes``, ``edges`` and ``train_nodes``; 1 is perfect, P the worst."""
@@ -82,6 +91,7 @@ class PartitionMetrics:
             "num_edges": num_edges,
             "replication_factor_full": self.replication_factor,
             "edge_cut": self.edge_cut,
+            "rows_per_hop": int(self.rows.sum()),
             "edge_cut_share": self.edge_cut / max(num_edges, 1),
             **{f"{name}_balance": value for name, value in self.balance.items()},
         }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call, count_degrees
+from pygdist.partition._native import call, count_degrees, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
 
 __all__ = ["PowerGraphPartitioner"]
@@ -33,6 +33,7 @@ class PowerGraphPartitioner(BalancedEdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         left = count_degrees(edges)
         state = cut.native(self.capacity(edges, cut.num_parts))
 

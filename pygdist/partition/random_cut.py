@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call
+from pygdist.partition._native import call, require
 from pygdist.partition.vertex_cut import EdgePartitioner, Place, VertexCut, marked
 
 __all__ = ["RandomEdgePartitioner"]
@@ -30,6 +30,8 @@ class RandomEdgePartitioner(EdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
+
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
             call("place_random", chunk, cut.num_parts, self.seed, part)
 

@@ -17,7 +17,7 @@ from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_st
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.progress import enter_stage
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
-from pygdist.partition.metrics import measure
+from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.sizing import DeviceMemory, GraphBytes
 
 __all__ = ["partition_graph"]
@@ -123,6 +123,7 @@ def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
     start = time.perf_counter()
     written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops)
     return {
+        **PartitionMetrics.from_meta(written).totals(),
         **written,
         **found.figures,
         "seconds": seconds,

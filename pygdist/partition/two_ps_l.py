@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call
+from pygdist.partition._native import call, require
 from pygdist.partition.clustering import cluster, spread
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
 
@@ -51,6 +51,7 @@ class TwoPSLPartitioner(BalancedEdgePartitioner):
 
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        require(self.name, edges.num_nodes)
         clusters = cluster(edges, self.volume * 2 * edges.num_edges / cut.num_parts, strict=True, richest=False)
         part_of = spread(clusters.volume, cut.num_parts)
         state = cut.native(self.capacity(edges, cut.num_parts))

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.native import NativePlacement
-from pygdist.partition._native import call, require
+from pygdist.native import NativePlacement, load
+from pygdist.partition._native import call
 from pygdist.partition.base import Assignment, Partitioner, check_num_parts
 from pygdist.partition.hash import mix
 
@@ -51,6 +51,21 @@ class VertexCut:
     def native(self, capacity: int) -> NativePlacement:
         """The view that the loops work on; ``capacity`` is the most edges that a part takes."""
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
+
+    def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+        """Note edges that were placed.
+
+        Args:
+            chunk: Edges, of shape ``(2, k)``.
+            part: The part of each; int32 of shape ``(k,)``.
+        """
+        if load() is not None:
+            call("mark_replicas", chunk, self.native(0), part)
+            return
+        bit = np.uint64(1) << (part % 64).astype(np.uint64)
+        for ends in chunk:
+            np.bitwise_or.at(self.replicas, (ends, part // 64), bit)
+        self.num_edges += np.bincount(part, minlength=self.num_parts)
 
     def num_replicas(self) -> NDArray[np.int64]:
         """The number of parts that hold each node; int64 of shape ``(N,)``, 0 for nodes without edges."""
@@ -97,6 +112,18 @@ class EdgePartitioner(Partitioner):
     Subclass it as :class:`~pygdist.partition.Partitioner`, and write :meth:`placing` in place of ``assign``. The result
     must not depend on where the stream is cut into chunks.
 
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class BySource(EdgePartitioner):
+        ...     name = "by-source"
+        ...
+        ...     def placing(self, edges, cut):
+        ...         def place(chunk, part):
+        ...             part[:] = chunk[0] % cut.num_parts
+        ...             cut.add(chunk, part)
+        ...
+        ...         return place
+
     Args:
         seed: Of the hashes, and of the draw of each node's owner.
     """
@@ -113,7 +140,7 @@ class EdgePartitioner(Partitioner):
 
         Args:
             edges: The graph; any number of passes may come before the one that places.
-            cut: To be filled in while the edges are placed.
+            cut: To be filled in while the edges are placed (:meth:`VertexCut.add`).
         """
 
     def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
@@ -125,10 +152,10 @@ class EdgePartitioner(Partitioner):
             part: Integers of shape ``(E,)``, memory-mapped if need be, that receive the part of each edge.
 
         Raises:
-            InputError: If the graph cannot be cut into so many parts, or there is no native library.
+            InputError: If the graph cannot be cut into so many parts, or the method needs the native library and
+                there is none.
         """
         check_num_parts(edges.num_nodes, num_parts)
-        require(self.name, edges.num_nodes)
         cut = VertexCut.empty(edges.num_nodes, num_parts)
         place, start = self.placing(edges, cut), 0
         for chunk in edges.chunks():
@@ -179,6 +206,6 @@ def marked(cut: VertexCut, place: Place) -> Place:
 
     def placed(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
         place(chunk, part)
-        call("mark_replicas", chunk, cut.native(0), part)
+        cut.add(chunk, part)
 
     return placed

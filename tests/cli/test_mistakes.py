@@ -61,7 +61,10 @@ OPTIONS = {
     "export no checkpoint": (["export", "run.yaml", "model.pt"], ["run.yaml: not a Lightning checkpoint"]),
     "partition nothing": (["partition"], ["give either --dataset or --input"]),
     "partition two things": (["partition", "--dataset=sbm", "--input=e.txt"], ["give either --dataset or --input"]),
-    "partition into words": ([*PARTITION, "--dataset=sbm", "--parts=two"], ["--parts: expected int or 'auto', got 'two'"]),
+    "partition into words": (
+        [*PARTITION, "--dataset=sbm", "--parts=two"],
+        ["--parts: expected int or 'auto', got 'two'"],
+    ),
     "partition into too many": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: 50}", "--parts=51"],
         ["num_parts is 51", "50 nodes"],

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.cli.commands import files, pygdist, torchrun
+from pygdist.native import load
+from tests.cli.commands import assert_mistake, files, pygdist, torchrun
 
 OWN = """
 from dataclasses import dataclass
@@ -82,3 +89,92 @@ def test_a_partitioner_of_the_users_own_package(folder: Path, graphs: Path) -> N
         assert rank.code == 0, rank.err
     metas = [json.loads(path.read_text()) for path in (folder / "cache").glob("*/meta.json")]
     assert [(found["method"], found["arguments"]) for found in metas] == [("mine.EveryOther", {"offset": 1})]
+
+
+EDGES = np.random.default_rng(0).integers(0, 50, (2, 400))
+INPUT = ("partition", "--input=edges.txt")
+needs_native = pytest.mark.skipif(load() is None, reason="reading text needs the native library")
+
+
+@pytest.fixture
+def edges(folder: Path) -> Path:
+    """A list of edges, and features and labels that go with it."""
+    np.savetxt(folder / "edges.txt", EDGES.T, fmt="%d", header="FromNodeId ToNodeId")
+    np.save(folder / "x.npy", np.random.default_rng(1).random((50, 12), dtype=np.float32))
+    np.save(folder / "y.npy", np.arange(50) % 3)
+    return folder
+
+
+@needs_native
+def test_a_file_of_edges(edges: Path) -> None:
+    outcome = pygdist(*INPUT, "--method=spring", "--parts=3", "--out=parts", "--json", folder=edges)
+    assert outcome.code == 0, outcome.err
+    meta = json.loads(outcome.out)
+    assert meta == json.loads((edges / "parts" / "meta.json").read_text())
+    assert (meta["method"], meta["num_parts"], meta["num_nodes"], meta["num_edges"]) == ("spring", 3, 50, 400)
+    for name in (
+        "replication_factor", "replication_factor_full", "edge_cut", "seconds", "edges_per_second", "peak_rss_bytes",
+        "num_clusters", "num_merged_clusters",
+    ):  # fmt: skip
+        assert meta[name] > 0, name
+    # the figures by hand, from the parts
+    part = np.empty(50, dtype=np.int64)
+    for p in range(3):
+        n_id = np.load(edges / "parts" / f"part_{p}" / "n_id.npy")
+        part[n_id[: meta["parts"][p]["num_owned"]]] = p
+    cut = part[EDGES[0]] != part[EDGES[1]]
+    assert meta["edge_cut"] == cut.sum()
+    copies = {(int(u), int(part[v])) for u, v in EDGES[:, cut].T}
+    assert meta["replication_factor_full"] == pytest.approx(1 + len(copies) / 50)
+
+
+@needs_native
+def test_files_are_trained_on(edges: Path) -> None:
+    args = ("--features=x.npy", "--labels=y.npy", "--method=hdrf", "--out=parts", "--symmetrize=true")
+    outcome = pygdist(*INPUT, *args, folder=edges)
+    assert outcome.code == 0, outcome.err
+    for rank in torchrun("fit", "--config=run.yaml", "--data.store=parts", "--trainer.max_epochs=1", folder=edges):
+        assert rank.code == 0, rank.err
+
+
+@needs_native
+def test_as_few_parts_as_fit(edges: Path) -> None:
+    args = ("--parts=auto", "--features=x.npy", "--method=chunk", "--json")
+    outcome = pygdist(*INPUT, *args, "--device_memory=0.00002", folder=edges)  # 21 kB, of which 7 are for the graph
+    assert outcome.code == 0, outcome.err
+    meta = json.loads(outcome.out)
+    assert meta["num_parts"] > 1
+    largest = max(one["num_owned"] * 75 + one["num_halo"] * 56 + one["num_edges"] * 12 for one in meta["parts"])
+    assert largest <= 0.00002 * 2**30 / 3
+    assert_mistake(pygdist(*INPUT, *args, "--device_memory=1e-6", "--out=no", folder=edges), "parts do not help")
+    assert_mistake(pygdist(*INPUT, *args, "--out=no", folder=edges), "--device_memory")
+    assert not (edges / "no").exists()
+
+
+@needs_native
+def test_mistakes_in_files(edges: Path) -> None:
+    (edges / "bad.txt").write_text("0 1\n1 2\nx y\n")
+    assert_mistake(pygdist("partition", "--input=bad.txt", folder=edges), "bad.txt: line 3 is 'x y'")
+    assert_mistake(pygdist(*INPUT, "--num_nodes=49", folder=edges), "edges.txt: line", "has id 49")
+    assert_mistake(pygdist(*INPUT, "--labels=x.npy", "--features=y.npy", folder=edges), "y.npy")
+    assert_mistake(pygdist("partition", "--input=absent.txt", folder=edges), "absent.txt: there is no such file")
+    assert_mistake(pygdist(*INPUT, "--hops=0", folder=edges), "num_hops is 0")
+    assert_mistake(pygdist("partition", "--dataset=sbm", "--features=x.npy", folder=edges), "--features goes with")
+    assert not (edges / "parts").exists()
+    assert not [name for name in files(edges) if "tmp" in name or "lock" in name]
+
+
+@needs_native
+def test_a_full_disk(edges: Path) -> None:
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+    command = [sys.executable, "-m", "pygdist.cli", *INPUT, "--method=hash"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    outcome = subprocess.run(
+        command, cwd=edges, env={**os.environ, "PYTHONPATH": paths}, preexec_fn=limited, capture_output=True, text=True
+    )  # fmt: skip
+    assert outcome.returncode == 2, outcome.stderr
+    assert "could not be written" in outcome.stderr.splitlines()[-1]
+    assert not [name for name in files(edges) if name.startswith(("parts", "."))]

@@ -68,11 +68,13 @@ def test_totals_and_summary() -> None:
         "num_edges": 4,
         "replication_factor_full": 1.75,
         "edge_cut": 3,
+        "rows_per_hop": 3,
         "edge_cut_share": 0.75,
         "nodes_balance": 1.0,
         "edges_balance": 1.0,
         "train_nodes_balance": 2.0,
     }
+    assert metrics.volume(10) == 3 * 10 * 4
     assert metrics.summary() == [
         {"part": 0, "nodes": 2, "edges": 2, "train nodes": 1, "halo rows": 1, "sent rows": 2},
         {"part": 1, "nodes": 2, "edges": 2, "train nodes": 0, "halo rows": 2, "sent rows": 1},

@@ -100,7 +100,7 @@ def test_filling_up_is_one_by_one_to_the_emptiest(counts: list[int], added: int)
 
 def test_two_triangles_by_hand() -> None:
     edges = EdgeStream(np.array([[0, 1, 0, 3, 4, 3], [1, 2, 2, 4, 5, 5]]), num_nodes=6)
-    found = SpringPartitioner().run(edges, 2)
+    found = SpringPartitioner(volume=0.5).run(edges, 2)
     assert found.part.tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
     assert (found.figures["num_clusters"], found.figures["num_merged_clusters"]) == (2, 2)
     assert LDGPartitioner().assign(edges, 2).tolist() == [0, 0, 0, 1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from typing_extensions import override
 
 import pygdist.native.library as library
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition import EdgePartitioner, VertexCut, resolve_partitioner
-from pygdist.partition.vertex_cut import BalancedEdgePartitioner
+from pygdist.partition import EdgePartitioner, VertexCut, resolve_partitioner, vertex_cut
+from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place
 from tests.partition.oracle import EDGE_ORACLES, as_list
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
@@ -164,3 +166,28 @@ def test_without_the_native_library_it_says_what_to_do(name: str, monkeypatch: p
     edges = EdgeStream(np.array([[0, 1], [1, 0]]), num_nodes=2)
     with pytest.raises(InputError, match=rf"partitioner '{name}' needs pygdist's native library.* g\+\+"):
         resolve_partitioner(name).assign(edges, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BySource(EdgePartitioner):
+    """All edges of a source together."""
+
+    @override
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+            part[:] = chunk[0] % cut.num_parts
+            cut.add(chunk, part)
+
+        return place
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_users_own_needs_no_native_library(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(vertex_cut, "load", lambda: None)
+    edge_index = skewed(90, 200, seed=1)
+    part = np.empty(200, dtype=np.int32)
+    cut = BySource().cut(EdgeStream(edge_index, num_nodes=90, chunk_edges=30), 70, part)
+    np.testing.assert_array_equal(part, edge_index[0] % 70)
+    check(cut, edge_index, part)
+    assert BySource().assign(EdgeStream(edge_index, num_nodes=90), 70).shape == (90,)
