@@ -99,27 +99,27 @@ needs_native = pytest.mark.skipif(load() is None, reason="the streaming partitio
 
 @needs_native
 def test_ten_million_edges_through_the_command_line(tmp_path: Path) -> None:
-    small = ("--nodes=600000", "--edges=10000000", "--parts=8", f"--folder={tmp_path}")
-    (row,) = _run_in(CATGNN, "billion.py", *small, out=tmp_path)  # looks for a sample of the edges in the parts, too
-    assert (row["method"], row["num_parts"], row["num_nodes"], row["num_edges"]) == (
-        "spring",
-        "8",
-        "600000",
-        "10000000",
-    )
-    assert 1 < float(row["replication_factor_full"]) < 8
-    assert float(row["nodes_balance"]) < 1.3
-    assert float(row["peak_gib"]) < 2.5
-    assert [path.name for path in tmp_path.iterdir()] == ["billion.csv"]
+    peaks = []
+    for edges in (2_500_000, 10_000_000):
+        small = ("--nodes=600000", f"--edges={edges}", "--parts=32", f"--folder={tmp_path}")
+        (row,) = _run_in(CATGNN, "billion.py", *small, out=tmp_path)  # looks for a sample of the edges in the parts
+        found = row["method"], row["num_parts"], row["num_nodes"], row["num_edges"]
+        assert found == ("spring", "32", "600000", str(edges))
+        assert 1 < float(row["replication_factor_full"]) < 32
+        assert float(row["nodes_balance"]) < 1.3
+        assert [path.name for path in tmp_path.iterdir()] == ["billion.csv"]
+        peaks.append(float(row["peak_gib"]) * 2**30)
+    # all edges more would be 60 MB as they lie on disk, and 120 MB as they are worked on
+    assert peaks[1] - peaks[0] < 50e6
 
 
 @needs_native
 def test_replication(tmp_path: Path) -> None:
-    methods = ("spring", "hdrf", "hash", "metis")
+    methods = ("metis", "spring", "2ps-l", "hdrf", "libra", "powergraph", "dbh", "grid", "random", "hash")
     rows = _run_in(CATGNN, "replication.py", "--graphs=sbm-sparse", "--parts=4", "--methods", *methods, out=tmp_path)
     found = {row["method"]: float(row["replication_factor_full"]) for row in rows}
     assert list(found) == list(methods)
-    assert found["metis"] < found["spring"] < found["hdrf"] < found["hash"]
+    assert sorted(found, key=lambda name: found[name])[:2] == ["metis", "spring"]
     assert (tmp_path / "replication.png").is_file()
 
 

@@ -26,7 +26,12 @@ from pygdist.graph import EdgeFile, EdgeGenerator, EdgeStream, EdgeWriter, Progr
 from pygdist.graph.progress import Advance
 from pygdist.graph.store import peak_rss_bytes
 
+COLUMNS = (
+    "method", "parts", "nodes", "edges", "seconds", "edges_per_second", "passes", "deciding_pass_s",
+    "edges_per_second_deciding", "peak_gib", "imports_gib",
+)  # fmt: skip
 METHODS = ("hash", "dbh", "grid", "random", "hdrf", "powergraph", "libra", "2ps-l", "spring", "fennel", "ldg", "chunk")
+PLACING = {"2ps-l": 2}  # passes that place edges, where it is not one
 _PIECE = 1 << 22
 _GIB = 2**30
 
@@ -53,7 +58,7 @@ def generate(path: Path, nodes: int, edges: int) -> None:
     generator = EdgeGenerator(nodes, edges)
     with EdgeWriter(path, np.int32) as writer:
         for start in track(range(0, edges, _PIECE), description=f"{edges:,} edges to disk"):
-            writer.write(generator.read(start, min(start + _PIECE, edges)))
+            writer.append(generator.read(start, min(start + _PIECE, edges)))
 
 
 def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
@@ -66,13 +71,12 @@ def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
     start = time.perf_counter()
     resolve_partitioner(method).run(edges, parts)
     seconds = time.perf_counter() - start
-    deciding = watch.seconds[-1] if watch.seconds else seconds  # hash reads nothing
-    return {
-        "method": method, "parts": parts, "nodes": nodes, "edges": edges.num_edges, "seconds": seconds,
-        "edges_per_second": edges.num_edges / seconds, "passes": len(watch.seconds), "deciding_pass_s": deciding,
-        "edges_per_second_deciding": edges.num_edges / deciding, "peak_gib": peak_rss_bytes() / _GIB,
-        "imports_gib": imports / _GIB,
-    }  # fmt: skip
+    deciding = sum(watch.seconds[-PLACING.get(method, 1) :]) if watch.seconds else seconds  # hash reads nothing
+    peak = peak_rss_bytes() / _GIB
+    rates = edges.num_edges / seconds, len(watch.seconds), deciding, edges.num_edges / deciding
+    return dict(
+        zip(COLUMNS, (method, parts, nodes, edges.num_edges, seconds, *rates, peak, imports / _GIB), strict=True)
+    )
 
 
 def main() -> None:
@@ -101,7 +105,7 @@ def main() -> None:
                 for method in options.methods:
                     rows.append({"round": round_, **_in_a_process(path, method, edges, options)})
                     print(rows[-1], flush=True)
-    write(rows, options.out / f"{options.name}.csv")
+                    write(rows, options.out / f"{options.name}.csv")
     show(rows, f"{options.name}: each method in a process of its own")
     if options.plot_memory:
         plot(rows, options.out / f"{options.name}.png")
@@ -111,10 +115,10 @@ def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespa
     command = [sys.executable, __file__, "--one", str(path), method, "--edges", str(edges)]
     command += ["--degree", str(options.degree), "--parts", str(options.parts)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    if outcome.returncode:
-        raise RuntimeError(f"{method}: {outcome.stderr}")
-    found: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
-    return found
+    if outcome.returncode:  # killed for its memory, most likely
+        last = outcome.stderr.strip().splitlines()[-1:]
+        return {**dict.fromkeys(COLUMNS), "method": method, "edges": edges, "note": f"{outcome.returncode} {last}"}
+    return {**json.loads(outcome.stdout.splitlines()[-1]), "note": ""}
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -126,7 +130,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(5, 3.5))
     for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+        mine = [row for row in rows if row["method"] == method and row["peak_gib"]]
         beyond = [row["peak_gib"] - row["imports_gib"] for row in mine]
         axis.plot([row["edges"] for row in mine], beyond, "o-", label=method)
     axis.set(xlabel="edges", ylabel="peak memory beyond imports, GiB", xscale="log", yscale="log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -33,9 +34,9 @@ def partition(
     method: str = "chunk",
     method_args: dict[str, Any] | None = None,
     parts: int | Literal["auto"] = 2,
-    devices: int = 1,
+    devices: int | None = None,
     device_memory: float | None = None,
-    reserve: float = 2 / 3,
+    reserve: float | None = None,
     hops: int = 1,
     out: Path = Path("parts"),
     symmetrize: bool = False,
@@ -63,9 +64,9 @@ def partition(
         method: Who owns which node: a name or the class path of a Partitioner.
         method_args: Arguments of the method.
         parts: Number of parts, one for each process of a later run; or auto, for as few as fit the devices.
-        devices: Number of devices that the parts are for, with auto.
+        devices: Number of devices that the parts are for, with auto; 1 by default.
         device_memory: GiB of memory of each, with auto.
-        reserve: Share of the memory that training needs for itself, with auto.
+        reserve: Share of the memory that training needs for itself, with auto; two thirds by default.
         hops: How far the halo of a part reaches.
         out: The folder to write; it appears when it is complete.
         symmetrize: Add the reverse of every edge.
@@ -89,13 +90,6 @@ def partition(
         "split_seed": split_seed,
         "num_classes": num_classes,
     }
-    num_parts: int | DeviceMemory
-    if parts == "auto":
-        if device_memory is None:
-            raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there are several")
-        num_parts = DeviceMemory(devices=devices, bytes=int(device_memory * 2**30), reserve=reserve)
-    else:
-        num_parts = parts
     of_files = {"features": features, "labels": labels, "num_nodes": num_nodes, "relabel": relabel}
     if (dataset is None) == (input is None):
         raise InputError("give either --dataset or --input; see pygdist partition --help")
@@ -113,7 +107,7 @@ def partition(
     return partition_graph(
         source,
         out,
-        num_parts=num_parts,
+        num_parts=_num_parts(parts, devices, device_memory, reserve),
         partitioner=method,
         notes=notes,
         num_classes=num_classes,
@@ -122,6 +116,20 @@ def partition(
         progress=progress,
         **(method_args or {}),
     )
+
+
+def _num_parts(
+    parts: int | Literal["auto"], devices: int | None, device_memory: float | None, reserve: float | None
+) -> int | DeviceMemory:
+    of_auto = {"devices": devices, "device_memory": device_memory, "reserve": reserve}
+    if parts != "auto":
+        if given := [name for name, value in of_auto.items() if value is not None]:
+            raise InputError(f"--{given[0]} goes with --parts=auto")
+        return parts
+    if device_memory is None or not 0 < device_memory < math.inf:
+        raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there are several")
+    known = {name: value for name, value in (("devices", devices), ("reserve", reserve)) if value is not None}
+    return DeviceMemory(**{"devices": 1, **known}, bytes=math.ceil(device_memory * 2**30))  # type: ignore[arg-type]
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -156,13 +164,23 @@ def _print(meta: dict[str, Any], out: Path) -> None:
     console.print(table)
     full, plain = meta["replication_factor_full"], meta["replication_factor"]
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
-    rows = f"{meta['rows_per_hop']:,} rows a layer{_volume(metrics, meta['num_features'])}"
-    console.print(
-        f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut, {rows}, "
-        f"{meta['seconds']:.2f} s; train on it with --data.store={out} --trainer.devices={meta['num_parts']}"
-    )
+    console.print(f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut")
+    console.print(_work(meta, metrics))
+    console.print(f"train on it with --data.store={out} --trainer.devices={meta['num_parts']}")
 
 
-def _volume(metrics: PartitionMetrics, num_features: int) -> str:
-    """What the features alone make of it."""
-    return f" ({metrics.volume(num_features) / 1e6:,.1f} MB of float32 features)" if num_features else ""
+def _work(meta: dict[str, Any], metrics: PartitionMetrics) -> str:
+    """What it took, what it leaves to do, and how evenly."""
+    said = []
+    if "num_clusters" in meta:
+        said.append(f"{meta['num_clusters']:,} clusters merged into {meta['num_merged_clusters']:,}")
+    balance = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in metrics.balance.items())
+    said.append(f"balance (largest over mean): {balance}")
+    volume = f" ({meta['bytes_per_layer'] / 1e6:,.1f} MB of features)" if meta["num_features"] else ""
+    said.append(f"{meta['rows_per_hop']:,} rows cross in a layer{volume}")
+    if meta["num_hops"] > 1:
+        hops = [sum(one["halo_per_hop"][hop] for one in meta["parts"]) for hop in range(meta["num_hops"])]
+        said.append("halo rows by hop: " + ", ".join(f"{rows:,}" for rows in hops))
+    rate = f"{meta['edges_per_second'] / 1e6:,.1f} million edges/s"
+    said.append(f"assigned in {meta['seconds']:.2f} s, {rate}; peak memory {meta['peak_rss_bytes'] / 2**30:.2f} GiB")
+    return "\n".join(said)

@@ -6,7 +6,7 @@ floats, one-column matrices) passes here and is put into one form by :func:`pygd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,7 +51,12 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
 
 
 def check_fields(
-    fields: Mapping[str, Tensor], num_nodes: int, num_edges: int, *, num_classes: int | None = None
+    fields: Mapping[str, Tensor],
+    num_nodes: int,
+    num_edges: int,
+    *,
+    num_classes: int | None = None,
+    after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
     """The part of :func:`check` that looks at all but the edges.
 
@@ -60,15 +65,16 @@ def check_fields(
         num_nodes: Number of nodes.
         num_edges: Number of edges.
         num_classes: Number of classes, where it is known.
+        after_block: Called with the name of a field whenever a block of its rows has been looked at.
 
     Raises:
         InputError: As :func:`check`; the message begins with the name of the field and a colon.
     """
     if "x" in fields:
-        _check_finite("x", fields["x"], "node")
+        _check_finite("x", fields["x"], "node", after_block)
     for name in EDGE_FIELDS:
         if name in fields:
-            _check_edge_values(name, fields[name], num_edges)
+            _check_edge_values(name, fields[name], num_edges, after_block)
     if "y" in fields:
         _check_labels(fields["y"], num_nodes, num_classes)
     for name in MASKS:
@@ -113,7 +119,7 @@ def _check_edges(data: Data, num_nodes: int) -> None:
             )
 
 
-def _check_finite(name: str, value: Tensor, what: str) -> None:
+def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[str], None]) -> None:
     if value.layout is not torch.strided:
         value = value.coalesce().values() if value.layout is torch.sparse_coo else value.values()
         what = "stored value"
@@ -128,6 +134,7 @@ def _check_finite(name: str, value: Tensor, what: str) -> None:
         if first < 0 and len(wrong):
             first = start + int(wrong[0])
         count += len(wrong)
+        after_block(name)
     if count:
         raise InputError(
             f"{name}: {count} of {value.size(0)} {what}s hold NaN or infinite values, the first is {what} {first}; "
@@ -135,14 +142,14 @@ def _check_finite(name: str, value: Tensor, what: str) -> None:
         )
 
 
-def _check_edge_values(name: str, value: Tensor, num_edges: int) -> None:
+def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Callable[[str], None]) -> None:
     if value.dim() == 0 or value.size(0) != num_edges:
         raise InputError(f"{name}: shape {tuple(value.shape)}, expected one entry for each of {num_edges} edges")
     if name == "edge_weight" and value.numel() != num_edges:
         raise InputError(f"edge_weight: shape {tuple(value.shape)}, expected ({num_edges},); use edge_attr for vectors")
     if name == "edge_type":
         _check_edge_types(value, num_edges)
-    _check_finite(name, value, "edge")
+    _check_finite(name, value, "edge", after_block)
 
 
 def _check_edge_types(value: Tensor, num_edges: int) -> None:
@@ -185,15 +192,17 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
 def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
     if num_classes is not None and y.size(1) != num_classes:
         raise InputError(f"y: {y.size(1)} label columns, but num_classes is {num_classes}")
-    missing = torch.isnan(y)
-    partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
-    if len(partly):
-        raise InputError(
-            f"y: node {int(partly[0])} has NaN in some label columns only; a node is labelled in all columns or in none"
-        )
-    wrong = ((y < 0) | (y > 1)).any(dim=1).nonzero()
-    if len(wrong):
-        raise InputError(f"y: the label matrix of node {int(wrong[0])} holds values outside 0 to 1")
+    for start, block in rows_of(y):
+        missing = torch.isnan(block)
+        partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
+        if len(partly):
+            raise InputError(
+                f"y: node {start + int(partly[0])} has NaN in some label columns only; a node is labelled in all "
+                "columns or in none"
+            )
+        wrong = ((block < 0) | (block > 1)).any(dim=1).nonzero()
+        if len(wrong):
+            raise InputError(f"y: the label matrix of node {start + int(wrong[0])} holds values outside 0 to 1")
 
 
 def _check_mask(name: str, mask: Tensor, num_nodes: int) -> None:

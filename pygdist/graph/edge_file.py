@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from pygdist.errors import InputError
+from pygdist.graph.folder import ArrayWriter
 
 __all__ = ["EdgeFile", "EdgeWriter"]
 
@@ -72,10 +72,12 @@ class EdgeFile:
             raise InputError(f"{self.path}: could not be read ({error})") from error
         if len(found) != count:
             raise InputError(f"{self.path}: was cut short while it was read")
+        if self._dtype.kind == "u" and self._dtype.itemsize == 8 and count and int(found.max()) >= 1 << 63:
+            raise InputError(f"{self.path}: holds id {found.max()}, expected ids below 2^63")
         return found
 
 
-class EdgeWriter:
+class EdgeWriter(ArrayWriter):
     """Writes chunks of edges to a file of shape ``(2, E)``; E need not be known before.
 
     Args:
@@ -85,35 +87,11 @@ class EdgeWriter:
     Example:
         >>> with EdgeWriter("edges.npy", np.int32) as writer:
         ...     for chunk in stream.chunks():
-        ...         writer.write(chunk)
+        ...         writer.append(chunk)
     """
 
-    def __init__(self, path: str | Path, dtype: type[np.signedinteger[Any]]) -> None:
-        self._dtype = np.dtype(dtype)
-        self._count = 0
-        self._file = Path(path).open("wb")  # noqa: SIM115  (closed by __exit__)
-        self._write_header()
-
-    def __enter__(self) -> EdgeWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is None:
-                self._file.seek(0)
-                self._write_header()
-
-    def write(self, chunk: NDArray[Any]) -> None:
-        """Append the edges of a chunk of shape ``(2, k)``."""
-        self._file.write(np.ascontiguousarray(chunk.T, dtype=self._dtype).data)
-        self._count += chunk.shape[1]
-
-    def _write_header(self) -> None:
-        # the ends of an edge side by side; numpy pads the header such that a larger count fits in later
-        header = {"descr": self._dtype.str, "fortran_order": True, "shape": (2, self._count)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+    def __init__(self, path: str | Path, dtype: DTypeLike) -> None:
+        super().__init__(Path(path), dtype, pairs=True)
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

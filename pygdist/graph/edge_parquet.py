@@ -51,13 +51,13 @@ def read_parquet(
                     found = [batch.column(batch.schema.get_field_index(name)) for name in columns]
                     if any(column.null_count for column in found):
                         raise InputError(f"{path}: column {columns[0]} or {columns[1]} has empty places")
-                    chunk = np.stack([column.to_numpy(zero_copy_only=False).astype(np.int64) for column in found])
-                    wrong = np.flatnonzero(((chunk < 0) | (chunk >= (num_nodes or 1 << 62))).any(axis=0))
+                    ends = [column.to_numpy(zero_copy_only=False) for column in found]
+                    beyond = (1 << 63) - 1 if num_nodes is None else num_nodes - 1
+                    wrong = np.flatnonzero((ends[0] < 0) | (ends[1] < 0) | (ends[0] > beyond) | (ends[1] > beyond))
                     if len(wrong):
-                        allowed = "ids start at 0" if num_nodes is None else f"the graph has nodes 0 to {num_nodes - 1}"
-                        edge = tuple(chunk[:, wrong[0]].tolist())
-                        raise InputError(f"{path}: row {done + int(wrong[0])} holds ids {edge}, but {allowed}")
-                    yield chunk
+                        edge = tuple(int(end[wrong[0]]) for end in ends)
+                        raise InputError(f"{path}: row {done + int(wrong[0])} holds ids {edge}, expected 0 to {beyond}")
+                    yield np.stack([end.astype(np.int64) for end in ends])
                     done += batch.num_rows
                     advance(batch.num_rows)
     except (OSError, pyarrow.ArrowException) as error:
@@ -69,6 +69,8 @@ def _columns(path: Path, schema: Any) -> list[str]:
     found = next(
         ([lower[one] for one in pair] for pair in _NAMES if all(one in lower for one in pair)), schema.names[:2]
     )
+    if len(set(schema.names)) < len(schema.names):
+        raise InputError(f"{path}: several columns have one name")
     if len(found) < 2:
         raise InputError(f"{path}: {len(schema.names)} columns, expected two of ids")
     for name in found:

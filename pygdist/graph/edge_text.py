@@ -1,8 +1,8 @@
 """Edges from text: SNAP's lists as they come, ``.txt``, ``.csv``, ``.tsv``, gzip too.
 
 A line is an edge: two ids, from source to target, parted by blanks or a comma. ``#`` begins a comment, empty lines are
-skipped, the first line of a table may name the columns. More columns (weights, times) may follow and are not read; all
-lines have the same number.
+skipped, the first line may name the columns, if it begins with a letter. More columns (weights, times) may follow and
+are not read; all lines have the same number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_text(
         progress: Shows how far the file has been read.
 
     Yields:
-        Chunks of edges, int64 of shape ``(2, k)``.
+        Chunks of edges, int64 of shape ``(2, k)``, each valid until the next one comes.
 
     Raises:
         InputError: At a line that is no edge, or has other columns than the first, or an id that is negative or beyond

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -21,8 +21,8 @@ from pygdist.graph.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.edge_parquet import read_parquet
 from pygdist.graph.edge_text import TEXT_SUFFIXES, read_text
 from pygdist.graph.folder import forget_pages
-from pygdist.graph.npy import array_paths, read_array, read_mask, read_tensor
-from pygdist.graph.numbering import distinct_ids, largest_id, renumbered
+from pygdist.graph.npy import array_paths, pick_split, read_array, read_mask, read_tensor
+from pygdist.graph.numbering import checked, distinct_ids, largest_id, renumbered
 from pygdist.graph.prepare import count_classes, prepare_nodes
 from pygdist.graph.progress import Progress, enter_stage
 from pygdist.graph.stream import EdgeStream
@@ -31,6 +31,8 @@ from pygdist.graph.whole import WholeGraph
 __all__ = ["GraphFiles"]
 
 log = logging.getLogger(__name__)
+
+_LEAST_BYTES_PER_NODE = 16
 
 Chunks = Iterator[NDArray[np.int64]]
 
@@ -58,6 +60,7 @@ class GraphFiles:
         split: Shares of the labelled nodes for training, validation and test, in place of masks in the folder; where
             there are none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
+        split_index: Which column of masks that hold several splits.
         num_classes: Number of classes; the largest label plus one by default.
 
     Raises:
@@ -78,10 +81,11 @@ class GraphFiles:
     remove_self_loops: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
+    split_index: int = 0
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_nodes is not None and self.num_nodes < 1:
+        if self.num_nodes is not None and not 1 <= self.num_nodes < 1 << 63:
             raise InputError(f"num_nodes is {self.num_nodes}, expected at least 1")
         if self.relabel and (self.num_nodes is not None or self.features is not None or self.labels is not None):
             raise InputError("relabel: nodes get new numbers, so num_nodes, features and labels by id do not fit them")
@@ -109,7 +113,7 @@ class GraphFiles:
             stat = path.stat()
             files[name] = [path.name, stat.st_size, stat.st_mtime_ns]
         options = {name: value for name, value in vars(self).items() if name not in ("edges", "features", "labels")}
-        return hashlib.blake2b(json.dumps([files, options]).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr([files, options]).encode(), digest_size=16).hexdigest()
 
     def open(self, scratch: Path, *, progress: Progress | None = None) -> WholeGraph:
         """Make a stream of the edges, check what there is, draw a split.
@@ -128,6 +132,7 @@ class GraphFiles:
         num_nodes, fields = self._arrays(paths)
         file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)
         file, num_nodes, ids = self._numbered(file, num_nodes, scratch, progress, notes)
+        _fits(num_nodes, paths["edge_index"])
         self._check(fields, num_nodes, file.num_edges, paths)
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
         prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
@@ -146,7 +151,7 @@ class GraphFiles:
         """All arrays but the edges, mapped, and the number of nodes if something tells it."""
         fields = {name: read_array(path) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
-            if value.dtype.kind not in "biuf" or not value.dtype.isnative:
+            if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
                 raise InputError(f"{paths[name]}: an array of {value.dtype}, expected numbers, such as float32")
             if name == "x" and (value.ndim != 2 or value.shape[1] == 0):
                 raise InputError(f"{paths[name]}: shape {value.shape}, expected (number of nodes, number of features)")
@@ -160,14 +165,18 @@ class GraphFiles:
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
+            if fields["y"].ndim == 0:
+                raise InputError(f"{paths['y']}: a single number, expected one label for each node")
         num_nodes = self.num_nodes
         for name in ("x", "y"):
             if name in fields and num_nodes is None:
                 num_nodes = len(fields[name])
-        for name in set(MASKS) & paths.keys():
-            if num_nodes is None:
+        for name in (name for name in MASKS if name in paths):
+            if num_nodes is None and not paths[name].stem.endswith("_mask"):
                 raise InputError(f"{paths[name]}: nothing says how many nodes there are; state num_nodes")
-            fields[name] = read_mask(paths[name], num_nodes).numpy()
+            mask = read_mask(paths[name], num_nodes or 0)
+            num_nodes = len(mask) if num_nodes is None else num_nodes
+            fields[name] = pick_split(name, mask, self.split_index).numpy()
         for name in ("x", "y", *MASKS):
             if name in fields and len(fields[name]) != num_nodes:
                 raise InputError(f"{paths[name]}: {len(fields[name])} rows, expected one for each of {num_nodes} nodes")
@@ -177,16 +186,17 @@ class GraphFiles:
         self, path: Path, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
     ) -> EdgeFile:
         """The edges as numbers: the file itself where it holds them, or a scratch file."""
-        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+        packed = path.suffix.lower() == ".gz"
+        suffix = (Path(path.stem).suffix if packed else path.suffix).lower()
         reader: Callable[..., Chunks]
-        if path.suffix == ".npy":
+        if suffix == ".npy" and not packed:
             file = EdgeFile(path)
             if not (self.symmetrize or self.remove_self_loops):
                 return file
-            reader = EdgeStream(file, num_nodes=num_nodes or 1 << 62, name=str(path), progress=progress).chunks
-        elif path.suffix == ".parquet":
+            reader = partial(checked, file, num_nodes, progress=progress)
+        elif suffix == ".parquet" and not packed:
             reader = partial(read_parquet, path, num_nodes=num_nodes, progress=progress)
-        elif suffix in TEXT_SUFFIXES or path.suffix in (".gz", ""):
+        elif suffix in TEXT_SUFFIXES or suffix == "":
             reader = partial(read_text, path, num_nodes=num_nodes, progress=progress)
         else:
             known = ", ".join((".npy", ".parquet", *TEXT_SUFFIXES))
@@ -202,9 +212,9 @@ class GraphFiles:
                     keep = chunk[0] != chunk[1]
                     loops += int(np.count_nonzero(~keep))
                     chunk = chunk[:, keep]
-                out.write(chunk)
-                if self.symmetrize:
-                    out.write(chunk[::-1])
+                if self.symmetrize:  # each edge and its reverse together, wherever the file is cut
+                    chunk = np.stack([chunk, chunk[::-1]], axis=2).reshape(2, -1)
+                out.append(chunk)
         if self.remove_self_loops:
             notes.append(f"removed {loops} self-loops")
         if self.symmetrize:
@@ -234,7 +244,7 @@ class GraphFiles:
         stream = EdgeStream(file, num_nodes=largest + 1, progress=progress)
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
             for chunk in stream.chunks():
-                out.write(renumbered(chunk, ids))
+                out.append(renumbered(chunk, ids))
         if file.path.parent == scratch:
             file.path.unlink()
         return EdgeFile(place), len(ids), ids
@@ -244,9 +254,23 @@ class GraphFiles:
     ) -> None:
         tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
         try:
-            check_fields(tensors, num_nodes, num_edges, num_classes=self.num_classes)
+            check_fields(
+                tensors,
+                num_nodes,
+                num_edges,
+                num_classes=self.num_classes,
+                after_block=lambda name: forget_pages(fields[name]),
+            )
         except InputError as error:
             name, _, problem = str(error).partition(":")
             raise InputError(f"{paths.get(name, name)}:{problem}") from error
-        for value in fields.values():
-            forget_pages(value)
+
+
+def _fits(num_nodes: int, path: Path) -> None:
+    """Refuse a number of nodes, such as a stray id makes it, whose owners alone would not fit."""
+    available = psutil.virtual_memory().total
+    if num_nodes * _LEAST_BYTES_PER_NODE > available:
+        raise InputError(
+            f"{path}: {num_nodes} nodes, by their ids, take more than this machine's {available / 2**30:.0f} GiB; "
+            "number them anew (relabel)"
+        )

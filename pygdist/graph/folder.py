@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import logging
 import mmap
 import os
@@ -18,16 +19,18 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["checksum", "exclusive", "flush", "forget_pages", "fresh_folder", "write_rows"]
+__all__ = ["ArrayWriter", "checksum", "exclusive", "flush", "forget_pages", "fresh_folder", "write_rows"]
 
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 24
+_REPLACED = "-old"  # ends the name of a folder on its way out
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -43,9 +46,15 @@ def exclusive(folder: Path) -> Iterator[None]:
     descriptor = _lock(path, folder)
     try:
         if descriptor is not None:
-            for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # its writer held the lock, and is gone
-                log.info("removing %s, left by a writer that did not finish", stale)
-                shutil.rmtree(stale, ignore_errors=True)
+            for stale in folder.parent.glob(
+                f".{glob.escape(folder.name)}.tmp-*"
+            ):  # its writer held the lock, and is gone
+                if stale.name.endswith(_REPLACED) and not folder.exists():
+                    log.info("putting %s back, whose replacement did not come", folder)
+                    stale.rename(folder)
+                else:
+                    log.info("removing %s, left by a writer that did not finish", stale)
+                    shutil.rmtree(stale, ignore_errors=True)
         yield
     finally:
         if descriptor is not None:
@@ -65,7 +74,7 @@ def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         The temporary folder, empty.
     """
     temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}"
-    old = temporary.with_name(temporary.name + "-old")
+    old = temporary.with_name(temporary.name + _REPLACED)
     temporary.mkdir()
     try:
         yield temporary
@@ -114,6 +123,60 @@ def write_rows(
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(dtype), "shape": list(shape)}
+
+
+class ArrayWriter:
+    """Writes an array whose length is not known before: one number after the other, or pairs.
+
+    Args:
+        path: The file.
+        dtype: Type of the numbers.
+        pairs: Each block is ``(2, k)``, and the array ``(2, n)`` with the two of a pair side by side.
+
+    Attributes:
+        count: Numbers, or pairs, so far.
+    """
+
+    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False) -> None:
+        self.count = 0
+        self._path, self._dtype, self._pairs = path, np.dtype(dtype), pairs
+        self._file = path.open("wb")
+        self._write_header()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._write_header()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def append(self, block: NDArray[Any]) -> None:
+        """Add a block at the end."""
+        self._file.write(np.ascontiguousarray(block.T, dtype=self._dtype).data)
+        self.count += block.shape[-1]
+
+    def described(self) -> dict[str, Any]:
+        """After the ``with`` block: what a reader can hold the file to, as :func:`write_rows` says it."""
+        return {
+            "bytes": self._path.stat().st_size,
+            "crc32": checksum(self._path),
+            "dtype": str(self._dtype),
+            "shape": self._shape(),
+        }
+
+    def _shape(self) -> list[int]:
+        return [2, self.count] if self._pairs else [self.count]
+
+    def _write_header(self) -> None:
+        # numpy pads the header such that a larger count fits in later
+        header = {"descr": self._dtype.str, "fortran_order": self._pairs, "shape": tuple(self._shape())}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def forget_pages(array: NDArray[Any]) -> None:

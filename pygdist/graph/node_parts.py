@@ -6,6 +6,7 @@ or edges. Two parts never have to be in memory together: the rows that a part se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,8 @@ class Topology:
         indptr: Where the in-edges of each row start; int64 of shape ``(n + 1,)``, with several hops longer by the rows
             of all hops but the last.
         src: Source rows, for each target in the order of ``e_id``, so that sums and order-dependent aggregations meet
-            their messages in the order that one process meets them; int32 of shape ``(e,)`` where
-            ids fit, else int64.
+            their messages in the order that one process meets them; int32 of shape ``(e,)``, int64 where the graph has
+            2^31 nodes or more.
         e_id: Position of each edge in the whole graph; int64 of shape ``(e,)``.
         recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``, with several
             hops ``(num_hops, num_parts)``.
@@ -49,13 +50,17 @@ class NodeParts:
     Args:
         part: Owner of each node, of shape ``(N,)``.
         num_parts: Number of parts, some of which may own nothing.
+
+    Attributes:
+        num_parts: Number of parts.
+        narrow: The type of local ids: int32 where the ids of all nodes fit.
     """
 
     def __init__(self, part: NDArray[Any], num_parts: int) -> None:
         self.num_parts = num_parts
         self._part = part.astype(np.uint16 if num_parts <= 1 << 16 else np.int32)
         self._node_start, nodes = grouped(self._part, num_parts)
-        narrow = np.int32 if len(part) <= _INT32_MAX else np.int64
+        self.narrow = narrow = np.int32 if len(part) <= _INT32_MAX else np.int64
         self._nodes = nodes.astype(narrow)
         del nodes
         self._position = np.empty(len(part), dtype=narrow)  # of each node among its owner's
@@ -92,15 +97,17 @@ class NodeParts:
             key = row.astype(np.int64) * len(self._part) + source
             first = np.sort(np.unique(key, return_index=True)[1])
             source, row, e_id = source[first], row[first], e_id[first]
-        halo, recv_counts = self.by_owner(self.unseen(source, owned))
+        halo, recv_counts = self.by_owner(self.unseen([source], owned))
         n_id = np.concatenate([owned, halo])
-        src = self.positions(source, n_id)
+        self.index(n_id)
+        src = self.indexed(source)
         indptr, order = grouped(row, len(owned))
         return Topology(n_id=n_id, indptr=indptr, src=src[order], e_id=e_id[order], recv_counts=recv_counts)
 
-    def unseen(self, nodes: NDArray[Any], known: NDArray[Any]) -> NDArray[np.int64]:
+    def unseen(self, nodes: Iterable[NDArray[Any]], known: NDArray[Any]) -> NDArray[np.int64]:
         """The distinct ones of ``nodes`` that are not ``known``, ascending."""
-        self._wanted[nodes] = True
+        for some in nodes:
+            self._wanted[some] = True
         self._wanted[known] = False
         found = np.flatnonzero(self._wanted)
         self._wanted[found] = False
@@ -111,10 +118,13 @@ class NodeParts:
         start, order = grouped(self._part[nodes], self.num_parts)
         return nodes[order], np.diff(start)
 
-    def positions(self, nodes: NDArray[Any], n_id: NDArray[np.int64]) -> NDArray[Any]:
-        """Where nodes are in ``n_id``; int32 where positions fit."""
+    def index(self, n_id: NDArray[np.int64]) -> None:
+        """Note where each node is in ``n_id``, for :meth:`indexed`."""
         self._local[n_id] = np.arange(len(n_id))
-        return np.asarray(self._local[nodes], dtype=np.int32 if len(n_id) <= _INT32_MAX else np.int64)
+
+    def indexed(self, nodes: NDArray[Any]) -> NDArray[Any]:
+        """Where nodes are in the last ``n_id`` that :meth:`index` was given; of type ``narrow``."""
+        return np.asarray(self._local[nodes])
 
     def owned_rows(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows that nodes have at their owner, in the order given: what the owner packs for whoever lists them."""

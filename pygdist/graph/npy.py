@@ -30,7 +30,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 
-__all__ = ["array_paths", "load_npy", "read_array", "read_mask", "read_tensor", "save_npy"]
+__all__ = ["array_paths", "load_npy", "pick_split", "read_array", "read_mask", "read_tensor", "save_npy"]
 
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _INDEX_FILES = {
@@ -129,6 +129,19 @@ def read_array(path: Path) -> NDArray[Any]:
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one .npy array; write it with numpy.save")
     return array
+
+
+def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
+    """One mask of several, which are columns; a single one as it is.
+
+    Raises:
+        InputError: If there is no such column.
+    """
+    if mask.dim() != 2:
+        return mask
+    if not 0 <= split_index < mask.size(1):
+        raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
+    return mask[:, split_index]
 
 
 def _tensor(array: NDArray[Any], path: Path) -> Tensor:

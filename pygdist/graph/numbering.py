@@ -14,9 +14,10 @@ from pygdist.errors import InputError
 from pygdist.graph.edge_file import EdgeFile
 from pygdist.graph.progress import Progress, watched
 
-__all__ = ["distinct_ids", "largest_id", "renumbered"]
+__all__ = ["checked", "distinct_ids", "largest_id", "renumbered"]
 
 _CHUNK_EDGES = 1 << 20
+_TABLE_IDS = 1 << 30  # ids up to which a byte for each is less than what sorting takes
 
 
 def largest_id(edges: EdgeFile, *, progress: Progress | None = None) -> int:
@@ -25,13 +26,22 @@ def largest_id(edges: EdgeFile, *, progress: Progress | None = None) -> int:
     Raises:
         InputError: At a negative id.
     """
-    largest = -1
+    return max((int(chunk.max()) for chunk in checked(edges, None, progress=progress)), default=-1)
+
+
+def checked(edges: EdgeFile, num_nodes: int | None, *, progress: Progress | None = None) -> Iterator[NDArray[np.int64]]:
+    """All edges in chunks.
+
+    Raises:
+        InputError: At an id that is negative, or beyond ``num_nodes`` where that is known.
+    """
     for start, chunk in _chunks(edges, progress):
-        if int(chunk.min()) < 0:
-            edge = int(np.flatnonzero((chunk < 0).any(axis=0))[0])
-            raise InputError(f"{edges.path}: edge {start + edge} has id {chunk[:, edge].min()}, ids start at 0")
-        largest = max(largest, int(chunk.max()))
-    return largest
+        wrong = chunk < 0 if num_nodes is None else (chunk < 0) | (chunk >= num_nodes)
+        if wrong.any():
+            edge = int(np.flatnonzero(wrong.any(axis=0))[0])
+            allowed = "ids start at 0" if num_nodes is None else f"but the graph has nodes 0 to {num_nodes - 1}"
+            raise InputError(f"{edges.path}: edge {start + edge} has id {chunk[:, edge][wrong[:, edge]][0]}, {allowed}")
+        yield chunk
 
 
 def distinct_ids(edges: EdgeFile, largest: int, *, progress: Progress | None = None) -> NDArray[np.int64]:
@@ -42,7 +52,7 @@ def distinct_ids(edges: EdgeFile, largest: int, *, progress: Progress | None = N
         largest: :func:`largest_id` of it.
         progress: Shows the pass.
     """
-    if largest < 8 * edges.num_edges:  # a byte for each number costs less than sorting the ids
+    if largest < _TABLE_IDS:
         seen = np.zeros(largest + 1, dtype=bool)
         for _, chunk in _chunks(edges, progress):
             seen[chunk] = True

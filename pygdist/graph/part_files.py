@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.folder import checksum, forget_pages, write_rows
-from pygdist.graph.node_parts import NodeParts, Topology
+from pygdist.graph.node_parts import NodeParts
 from pygdist.graph.progress import enter_stage, watched
 from pygdist.graph.spill import Spill
-from pygdist.graph.surroundings import surroundings
+from pygdist.graph.surroundings import write_surroundings
 from pygdist.graph.whole import WholeGraph
 
-__all__ = ["open_array", "write_parts"]
+__all__ = ["open_array", "stored_type", "write_parts"]
 
 _NODE_FIELDS = ("x", "y", *MASKS)
 
@@ -54,7 +54,7 @@ def write_parts(
     written = {
         "num_edges": sum(one["num_edges"] for one in described),
         "num_hops": num_hops,
-        "dtypes": {name: str(_stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
+        "dtypes": {name: str(stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
         "counts": {name: sum(one["counts"][name] for one in described) for name in MASKS},
         "replication_factor_full": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
         "edge_cut": sum(one["num_cut"] for one in described),
@@ -115,23 +115,19 @@ def _write_topologies(graph: WholeGraph, parts: NodeParts, places: Sequence[Path
                     "num_edges": len(topology.src),
                     "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
                     "recv_counts": topology.recv_counts.tolist(),
-                    "files": _write_topology(topology, place),
+                    "halo_per_hop": [len(topology.n_id) - num_owned],
+                    "files": {name: write_rows(place / f"{name}.npy", value) for name, value in vars(topology).items()},
                 }
                 described.append(one)
                 advance(len(found[0]))
     return described
 
 
-def _write_topology(topology: Topology, place: Path, suffix: str = ".npy") -> dict[str, Any]:
-    return {name: write_rows(place / f"{name}{suffix}", value) for name, value in vars(topology).items()}
-
-
 def _extend(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int) -> None:
     """Replace the topology of each part by that of several hops; until all are done the others need the first."""
-    for p, (place, one) in enumerate(zip(places, described, strict=True)):
-        extended = surroundings(parts, p, places, num_hops)
-        one["halo_per_hop"] = extended.recv_counts.sum(axis=1).tolist()
-        one["files"] = _write_topology(extended, place, ".extended")
+    for p, one in enumerate(described):
+        one["files"], counts = write_surroundings(parts, p, places, num_hops, ".extended")
+        one["halo_per_hop"] = counts.sum(axis=1).tolist()
     for place in places:
         for path in place.glob("*.extended"):
             path.rename(path.with_suffix(".npy"))
@@ -143,8 +139,8 @@ def _fields(graph: WholeGraph) -> dict[str, NDArray[Any]]:
     return {**graph.fields, **empty}
 
 
-def _stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
-    """As :func:`pygdist.graph.prepare` has them; a file may hold other numbers."""
+def stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
+    """The type that a field has in a store, as :func:`pygdist.graph.prepare` has it; a file may hold other numbers."""
     if name == "edge_type":
         return np.dtype(np.int64)
     floats = name in ("x", "edge_weight", "edge_attr")
@@ -159,7 +155,7 @@ def _write_fields(
     rows = {name: n_id if name == "x" and num_hops > 1 else owned for name in _NODE_FIELDS}
     rows |= dict.fromkeys(EDGE_FIELDS, e_id)
     for name in (name for name in rows if name in fields):
-        dtype = _stored_type(name, fields[name])
+        dtype = stored_type(name, fields[name])
         one["files"][name] = write_rows(place / f"{name}.npy", fields[name], rows[name], dtype=dtype)
     one["counts"] = {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS}
 

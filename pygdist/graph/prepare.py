@@ -116,7 +116,9 @@ def count_classes(y: Tensor | None) -> int:
 
 def labelled_nodes(y: Tensor) -> Tensor:
     """Which nodes have a label: bool of shape ``(N,)``, from labels as :func:`prepare` returns them."""
-    return ~torch.isnan(y).any(dim=1) if is_multi_label(y) else y >= 0
+    if not is_multi_label(y):
+        return y >= 0
+    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~torch.isnan(block).any(dim=1) for _, block in rows_of(y))])
 
 
 def fingerprint(data: Data) -> str:

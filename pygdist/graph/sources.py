@@ -24,7 +24,7 @@ from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS, plain
-from pygdist.graph.npy import load_npy
+from pygdist.graph.npy import load_npy, pick_split
 from pygdist.graph.power_law import power_law
 from pygdist.graph.sbm import degree_corrected_sbm
 from pygdist.registry import import_path
@@ -218,8 +218,5 @@ def _edges_from_adjacency(data: Data, name: str) -> None:
 
 def _pick_split(data: Data, split_index: int) -> None:
     for name in MASKS:
-        mask = data.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            if not 0 <= split_index < mask.size(1):
-                raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
-            data[name] = mask[:, split_index]
+        if isinstance(mask := data.get(name), Tensor):
+            data[name] = pick_split(name, mask, split_index)

@@ -238,6 +238,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
     if "replication_factor_full" not in meta:  # written before vertex-cuts had a second one
         meta["replication_factor_full"] = meta["replication_factor"]
+    meta.setdefault("num_hops", 1)  # written before there were more
     return meta
 
 

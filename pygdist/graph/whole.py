@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,14 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.folder import forget_pages
 from pygdist.graph.prepare import count_classes
 from pygdist.graph.progress import Progress
 from pygdist.graph.stream import EdgeStream
 
 __all__ = ["WholeGraph"]
+
+_BLOCK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,18 @@ class WholeGraph:
             num_classes = count_classes(data.get("y"))
         edges = EdgeStream.from_data(data, progress=progress)
         return cls(edges=edges, fields=fields, num_classes=int(num_classes), notes=notes)
+
+    def fingerprint(self) -> str:
+        """A hash of the edges and fields, 32 hexadecimal digits; one pass."""
+        digest = hashlib.blake2b(f"{self.edges.num_nodes} {self.merge}".encode(), digest_size=16)
+        for chunk in self.edges.chunks():
+            digest.update(np.ascontiguousarray(chunk.T).data)  # wherever the stream is cut
+        for name, value in sorted(self.fields.items()):
+            digest.update(f"{name} {value.dtype} {value.shape}".encode())
+            for start in range(0, len(value), _BLOCK_ROWS):
+                digest.update(np.ascontiguousarray(value[start : start + _BLOCK_ROWS]).data)
+                forget_pages(value)
+        return digest.hexdigest()
 
     @property
     def multi_label(self) -> bool:

@@ -135,6 +135,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_place_2psl": (_EDGES, _PLACEMENT, *[_ARRAY] * 4, _SEED, _INT, _ARRAY),
     "pygdist_cluster": (_EDGES, _ARRAY, _LONG, _INT, _ARRAY, _ARRAY, _COUNT, _ARRAY),
     "pygdist_merge_clusters": (_LONG, _ARRAY, _ARRAY, _LONG, _ARRAY, _COUNT, _COUNT),
+    "pygdist_deal": (_ARRAY, _LONG, _INT, _ARRAY),
     "pygdist_fill_neighbours": (_EDGES, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_place_nodes": (_LONG, _LONG, _ARRAY, _ARRAY, _INT, _LONG, _INT, _REAL, _REAL, _ARRAY, _ARRAY),
     "pygdist_parse_edges": (ctypes.c_char_p, _LONG, ctypes.POINTER(NativeText), _ARRAY),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,11 +62,6 @@ def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool
 
 def spread(size: NDArray[np.int64], num_parts: int) -> NDArray[np.int32]:
     """Clusters to parts: the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
-    heap = [(0, part) for part in range(num_parts)]
-    part_of = np.zeros(len(size), dtype=np.int32)
-    used = np.flatnonzero(size)  # most numbers belong to clusters that all nodes have left
-    for one in used[np.argsort(-size[used], kind="stable")].tolist():
-        total, part = heapq.heappop(heap)
-        part_of[one] = part
-        heapq.heappush(heap, (total + int(size[one]), part))
+    part_of = np.empty(len(size), dtype=np.int32)
+    call("deal", None, np.ascontiguousarray(size, dtype=np.int64), len(size), num_parts, part_of)
     return part_of

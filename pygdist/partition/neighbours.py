@@ -25,19 +25,28 @@ def neighbour_lists(
         window_ends: Edge ends in memory at a time, but no fewer than one node's.
 
     Yields:
-        The first node of a window; where each of its nodes' lists begins, int64 of shape ``(n + 1,)``; and the
-        neighbours, int32, in the order of the stream.
+        Arrays that are valid until the next window comes: the first node of a window; where each of its nodes' lists
+        begins, int64 of shape ``(n + 1,)``; and the neighbours, int32, in the order of the stream.
     """
     offsets = np.zeros(edges.num_nodes + 1, dtype=np.int64)
     np.cumsum(count_degrees(edges), out=offsets[1:])
-    first = 0
-    while first < edges.num_nodes:
-        last = int(np.searchsorted(offsets, offsets[first] + window_ends, side="right")) - 1
-        last = min(max(last, first + 1), edges.num_nodes)
+    windows = _windows(offsets, window_ends)
+    lists = np.empty(max((int(offsets[last] - offsets[first]) for first, last in windows), default=0), dtype=np.int32)
+    for first, last in windows:
         indptr = offsets[first : last + 1] - offsets[first]
-        neighbour = np.empty(int(indptr[-1]), dtype=np.int32)
+        neighbour = lists[: int(indptr[-1])]
         place = indptr[:-1].copy()
         for chunk in edges.chunks():
             call("fill_neighbours", chunk, first, last, place, neighbour)
         yield first, indptr, neighbour
+
+
+def _windows(offsets: NDArray[np.int64], window_ends: int) -> list[tuple[int, int]]:
+    """First and last node of each window."""
+    found, first, num_nodes = [], 0, len(offsets) - 1
+    while first < num_nodes:
+        last = int(np.searchsorted(offsets, offsets[first] + window_ends, side="right")) - 1
+        last = min(max(last, first + 1), num_nodes)
+        found.append((first, last))
         first = last
+    return found

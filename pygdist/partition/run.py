@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
@@ -28,7 +30,7 @@ _GIB = 2**30
 
 
 def partition_graph(
-    source: Data | GraphFiles,
+    source: Data | GraphFiles | WholeGraph,
     folder: str | Path,
     *,
     num_parts: int | DeviceMemory,
@@ -44,13 +46,15 @@ def partition_graph(
     """Partition a graph and write its store; a finished store of the same is left alone.
 
     Args:
-        source: The graph, as :func:`pygdist.graph.prepare` returns it; or in files, which are read as streams.
+        source: The graph, as :func:`pygdist.graph.prepare` returns it; in files, which are read as streams; or any
+            stream with what goes with it.
         folder: Where the store goes; it appears when it is complete.
         num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit it.
         partitioner: A name, a class path, or an instance.
-        notes: What preprocessing did, for ``meta.json``; files have their own.
+        notes: What preprocessing did, for ``meta.json``, of a ``Data``.
         num_classes: Number of classes; by default that of ``source``.
-        fingerprint: :func:`pygdist.graph.fingerprint` of ``source`` where it is known already.
+        fingerprint: What tells this graph from others, where it is known already; :func:`pygdist.graph.fingerprint` of
+            a ``Data``.
         num_hops: How far the halo of a part reaches; more than 1 makes the placement *replicas*.
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
@@ -70,6 +74,8 @@ def partition_graph(
     """
     if num_hops < 1:
         raise InputError(f"num_hops is {num_hops}, expected at least 1")
+    if num_hops > 1 and isinstance(num_parts, DeviceMemory):
+        raise InputError("num_parts: what fits the devices is known for halos of one hop; state a number for more")
     chosen = resolve_partitioner(partitioner, **args)
     job = _Job(chosen, num_parts, num_hops)
     wanted = {
@@ -79,13 +85,19 @@ def partition_graph(
         **({"num_parts": num_parts} if isinstance(num_parts, int) else {"device_memory": vars(num_parts)}),
     }
     if isinstance(source, GraphFiles):
-        wanted["fingerprint"] = fingerprint or source.fingerprint()
+        files = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
+        wanted["fingerprint"] = fingerprint or files.fingerprint()
 
         def build(place: Path) -> dict[str, Any]:
-            return _read_and_partition(source, place, job, progress)
+            return _read_and_partition(files, place, job, progress)
     else:
-        graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
-        wanted |= {"fingerprint": fingerprint or content_of(source), "num_classes": graph.num_classes}
+        if isinstance(source, Data):
+            graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
+            content = fingerprint or content_of(source)
+        else:
+            graph = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
+            content = fingerprint or graph.fingerprint()
+        wanted |= {"fingerprint": content, "num_classes": graph.num_classes}
 
         def build(place: Path) -> dict[str, Any]:
             return _partition(graph, place, job)
@@ -122,8 +134,11 @@ def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
         num_parts, found, seconds = _fit(graph, job.partitioner, job.num_parts)
     start = time.perf_counter()
     written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops)
+    metrics = PartitionMetrics.from_meta(written)
+    itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
     return {
-        **PartitionMetrics.from_meta(written).totals(),
+        **metrics.totals(),
+        "bytes_per_layer": metrics.volume(written["num_features"], itemsize=itemsize),
         **written,
         **found.figures,
         "seconds": seconds,

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph import WholeGraph
+from pygdist.graph.part_files import stored_type
 from pygdist.partition.metrics import PartitionMetrics
 
 __all__ = ["DeviceMemory", "GraphBytes"]
 
 _GIB = 2**30
-_LEAST_GAIN = 0.97  # of the largest part from one number of parts to the next; beyond, more parts do not help
+_LEAST_GAIN = 0.97  # of the largest part from one number of parts to the next; beyond, more parts do not help ...
+_PATIENCE = 3  # ... if it happens so often in a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class GraphBytes:
 
     @classmethod
     def of(cls, graph: WholeGraph) -> GraphBytes:
-        """The bytes of a graph."""
-        width = {name: _row_bytes(value) for name, value in graph.fields.items()}
+        """The bytes of a graph as it is stored; edges that will be merged count one by one."""
+        width = {name: _row_bytes(name, value) for name, value in graph.fields.items()}
         of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
         per_node = sum(width.values()) - of_edges + 16
         return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)
@@ -102,7 +104,10 @@ class DeviceMemory:
         return found
 
     def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
-        """Raise the number of parts until the largest fits with its halo, which is known only after a partition.
+        """The fewest parts of which the largest fits with its halo, which is known only after a partition.
+
+        From the paper's rule the number grows, at most twofold at a time, until the parts fit; between that and the
+        last one that did not, the fewest is looked for by halving.
 
         Args:
             num_bytes: Of the graph and its features.
@@ -110,26 +115,36 @@ class DeviceMemory:
             largest_of: Partitions into so many parts; gives the bytes of the largest.
 
         Returns:
-            The first number that fits.
+            The number.
 
         Raises:
-            InputError: If no number does: halos stop shrinking, or there would be more parts than nodes.
+            InputError: If none fits: halos have stopped shrinking, or there would be more parts than nodes.
         """
-        num_parts, before = self.fewest(num_bytes, num_nodes), math.inf
-        while (largest := largest_of(num_parts)) > self.budget:
-            following = max(num_parts + 1, math.ceil(num_parts * min(largest / self.budget, 2)))
-            if largest > _LEAST_GAIN * before or following > num_nodes:
+        num_parts = self.fewest(num_bytes, num_nodes)
+        largest = largest_of(num_parts)
+        below, stuck = num_parts - 1, 0
+        while largest > self.budget:
+            grown = max(num_parts + 1, math.ceil(num_parts * min(largest / self.budget, 2)))
+            if num_parts == num_nodes or stuck == _PATIENCE:
                 raise InputError(
                     f"parts: with {num_parts} parts the largest takes {largest / _GIB:.3g} GiB with its halo, and more "
                     f"parts do not help to fit {self._told()}; use devices with more memory, a smaller reserve, or a "
                     "method that replicates less"
                 )
-            num_parts, before = following, largest
+            below, num_parts, before = num_parts, min(grown, num_nodes), largest
+            largest = largest_of(num_parts)
+            stuck = stuck + 1 if largest > _LEAST_GAIN * before else 0
+        while num_parts - below > 1:
+            middle = (below + num_parts) // 2
+            if largest_of(middle) <= self.budget:
+                num_parts = middle
+            else:
+                below = middle
         return num_parts
 
     def _told(self) -> str:
         return f"{self.budget / _GIB:.3g} GiB ({self.bytes / _GIB:.3g} GiB less {self.reserve:.0%} for training)"
 
 
-def _row_bytes(value: NDArray[Any]) -> int:
-    return int(value.dtype.itemsize * math.prod(value.shape[1:]))
+def _row_bytes(name: str, value: NDArray[Any]) -> int:
+    return int(stored_type(name, value).itemsize * math.prod(value.shape[1:]))

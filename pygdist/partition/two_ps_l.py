@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
+from pygdist.graph.folder import forget_pages
 from pygdist.partition._native import call, require
 from pygdist.partition.clustering import cluster, spread
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
@@ -63,12 +64,14 @@ class TwoPSLPartitioner(BalancedEdgePartitioner):
             call("place_2psl", chunk, state, *known, 0, part)
             placed[start : start + len(part)] = part
             start += len(part)
+            forget_pages(placed)
         start = 0
 
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
             nonlocal start
             part[:] = placed[start : start + len(part)]
             start += len(part)
+            forget_pages(placed)
             call("place_2psl", chunk, state, *known, 1, part)
 
         return place
@@ -78,9 +81,9 @@ def _scratch(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """An array for the length of one run: on disk, nameless, where it is large."""
     if count * dtype.itemsize <= _IN_MEMORY_BYTES:
         return np.empty(count, dtype=dtype)
-    with tempfile.TemporaryFile() as file:  # mapped, it outlives its closing
-        try:
+    try:
+        with tempfile.TemporaryFile() as file:  # mapped, it outlives its closing
             os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # a full disk is told here, not by a signal
-        except OSError as error:
-            raise InputError(f"2ps-l: no room for {count} edges in {tempfile.gettempdir()} ({error})") from error
-        return np.memmap(file, dtype=dtype, shape=(count,), mode="r+")
+            return np.memmap(file, dtype=dtype, shape=(count,), mode="r+")
+    except OSError as error:
+        raise InputError(f"2ps-l: no room for {count} edges in {tempfile.gettempdir()} ({error})") from error

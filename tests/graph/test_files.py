@@ -23,10 +23,12 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph import (
     EdgeFile,
+    EdgeGenerator,
     EdgeStream,
     EdgeWriter,
     GraphFiles,
     WholeGraph,
+    numbering,
     open_part,
     prepare,
     read_meta,
@@ -75,6 +77,8 @@ FORMATS: dict[str, Any] = {
     "commas.csv": lambda path: path.write_bytes(b"id_1,id_2\n" + _text(",")),
     "wide.csv": lambda path: path.write_bytes(b'"from", "to", "time"\n' + _text(" , ", ",2004-05-06\n")),
     "windows.txt": lambda path: path.write_bytes(b"\xef\xbb\xbf# a comment\r\n\r\n" + _text(" ", "\r\n") + b"  # 7 8"),
+    "notes.txt": lambda path: path.write_bytes(_text(" ", " # a note\n") + b"\t# another\n"),
+    "LOUD.TXT": lambda path: path.write_bytes(_text(" ")),
     "no-last-end.txt": lambda path: path.write_bytes(_text(" ").rstrip()),
     "compressed.txt.gz": lambda path: path.write_bytes(gzip.compress(_text("\t"))),
     "table.parquet": lambda path: parquet.write_table(
@@ -112,7 +116,7 @@ def test_text_does_not_depend_on_blocks(
 def test_a_writer_makes_what_numpy_reads(count: int, tmp_path: Path) -> None:
     with EdgeWriter(tmp_path / "edges.npy", np.int32) as writer:
         for start in range(0, count, 2):
-            writer.write(EDGES[:, start : min(start + 2, count)])
+            writer.append(EDGES[:, start : min(start + 2, count)])
     np.testing.assert_array_equal(np.load(tmp_path / "edges.npy"), EDGES[:, :count])
     np.testing.assert_array_equal(EdgeFile(tmp_path / "edges.npy").read(0, count), EDGES[:, :count])
 
@@ -130,7 +134,12 @@ WRONG_TEXT = {
     "negative": (b"0 1\n\n3 -4\n", "line 3 has id -4, ids start at 0"),
     "two headers": (b"a,b\nc,d\n0,1\n", "line 2 is 'c,d', expected two ids"),
     "no edges": (b"# nothing\n", "holds no edges; state num_nodes"),
-    "bytes": (bytes(range(128, 160)) * 10 + b"\n1 2\n\xff", "line 3 is"),
+    "bytes": (bytes(range(128, 160)) * 10 + b"\n1 2\n", "line 1 is"),
+    "a fraction first": (b"1.5 2\n0 1\n", "line 1 is '1.5 2'"),
+    "a long number first": (b"99999999999999999999 2\n0 1\n", "line 1 is '99999999999999999999 2'"),
+    "another separator": (b"0;1\n1;2\n", "line 1 is '0;1', expected two ids"),
+    "ends of old": (b"0 1\r1 2\r2 3\r", "line 1 is"),
+    "signs": (b"+1 2\n", "line 1 is"),
 }
 
 
@@ -156,7 +165,7 @@ def test_the_number_of_a_line_counts_all_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pairs.npy", "blanks.txt", "table.parquet"])
 def test_an_id_beyond_the_nodes(name: str, tmp_path: Path) -> None:
     FORMATS[name](tmp_path / name)
-    with pytest.raises(InputError, match=rf"{name}: .*\b4\b.* nodes 0 to 3"):
+    with pytest.raises(InputError, match=rf"{name}: .*\b4\b.* 0 to 3"):
         edges_of(whole(GraphFiles(edges=tmp_path / name, num_nodes=4), tmp_path / "scratch"))
 
 
@@ -177,6 +186,18 @@ WRONG_FILES: dict[str, tuple[Any, str]] = {
     "words.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": ["x"], "b": [1]}), path),
         "column a holds string",
+    ),
+    "twice.parquet": (
+        lambda path: parquet.write_table(pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]), path),
+        "several columns have one name",
+    ),
+    "unsigned.npy": (
+        lambda path: _npy(path, EDGES.astype(np.uint64) + np.uint64(1 << 63)),
+        "holds id 92233720368547758.., expected ids below",
+    ),
+    "unsigned.parquet": (
+        lambda path: parquet.write_table(pyarrow.table({"a": np.array([1 << 63], np.uint64), "b": [1]}), path),
+        r"row 0 holds ids \(9223372036854775808, 1\)",
     ),
     "gaps.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": [1, None], "b": [1, 2]}), path),
@@ -209,6 +230,10 @@ def test_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ({"x": np.zeros(6)}, {}, r"x.npy: shape \(6,\), expected \(number of nodes, number of features\)"),
         ({"x": np.full((6, 2), np.nan)}, {}, r"x.npy: 6 of 6 nodes hold NaN"),
         ({"x": np.zeros((6, 2), complex)}, {}, r"x.npy: an array of complex128"),
+        ({"x": np.zeros((6, 2), np.longdouble)}, {}, r"x.npy: an array of float128"),
+        ({"y": np.array(3)}, {}, r"y.npy: a single number"),
+        ({}, {"num_nodes": 1 << 50}, r"edges.npy: \d+ nodes, by their ids, take more than this machine's"),
+        ({}, {"num_nodes": 4, "symmetrize": True}, r"edges.npy: edge 4 has id 4, but the graph has nodes 0 to 3"),
         ({"y": np.full(6, -3)}, {}, r"y.npy: node 0 has label -3"),
         ({"y": np.arange(6)}, {"num_classes": 3}, r"y.npy: 3 labels out of range"),
         ({"x": np.zeros((6, 2))}, {"relabel": True}, "relabel: nodes get new numbers"),
@@ -333,6 +358,57 @@ def test_edges_change_as_in_memory(
         for first, last in zip(arrays["indptr"], arrays["indptr"][1:], strict=False):
             assert set(arrays["src"][first:last]) == set(others["src"][first:last])
         np.testing.assert_array_equal(arrays["send_index"], others["send_index"])
+
+
+def test_masks_of_several_splits(tmp_path: Path) -> None:
+    data, _ = prepare(random_graph(30, 90))
+    save_npy(data, tmp_path / "graph")
+    for name in ("train_mask", "val_mask", "test_mask"):
+        mask = getattr(data, name).numpy()
+        np.save(tmp_path / "graph" / f"{name}.npy", np.stack([~mask, mask], axis=1))
+    graph = whole(GraphFiles(edges=tmp_path / "graph", split_index=1), tmp_path / "scratch")
+    np.testing.assert_array_equal(graph.fields["train_mask"], data.train_mask.numpy())
+    with pytest.raises(InputError, match="split_index is 2, but train_mask holds splits 0 to 1"):
+        whole(GraphFiles(edges=tmp_path / "graph", split_index=2), tmp_path / "scratch")
+
+
+def test_reverse_edges_do_not_depend_on_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbering, "_CHUNK_EDGES", 3)
+    np.save(tmp_path / "edges.npy", EDGES)
+    found = edges_of(whole(GraphFiles(edges=tmp_path / "edges.npy", symmetrize=True), tmp_path / "scratch"))
+    np.testing.assert_array_equal(found[:, ::2], EDGES)
+    np.testing.assert_array_equal(found[:, 1::2], EDGES[::-1])
+
+
+def test_a_stream_of_ones_own(tmp_path: Path) -> None:
+    generator = EdgeGenerator(500, 4000, num_communities=5)
+    graph = WholeGraph(edges=EdgeStream(generator, num_nodes=500), fields={}, num_classes=0)
+    meta = partition_graph(graph, tmp_path / "store", num_parts=3, partitioner="hash")
+    assert (meta["num_nodes"], meta["num_edges"]) == (500, 4000)
+    assert partition_graph(graph, tmp_path / "store", num_parts=3, partitioner="hash") == meta
+    other = WholeGraph(edges=EdgeStream(EdgeGenerator(500, 4000), num_nodes=500), fields={}, num_classes=0)
+    with pytest.raises(InputError, match="fingerprint differ"):
+        partition_graph(other, tmp_path / "store", num_parts=3, partitioner="hash")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from /proc")
+def test_features_are_not_loaded(tmp_path: Path) -> None:
+    features = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (100_000, 1000))  # 400 MB, of zeros
+    del features
+    np.save(tmp_path / "edges.npy", np.random.default_rng(0).integers(0, 100_000, (2, 100_000)))
+    peaks = []
+    for options in ({}, {"features": str(tmp_path / "x.npy")}):
+        code = "import sys; from pygdist.graph import GraphFiles; from pygdist.partition import partition_graph\n"
+        code += f"files = GraphFiles(edges={str(tmp_path / 'edges.npy')!r}, num_nodes=100_000, **{options!r})\n"
+        code += f"place = {str(tmp_path / f'store{len(peaks)}')!r}\n"
+        code += "print(partition_graph(files, place, num_parts=4, partitioner='hash')['peak_rss_bytes'])"
+        paths = os.pathsep.join(path for path in sys.path if path)
+        outcome = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        peaks.append(int(outcome.stdout))
+    assert peaks[1] - peaks[0] < 150 * 2**20  # blocks of 16 MiB, and their temporaries
 
 
 @given(chunk_edges=st.integers(1, 70), seed=st.integers(0, 99))

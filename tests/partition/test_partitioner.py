@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph import EdgeStream, degree_corrected_sbm, prepare, read_meta
+from pygdist.graph import EdgeStream, GraphFiles, degree_corrected_sbm, open_part, prepare, read_meta
 from pygdist.partition import (
     ChunkPartitioner,
     HashPartitioner,
@@ -107,6 +107,30 @@ def test_owner_of_every_node(name: str, num_nodes: int, edges: int, num_parts: i
     assert part.max() < num_parts
     rechunked = EdgeStream(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges)
     np.testing.assert_array_equal(partitioner.assign(rechunked, num_parts), part)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(seed=st.integers(0, 999), num_parts=st.integers(1, 5))
+@settings(max_examples=8, deadline=None)
+def test_every_owner_has_the_whole_list_of_in_neighbours(
+    name: str, seed: int, num_parts: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, rng = tmp_path_factory.mktemp("file"), np.random.default_rng(seed)
+    ids = np.sort(rng.choice(10**12, 30, replace=False))
+    edges = ids[rng.integers(0, 30, (2, 100))]
+    np.save(folder / "edges.npy", edges)
+    files = GraphFiles(edges=folder / "edges.npy")
+    meta = partition_graph(files, folder / "store", num_parts=num_parts, partitioner=name)
+    known = np.load(folder / "store" / "ids.npy")
+    np.testing.assert_array_equal(known, np.unique(edges))
+    owned = []
+    for part in range(num_parts):
+        arrays = open_part(folder / "store", part)
+        for row in range(meta["parts"][part]["num_owned"]):
+            owned.append(int(known[arrays["n_id"][row]]))
+            sources = known[arrays["n_id"][arrays["src"][arrays["indptr"][row] : arrays["indptr"][row + 1]]]]
+            np.testing.assert_array_equal(sources, edges[0, edges[1] == owned[-1]])
+    assert sorted(owned) == known.tolist()
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 6])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 import pygdist.native.library as library
 import pygdist.partition.node_stream as node_stream
 from pygdist.errors import InputError
-from pygdist.graph import EdgeStream, degree_corrected_sbm
+from pygdist.graph import EdgeStream, degree_corrected_sbm, load_graph
 from pygdist.partition import FennelPartitioner, LDGPartitioner, SpringPartitioner, measure, resolve_partitioner
 from pygdist.partition.neighbours import neighbour_lists
 from pygdist.partition.spring import filled
@@ -59,6 +61,17 @@ def test_balance_is_kept(partitioner: LDGPartitioner | FennelPartitioner, monkey
     assert np.bincount(part).max() <= np.ceil(1000 / 7)
     monkeypatch.setattr(node_stream, "neighbour_lists", lambda edges: neighbour_lists(edges, window_ends=500))
     np.testing.assert_array_equal(partitioner.assign(edges, 7), part)
+
+
+@given(num_nodes=st.integers(1, 60), num_edges=st.integers(0, 200), num_parts=st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_spring_deals_what_it_merged_evenly(num_nodes: int, num_edges: int, num_parts: int) -> None:
+    num_parts = min(num_parts, num_nodes)
+    edges = EdgeStream(skewed(num_nodes, num_edges, seed=num_edges), num_nodes=num_nodes)
+    part = SpringPartitioner(volume=1e-9).assign(edges, num_parts)  # the stream leaves every node to itself
+    sizes = np.bincount(part, minlength=num_parts)
+    # no merged cluster is larger than 1.05 mean parts, and each goes to the smallest part
+    assert sizes.max() - sizes.min() <= max(1.05 * num_nodes / num_parts, 1)
 
 
 @given(
@@ -129,3 +142,17 @@ def test_spring_finds_communities() -> None:
 def test_wrong_options_are_refused(name: str, options: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         resolve_partitioner(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "clusters", "merged"), [("Cora", (372, 0.25), (101, 0.2)), ("CiteSeer", (904, 0.3), (411, 0.1))]
+)
+def test_clusters_of_real_graphs(
+    name: str, clusters: tuple[int, float], merged: tuple[int, float], shared_data: Path, tmp_path: Path
+) -> None:
+    """CATGNN, Table 2."""
+    shutil.copytree(shared_data / "Planetoid" / name, tmp_path / name)
+    edges = EdgeStream.from_data(load_graph("Planetoid", root=str(tmp_path), name=name))
+    figures = SpringPartitioner().run(edges, 4).figures
+    assert figures["num_clusters"] == pytest.approx(clusters[0], rel=clusters[1])
+    assert figures["num_merged_clusters"] == pytest.approx(merged[0], rel=merged[1])

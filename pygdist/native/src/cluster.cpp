@@ -109,4 +109,27 @@ int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const i
   return PYGDIST_NO_MEMORY;
 }
 
+// The last step of both: clusters to parts, the largest first, each to the part with the least so far. Empty ones go
+// nowhere: part[c] is 0.
+int32_t pygdist_deal(const int64_t* size, int64_t count, int32_t num_parts, int32_t* part) try {
+  std::vector<int32_t> used;
+  for (int64_t c = 0; c < count; ++c) {
+    part[c] = 0;
+    if (size[c]) used.push_back(static_cast<int32_t>(c));
+  }
+  std::stable_sort(used.begin(), used.end(), [&](int32_t a, int32_t b) { return size[a] > size[b]; });
+  using Load = std::pair<int64_t, int32_t>;  // total, part
+  std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
+  for (int32_t p = 0; p < num_parts; ++p) least.emplace(0, p);
+  for (const int32_t c : used) {
+    const auto [total, p] = least.top();
+    least.pop();
+    part[c] = p;
+    least.emplace(total + size[c], p);
+  }
+  return PYGDIST_OK;
+} catch (const std::bad_alloc&) {
+  return PYGDIST_NO_MEMORY;
+}
+
 }  // extern "C"

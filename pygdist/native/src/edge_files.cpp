@@ -7,7 +7,7 @@
 
 namespace {
 
-bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
+bool is_blank(char c) { return c == ' ' || c == '\t'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // One line without its end. The number of its columns, of which the first two are at `ids`; 0 if it holds no edge. What
@@ -17,7 +17,7 @@ int32_t parse_line(const char* at, const char* end, int64_t* ids) {
     while (at < end && is_blank(*at)) ++at;
   };
   skip_blanks();
-  if (at == end || *at == '#') return 0;
+  if (at == end || *at == '#') return 0;  // empty, or a comment
   for (int32_t column = 0;; ++column) {
     const char* const start = at;
     if (column < 2) {
@@ -38,12 +38,18 @@ int32_t parse_line(const char* at, const char* end, int64_t* ids) {
     if (at == start && !comma_next) return -PYGDIST_BAD_LINE;  // nothing after the last comma
     if (at < end && !is_blank(*at) && !comma_next) return -PYGDIST_BAD_LINE;
     skip_blanks();
-    if (at == end) return column + 1;
+    if (at == end || *at == '#') return column + 1;
     if (*at == ',') {
       ++at;
       skip_blanks();
     }
   }
+}
+
+// Whether a line without an edge may be names of columns: it begins like a name.
+bool may_be_names(const char* at, const char* end) {
+  while (at < end && (is_blank(*at) || *at == '"' || *at == '\'' || *at == '_')) ++at;
+  return at < end && ((*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z'));
 }
 
 }  // namespace
@@ -56,11 +62,14 @@ int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* stat
   for (const char* at = text; at < last;) {
     const char* end = static_cast<const char*>(std::memchr(at, '\n', static_cast<size_t>(last - at)));
     if (!end) end = last;
+    const char* const next = end + 1;
+    if (end > at && end[-1] == '\r') --end;
     ++state->line;
     int64_t* const ids = edge + 2 * state->count;
     const int32_t columns = parse_line(at, end, ids);
     if (columns) {
-      if (columns == -PYGDIST_BAD_LINE && state->may_have_header && !state->columns) {
+      if (columns == -PYGDIST_BAD_LINE && state->may_have_header && !state->columns &&
+          may_be_names(at, end)) {
         state->may_have_header = 0;  // names of columns
         state->header_line = state->line;
       } else {
@@ -74,7 +83,7 @@ int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* stat
         ++state->count;
       }
     }
-    at = end + 1;
+    at = next;
   }
   return PYGDIST_OK;
 }

@@ -175,6 +175,9 @@ PYGDIST_API int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* d
 PYGDIST_API int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const int32_t* richest,
                                            int64_t max_size, int32_t* cluster, int32_t* num_clusters, int32_t* found);
 
+// Clusters to parts by size: part[c] for each of `count` clusters.
+PYGDIST_API int32_t pygdist_deal(const int64_t* size, int64_t count, int32_t num_parts, int32_t* part);
+
 // The neighbours of nodes first..last-1, at `next`, one place for each node, which moves on.
 PYGDIST_API int32_t pygdist_fill_neighbours(const pygdist_edges* edges, int64_t first, int64_t last, int64_t* next,
                                             int32_t* neighbour);

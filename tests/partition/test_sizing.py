@@ -1,0 +1,61 @@
+"""How many parts fit: the fewest, and a refusal only where more do not help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pygdist.errors import InputError
+from pygdist.graph import EdgeStream, WholeGraph
+from pygdist.partition import DeviceMemory, measure
+from pygdist.partition.sizing import GraphBytes
+
+MEMORY = DeviceMemory(devices=2, bytes=300)  # a budget of 100
+
+
+@pytest.mark.parametrize(
+    ("largest_of", "expected"),
+    [
+        (lambda parts: 90, 2),
+        (lambda parts: 300 / parts, 3),
+        (lambda parts: {2: 200.0}.get(parts, 90.0), 3),
+        (lambda parts: {2: 150.0, 3: 149.0}.get(parts, 60.0), 4),
+        (lambda parts: 5000 / parts, 50),
+        (lambda parts: 70 + 900 / parts, 30),
+    ],
+)
+def test_the_fewest(largest_of: Callable[[int], float], expected: int) -> None:
+    assert MEMORY.search(150, 1000, largest_of) == expected
+
+
+def test_the_papers_rule_comes_first() -> None:
+    assert MEMORY.fewest(10, 1000) == 2  # one for each device
+    assert MEMORY.fewest(701, 1000) == 8
+    with pytest.raises(InputError, match="no number of parts fits"):
+        MEMORY.fewest(701, 7)
+
+
+@pytest.mark.parametrize(("largest_of", "most"), [(lambda parts: 120.0, 1000), (lambda parts: 101 + 9 / parts, 5)])
+def test_where_more_parts_do_not_help(largest_of: Callable[[int], float], most: int) -> None:
+    tried: list[int] = []
+    with pytest.raises(InputError, match="more parts do not help"):
+        MEMORY.search(150, most, lambda parts: tried.append(parts) or largest_of(parts))  # type: ignore[func-returns-value]
+    assert max(tried) <= most
+
+
+def test_bytes_are_those_of_the_store() -> None:
+    edges = EdgeStream(np.array([[0, 1, 2, 3], [1, 2, 3, 0]]), num_nodes=4)
+    fields = {"x": np.zeros((4, 10), np.float16), "y": np.zeros(4, np.int64), "edge_weight": np.zeros(4, np.float32)}
+    size = GraphBytes.of(WholeGraph(edges=edges, fields=fields, num_classes=1))
+    assert (size.per_node, size.per_halo, size.per_edge) == (40 + 8 + 16, 40 + 8, 4 + 12)
+    assert size.whole(4, 4) == 4 * 64 + 4 * 16
+    metrics = measure(edges, np.array([0, 0, 0, 1]), 2)
+    assert size.largest(metrics) == 3 * 64 + 1 * 48 + 3 * 16
+
+
+@pytest.mark.parametrize("options", [{"devices": 0}, {"bytes": 0}, {"reserve": 1.0}, {"reserve": float("nan")}])
+def test_devices_that_make_no_sense(options: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="expected at least 1 device"):
+        DeviceMemory(**{"devices": 1, "bytes": 1, **options})  # type: ignore[arg-type]
