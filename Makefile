@@ -11,11 +11,11 @@ READY := $(VENV)/.installed
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check build venv clean
+.PHONY: help demo test check cluster-check build venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two, and compare
 	$(BIN)/python -m pygdist.demo
@@ -27,6 +27,9 @@ check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
+	$(BIN)/python experiments/cluster_check.py
 
 build: $(READY)  ## install into .venv, with the native library; again if its sources changed
 venv: $(READY)  ## the same

@@ -6,7 +6,7 @@ or edges. Two parts never have to be in memory together: the rows that a part se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,26 +19,29 @@ __all__ = ["NodeParts", "Topology"]
 
 _INT32_MAX = np.iinfo(np.int32).max
 
+Edges = Callable[[], tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """The edges of one part in local ids; a local id is a position in ``n_id``.
 
+    Edges are as they came; ``order`` puts them target by target, in the order of ``e_id`` inside a target, so that sums
+    and order-dependent aggregations meet their messages in the order that one process meets them.
+
     Attributes:
-        n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner; with
-            several hops one such halo after the other; int64 of shape ``(n + h,)``.
-        indptr: Where the in-edges of each row start; int64 of shape ``(n + 1,)``, with several hops longer by the rows
-            of all hops but the last.
-        src: Source rows, for each target in the order of ``e_id``, so that sums and order-dependent aggregations meet
-            their messages in the order that one process meets them; int32 of shape ``(e,)``, int64 where the graph has
-            2^31 nodes or more.
+        n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner;
+            int64 of shape ``(n + h,)``.
+        indptr: Where the in-edges of each owned row start in ``order``; int64 of shape ``(n + 1,)``.
+        order: Positions of edges; of shape ``(e,)``.
+        src: Source rows; int32 of shape ``(e,)``, int64 where the graph has 2^31 nodes or more.
         e_id: Position of each edge in the whole graph; int64 of shape ``(e,)``.
-        recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``, with several
-            hops ``(num_hops, num_parts)``.
+        recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``.
     """
 
     n_id: NDArray[np.int64]
     indptr: NDArray[np.int64]
+    order: NDArray[Any]
     src: NDArray[Any]
     e_id: NDArray[np.int64]
     recv_counts: NDArray[np.int64]
@@ -61,7 +64,7 @@ class NodeParts:
         self._part = part.astype(np.uint16 if num_parts <= 1 << 16 else np.int32)
         self._node_start, nodes = grouped(self._part, num_parts)
         self.narrow = narrow = np.int32 if len(part) <= _INT32_MAX else np.int64
-        self._nodes = nodes.astype(narrow)
+        self._nodes = nodes.astype(narrow, copy=False)
         del nodes
         self._position = np.empty(len(part), dtype=narrow)  # of each node among its owner's
         for one in range(num_parts):
@@ -80,29 +83,29 @@ class NodeParts:
         """Global ids of the nodes that a part owns, ascending."""
         return self._nodes[self._node_start[part] : self._node_start[part + 1]]
 
-    def topology(
-        self, part: int, source: NDArray[Any], target: NDArray[Any], e_id: NDArray[np.int64], *, merge: bool = False
-    ) -> Topology:
+    def topology(self, part: int, edges: Edges, *, merge: bool = False) -> Topology:
         """The edges of a part in local ids, and the rows at their ends.
 
         Args:
             part: Which part.
-            source: Global ids of shape ``(e,)``.
-            target: Global ids of nodes of the part, of shape ``(e,)``.
-            e_id: Positions in the whole graph, ascending.
+            edges: Gives its edges: sources, targets, and their positions in the whole graph, ascending.
             merge: Keep the first edge of each source and target.
         """
+        source, target, e_id = edges()  # called here, so that nobody else holds what is let go of below
         owned, row = self.owned(part), self._position[target]
+        del target
         if merge:
             key = row.astype(np.int64) * len(self._part) + source
             first = np.sort(np.unique(key, return_index=True)[1])
             source, row, e_id = source[first], row[first], e_id[first]
+            del key, first
         halo, recv_counts = self.by_owner(self.unseen([source], owned))
         n_id = np.concatenate([owned, halo])
         self.index(n_id)
         src = self.indexed(source)
+        del source
         indptr, order = grouped(row, len(owned))
-        return Topology(n_id=n_id, indptr=indptr, src=src[order], e_id=e_id[order], recv_counts=recv_counts)
+        return Topology(n_id=n_id, indptr=indptr, order=order, src=src, e_id=e_id, recv_counts=recv_counts)
 
     def unseen(self, nodes: Iterable[NDArray[Any]], known: NDArray[Any]) -> NDArray[np.int64]:
         """The distinct ones of ``nodes`` that are not ``known``, ascending."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.folder import checksum, forget_pages, write_rows
-from pygdist.graph.node_parts import NodeParts
+from pygdist.graph.node_parts import NodeParts, Topology
 from pygdist.graph.progress import enter_stage, watched
 from pygdist.graph.spill import Spill
 from pygdist.graph.surroundings import write_surroundings
@@ -106,21 +107,28 @@ def _write_topologies(graph: WholeGraph, parts: NodeParts, places: Sequence[Path
         with watched(edges.progress, edges.num_edges) as advance:
             for p, place in enumerate(places):
                 place.mkdir()
-                found = spill.edges_of(p)
-                topology = parts.topology(p, *found, merge=graph.merge)
-                num_owned = len(topology.indptr) - 1
-                one = {
-                    "num_owned": num_owned,
-                    "num_halo": len(topology.n_id) - num_owned,
-                    "num_edges": len(topology.src),
-                    "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
-                    "recv_counts": topology.recv_counts.tolist(),
-                    "halo_per_hop": [len(topology.n_id) - num_owned],
-                    "files": {name: write_rows(place / f"{name}.npy", value) for name, value in vars(topology).items()},
-                }
+                one = _write_topology(parts.topology(p, partial(spill.edges_of, p), merge=graph.merge), place)
                 described.append(one)
-                advance(len(found[0]))
+                advance(one["num_edges"])
     return described
+
+
+def _write_topology(topology: Topology, place: Path) -> dict[str, Any]:
+    num_owned = len(topology.indptr) - 1
+    files = {
+        name: write_rows(place / f"{name}.npy", getattr(topology, name)) for name in ("n_id", "indptr", "recv_counts")
+    }
+    for name in ("src", "e_id"):
+        files[name] = write_rows(place / f"{name}.npy", getattr(topology, name), topology.order)
+    return {
+        "num_owned": num_owned,
+        "num_halo": len(topology.n_id) - num_owned,
+        "halo_per_hop": [len(topology.n_id) - num_owned],
+        "num_edges": len(topology.src),
+        "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
+        "recv_counts": topology.recv_counts.tolist(),
+        "files": files,
+    }
 
 
 def _extend(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int) -> None:

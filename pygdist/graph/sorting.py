@@ -12,7 +12,7 @@ from pygdist.native import load
 __all__ = ["grouped"]
 
 
-def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Positions grouped by their key, ascending inside a group.
 
     Args:
@@ -20,19 +20,19 @@ def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDAr
         num_groups: Number of groups, below 2^31.
 
     Returns:
-        Where each group starts, of shape ``(num_groups + 1,)``, and the positions, of shape ``(n,)``.
+        Where each group starts, int64 of shape ``(num_groups + 1,)``, and the positions, of shape ``(n,)`` and int32
+        where they fit.
 
     Example:
         >>> grouped(np.array([1, 0, 1]), 2)
         (array([0, 1, 3]), array([1, 0, 2]))
     """
-    indptr = np.zeros(num_groups + 1, dtype=np.int64)
-    np.cumsum(np.bincount(key, minlength=num_groups), out=indptr[1:])
     native = load()
-    if native is None:
+    if native is None or len(key) > np.iinfo(np.int32).max:
+        indptr = np.zeros(num_groups + 1, dtype=np.int64)
+        np.cumsum(np.bincount(key, minlength=num_groups), out=indptr[1:])
         return indptr, np.argsort(key, kind="stable")
     narrow = np.ascontiguousarray(key, dtype=np.int32)
-    order = np.empty(len(key), dtype=np.int64)
-    following = indptr[:-1].copy()
-    native.pygdist_counting_sort(narrow.ctypes.data, len(key), following.ctypes.data, order.ctypes.data)
+    indptr, order = np.empty(num_groups + 1, dtype=np.int64), np.empty(len(key), dtype=np.int32)
+    native.pygdist_counting_sort(narrow.ctypes.data, len(key), num_groups, indptr.ctypes.data, order.ctypes.data)
     return indptr, order

@@ -429,26 +429,34 @@ def test_parts_do_not_depend_on_chunks(chunk_edges: int, seed: int, tmp_path_fac
 
 SLOWLY = """
 import sys, time
-from pygdist.graph import GraphFiles
+from pygdist.cli import main
 from pygdist.graph import part_files
-from pygdist.partition import partition_graph
 
 def slow(*args):
     print("writing", flush=True)
     time.sleep(60)
 
 part_files._write_plans = slow
-partition_graph(GraphFiles(edges=sys.argv[1]), sys.argv[2], num_parts=2, partitioner="hash")
+sys.exit(main(["partition", "--input", sys.argv[1], "--out", sys.argv[2], "--parts=2", "--method=hash"]))
 """
 
 
-def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    np.save(tmp_path / "edges.npy", EDGES)
-    arguments = [sys.executable, "-c", SLOWLY, str(tmp_path / "edges.npy"), str(tmp_path / "store")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+def _stopped_while_writing(folder: Path, how: signal.Signals) -> tuple[int, str]:
+    """The exit code, and what was said on standard error."""
+    np.save(folder / "edges.npy", EDGES)
+    arguments = [sys.executable, "-c", SLOWLY, str(folder / "edges.npy"), str(folder / "store")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, env=env, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(how)
+        return process.wait(), process.communicate()[1]
+
+
+def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    code, _ = _stopped_while_writing(tmp_path, signal.SIGKILL)
+    assert code == -signal.SIGKILL
     assert not (tmp_path / "store").exists()
     left = [path for path in tmp_path.iterdir() if path.name != "edges.npy"]
     assert left, "the killed process could not clean up"
@@ -456,6 +464,24 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
         read_meta(tmp_path / "store")
     partition_graph(GraphFiles(edges=tmp_path / "edges.npy"), tmp_path / "store", num_parts=2, partitioner="hash")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.npy", "store"]
+
+
+def test_an_interrupted_run_cleans_up(tmp_path: Path) -> None:
+    code, said = _stopped_while_writing(tmp_path, signal.SIGINT)
+    assert (code, said.splitlines()[-1]) == (130, "pygdist: error: interrupted")
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["edges.npy"]
+
+
+def test_what_was_being_replaced_comes_back(tmp_path: Path) -> None:
+    np.save(tmp_path / "edges.npy", EDGES)
+    files = GraphFiles(edges=tmp_path / "edges.npy")
+    first = partition_graph(files, tmp_path / "store[1]", num_parts=2, partitioner="hash")
+    (tmp_path / "store[1]").rename(tmp_path / ".store[1].tmp-0-old")  # killed between two renames
+    (tmp_path / ".store[1].tmp-0").mkdir()
+    (tmp_path / ".store1.tmp-0").mkdir()  # somebody else's
+    assert partition_graph(files, tmp_path / "store[1]", num_parts=2, partitioner="hash") == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".store1.tmp-0", "edges.npy", "store[1]"]
 
 
 def test_a_finished_store_of_the_same_files_is_left_alone(tmp_path: Path) -> None:

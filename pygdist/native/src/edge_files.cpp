@@ -1,7 +1,7 @@
 // Edges on their way from files to parts: read from text, and sorted by a number from a small range.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "pygdist_native.h"
 
@@ -88,8 +88,17 @@ int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* stat
   return PYGDIST_OK;
 }
 
-int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t* next, int64_t* order) {
-  for (int64_t i = 0; i < count; ++i) order[next[key[i]]++] = i;
+int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr, int32_t* order) {
+  // indptr[k + 1] counts key k, then is where the next one goes, and at last where the key ends
+  std::fill(indptr, indptr + num_keys + 1, 0);
+  for (int64_t i = 0; i < count; ++i) ++indptr[key[i] + 1];
+  int64_t total = 0;
+  for (int64_t k = 1; k <= num_keys; ++k) {
+    const int64_t found = indptr[k];
+    indptr[k] = total;
+    total += found;
+  }
+  for (int64_t i = 0; i < count; ++i) order[indptr[key[i] + 1]++] = static_cast<int32_t>(i);
   return PYGDIST_OK;
 }
 

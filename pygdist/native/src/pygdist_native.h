@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 5
+#define PYGDIST_ABI_VERSION 6
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -201,8 +201,9 @@ typedef struct pygdist_text {
 // Reads whole lines, the edges into edge[k][2], which has room for one of every 3 characters.
 PYGDIST_API int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* state, int64_t* edge);
 
-// order[next[key[i]]++] = i for each i in turn: a stable sort where next[k] is at first the number of keys below k.
-PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t* next, int64_t* order);
+// A stable sort of fewer than 2^31 keys of 0..num_keys-1: order[indptr[k]..indptr[k + 1]-1] are the positions of key k.
+PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr,
+                                          int32_t* order);
 
 #ifdef __cplusplus
 }

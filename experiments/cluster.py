@@ -1,0 +1,361 @@
+"""Several hosts on one Linux machine: their traffic crosses links of limited rate, as between real ones.
+
+    sudo python experiments/cluster.py --hosts 4 --rate 1gbit -- pygdist fit --config run.yaml --trainer.num_nodes=4
+
+Every host is a network namespace with one interface, ``eth0``; a bridge in a namespace of its own joins them, and both
+directions of every link have a token bucket. The command runs once on each host, with the variables that torchrun sets
+(``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...). Nothing has a name outside: namespaces live as long as the processes
+that hold them, and those end with the one that made them, however it ends. So do all processes of a command.
+
+This needs root and iproute2 on Linux. Elsewhere the same command runs as plain local processes, which every figure must
+call *unshaped*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["Cluster", "LinkBytes", "Outcome", "run", "why_unshaped"]
+
+INTERFACE = "eth0"
+_NETWORK = "10.77.0"
+_MOST_HOSTS = 250
+_QUEUE_MS = 50  # how long a packet may wait for its link before it is dropped
+_BURST_MS = 2  # what the bucket holds, in time at the link's rate; but no less than some large segments
+_LEAST_BURST = 1 << 17
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_PR_SET_PDEATHSIG = 1
+_TOOLS = ("ip", "tc", "nsenter", "unshare")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the process on one host ended.
+
+    Attributes:
+        host: Which host.
+        code: Exit code; negative for a signal.
+        out: Standard output.
+        err: Standard error.
+    """
+
+    host: int
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What the kernel saw on the link of one host, headers of TCP/IP and Ethernet included."""
+
+    sent: int
+    received: int
+
+
+def why_unshaped() -> str | None:
+    """The reason why hosts cannot be emulated here, in one line; ``None`` if they can."""
+    if sys.platform != "linux":
+        return f"network namespaces exist on Linux, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root: sudo, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        return f"{', '.join(missing)} is missing: apt install iproute2 util-linux, or give --install"
+    return None
+
+
+class Cluster:
+    """Emulated hosts for the length of a ``with`` block.
+
+    Args:
+        hosts: Number of hosts.
+        rate: Of each direction of each link, such as ``1gbit`` or ``100mbit``; ``None`` for links without a limit.
+        shaped: ``False`` runs commands as plain local processes; by default so where hosts cannot be emulated.
+
+    Attributes:
+        hosts: Number of hosts.
+        rate: Bits per second of a link; ``None`` without a limit.
+        shaped: Whether there are links.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+        OSError: If the kernel refuses a namespace or a link.
+
+    Example:
+        >>> with Cluster(4, rate="1gbit") as cluster:
+        ...     outcomes = cluster.run([sys.executable, "train.py"])
+        ...     print(cluster.traffic())
+    """
+
+    def __init__(self, hosts: int, *, rate: str | None = "1gbit", shaped: bool | None = None) -> None:
+        if not 1 <= hosts <= _MOST_HOSTS:
+            raise ValueError(f"hosts: expected 1 to {_MOST_HOSTS}, got {hosts}")
+        self.hosts = hosts
+        self.rate = None if rate is None else bits_per_second(rate)
+        self.shaped = why_unshaped() is None if shaped is None else shaped
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Cluster:
+        if self.shaped:
+            try:
+                self._build()
+            except BaseException:
+                self._end()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    @property
+    def described(self) -> str:
+        """For tables: the rate of the links, or that there are none."""
+        if not self.shaped:
+            return "unshaped"
+        return "no limit" if self.rate is None else f"{self.rate / 1e6:g} Mbit/s"
+
+    def address(self, host: int) -> str:
+        """The address of a host inside the cluster."""
+        return f"{_NETWORK}.{host + 1}" if self.shaped else "127.0.0.1"
+
+    def traffic(self) -> list[LinkBytes]:
+        """What crossed each host's link since the cluster was made.
+
+        Raises:
+            RuntimeError: If there are no links.
+        """
+        if not self.shaped:
+            raise RuntimeError("local processes have no links to count on")
+        found = []
+        for holder in self._holders[1:]:
+            for line in Path(f"/proc/{holder.pid}/net/dev").read_text().splitlines():
+                name, _, counters = line.partition(":")
+                if name.strip() == INTERFACE:
+                    fields = counters.split()
+                    found.append(LinkBytes(sent=int(fields[8]), received=int(fields[0])))
+        return found
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        threads: int = 1,
+        timeout: float | None = None,
+        show: bool = False,
+    ) -> list[Outcome]:
+        """Run a command once on each host and wait for all.
+
+        As soon as one fails, or the time is over, the others get 10 seconds to end by themselves.
+
+        Args:
+            command: The program and its arguments.
+            env: Environment variables beside those of this process.
+            threads: ``OMP_NUM_THREADS`` of each.
+            timeout: Seconds.
+            show: Let host 0 write to this terminal; its outcome then holds no text.
+
+        Returns:
+            One outcome for each host.
+
+        Raises:
+            TimeoutError: If they did not end in time; all are killed by then.
+        """
+        port = _free_port()
+        with contextlib.ExitStack() as stack:
+            files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(self.hosts)]
+            processes = []
+            stack.callback(lambda: _kill(processes))
+            for host, (out, err) in enumerate(files):
+                given = {**os.environ, **self._variables(host, port, threads), **(env or {})}
+                pipes = {} if show and host == 0 else {"stdout": out, "stderr": err}
+                processes.append(
+                    subprocess.Popen([*self._enter(host), *command], env=given, preexec_fn=_die_with_parent, **pipes)
+                )
+            in_time = _wait(processes, timeout)
+            _kill(processes)
+            outcomes = []
+            for host, (process, (out, err)) in enumerate(zip(processes, files, strict=True)):
+                out.seek(0), err.seek(0)
+                outcomes.append(Outcome(host, process.wait(), out.read(), err.read()))
+        if not in_time:
+            last = outcomes[0].err.strip().splitlines()[-1:]
+            raise TimeoutError(f"{command[0]}: did not end within {timeout} s; host 0 said last: {last}")
+        return outcomes
+
+    def _variables(self, host: int, port: int, threads: int) -> dict[str, str]:
+        found = {
+            "RANK": host, "WORLD_SIZE": self.hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": host,
+            "NODE_RANK": host, "MASTER_ADDR": self.address(0), "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cluster",
+            "OMP_NUM_THREADS": threads,
+        }  # fmt: skip
+        if self.shaped:
+            found["GLOO_SOCKET_IFNAME"] = INTERFACE
+        else:
+            found |= {"LOCAL_RANK": host, "LOCAL_WORLD_SIZE": self.hosts, "GROUP_RANK": 0, "NODE_RANK": 0}
+        return {name: str(value) for name, value in found.items()}
+
+    def _enter(self, host: int) -> list[str]:
+        """What runs a command on a host: all its processes end with the first one."""
+        if not self.shaped:
+            return []
+        inside = ["nsenter", f"--net=/proc/{self._holders[host + 1].pid}/ns/net", "--"]
+        return [*inside, "unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "--"]
+
+    def _build(self) -> None:
+        """Namespaces, links, bridge, buckets. Holder 0 is the switch's."""
+        self._holders = [_holder() for _ in range(self.hosts + 1)]
+        switch = self._holders[0].pid
+        _ip(switch, "link add br0 type bridge", "link set br0 up")
+        for host, holder in enumerate(self._holders[1:]):
+            port = f"port{host}"
+            _ip(switch, f"link add {port} type veth peer name {INTERFACE} netns {holder.pid}")
+            _ip(switch, f"link set {port} master br0 up")
+            _ip(holder.pid, f"address add {self.address(host)}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
+            _ip(holder.pid, "link set lo up")
+            if self.rate is not None:
+                for pid, device in ((switch, port), (holder.pid, INTERFACE)):
+                    _shape(pid, device, self.rate)
+
+    def _end(self) -> None:
+        _kill(self._holders)
+        self._holders = []
+
+
+def run(
+    command: Sequence[str], *, hosts: int, rate: str | None = "1gbit", timeout: float | None = None
+) -> list[Outcome]:
+    """Make a cluster, run a command once on each host, and take the cluster down."""
+    with Cluster(hosts, rate=rate) as cluster:
+        return cluster.run(command, timeout=timeout)
+
+
+def bits_per_second(rate: str) -> int:
+    """``100mbit`` and the like, as tc takes them.
+
+    Raises:
+        ValueError: If it is no rate.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.strip().lower())
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"rate: expected such as 1gbit or 100mbit, got {rate!r}")
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def _holder() -> subprocess.Popen[bytes]:
+    """A process in a new network namespace, which lives as long as it does."""
+    process = subprocess.Popen(
+        ["unshare", "--net", "--", "sh", "-c", "echo; exec sleep infinity"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        preexec_fn=_die_with_parent,
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != b"\n":
+        raise OSError("the kernel refuses a network namespace (unshare --net)")
+    return process
+
+
+def _shape(pid: int, device: str, rate: int) -> None:
+    burst = max(_LEAST_BURST, rate // 8 * _BURST_MS // 1000)
+    _in(pid, ["tc", *f"qdisc add dev {device} root tbf rate {rate}bit burst {burst} latency {_QUEUE_MS}ms".split()])
+
+
+def _ip(pid: int, *lines: str) -> None:
+    for line in lines:
+        _in(pid, ["ip", *line.split()])
+
+
+def _in(pid: int, command: list[str]) -> None:
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _die_with_parent() -> None:
+    """In a new process before its program starts: the kernel kills it when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> bool:
+    """Whether all ended in time; after a failure the others have 10 seconds."""
+    end = None if timeout is None else time.monotonic() + timeout
+    failed_at = None
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        if end is not None and now > end:
+            return False
+        if failed_at is None and any(process.poll() for process in processes):
+            failed_at = now
+        if failed_at is not None and now > failed_at + 10:
+            return True
+        time.sleep(0.02)
+    return True
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _install() -> None:
+    """iproute2 and util-linux, for a user who said that they may be installed."""
+    subprocess.run(["apt-get", "install", "-y", "iproute2", "util-linux"], check=True)
+
+
+def main() -> int:
+    """The command line: the largest exit code of the hosts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="of each direction of each link; none for no limit")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--timeout", type=float, help="seconds")
+    parser.add_argument("--install", action="store_true", help="install iproute2 with apt-get if it is missing")
+    parser.add_argument("command", nargs="+", help="after --: what to run on each host")
+    options = parser.parse_args()
+    if options.install and any(shutil.which(tool) is None for tool in _TOOLS):
+        _install()
+    if reason := why_unshaped():
+        print(f"unshaped: {reason}", file=sys.stderr)
+    with Cluster(options.hosts, rate=None if options.rate == "none" else options.rate) as cluster:
+        outcomes = cluster.run(options.command, threads=options.threads, timeout=options.timeout, show=True)
+        for outcome in outcomes:
+            if outcome.code:
+                print(f"host {outcome.host} ended with {outcome.code}\n{outcome.err}", file=sys.stderr)
+        if cluster.shaped:
+            for host, link in enumerate(cluster.traffic()):
+                print(f"host {host}: {link.sent:,} bytes sent, {link.received:,} received", file=sys.stderr)
+    return max(abs(outcome.code) for outcome in outcomes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""Emulated hosts: a command on each, traffic between them that the kernel counts, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+SEND = """
+import os, socket
+rank = int(os.environ["RANK"])
+if rank == 1:
+    with socket.create_server(("", 7000)) as server:
+        connection, _ = server.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
+elif rank == 0:
+    for _ in range(100):
+        try:
+            connection = socket.create_connection(("10.77.0.2", 7000))
+            break
+        except ConnectionRefusedError:
+            __import__("time").sleep(0.05)
+    with connection:
+        connection.sendall(bytes(2_000_000))
+print("rank", rank, "done")
+"""
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("cluster")
+
+
+@pytest.fixture
+def emulated(cluster: ModuleType) -> ModuleType:
+    """The same, where hosts can be emulated."""
+    if reason := cluster.why_unshaped():
+        pytest.skip(reason)
+    try:
+        with cluster.Cluster(1):
+            pass
+    except OSError as error:
+        pytest.skip(f"the kernel refuses: {error}")
+    return cluster
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def namespaces() -> set[str]:
+    out = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout
+    return set(out.split())
+
+
+def gone(before: set[str]) -> bool:
+    """Whether all namespaces made since are gone, which takes the kernel a moment."""
+    for _ in range(100):
+        if namespaces() <= before:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_command_on_each_host_and_what_crossed_the_links(emulated: ModuleType) -> None:
+    before = namespaces()
+    with emulated.Cluster(3, rate="1gbit") as cluster:
+        outcomes = cluster.run(python(SEND), timeout=60)
+        assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
+        assert outcomes[0].out == "rank 0 done\n"
+        sender, receiver, _ = cluster.traffic()
+        assert 2_000_000 < sender.sent < 2_200_000
+        assert 2_000_000 < receiver.received < 2_200_000
+        assert receiver.sent < 200_000
+        assert cluster.described == "1000 Mbit/s"
+        assert len(namespaces() - before) == 4  # three hosts and the switch
+    assert gone(before)
+
+
+def test_the_variables_of_torchrun(cluster: ModuleType) -> None:
+    code = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MINE')))"
+    with cluster.Cluster(2, shaped=False) as local:
+        assert local.described == "unshaped"
+        outcomes = local.run(python(code), env={"MINE": "7"}, timeout=60)
+        with pytest.raises(RuntimeError, match="no links"):
+            local.traffic()
+    assert [outcome.out for outcome in outcomes] == ["0 2 0 127.0.0.1 7\n", "1 2 1 127.0.0.1 7\n"]
+
+
+def test_codes_and_time_out(cluster: ModuleType) -> None:
+    with cluster.Cluster(2, shaped=False) as local:
+        outcomes = local.run(python("import os, sys; sys.exit(3 * int(os.environ['RANK']))"), timeout=60)
+        assert [outcome.code for outcome in outcomes] == [0, 3]
+        code = "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(60)"
+        with pytest.raises(TimeoutError, match=r"did not end within 1 s; host 0 said last: \['waiting'\]"):
+            local.run(python(code), timeout=1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_behind(emulated: ModuleType, how: signal.Signals) -> None:
+    before = namespaces()
+    mark = f"sleep {1000 + how}"
+    command = [sys.executable, str(EXPERIMENTS / "cluster.py"), "--hosts", "2", "--", "sh", "-c", f"{mark} & wait"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        for _ in range(100):
+            if len(namespaces() - before) == 3 and _processes(mark) == 2:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the hosts did not come up")
+        process.send_signal(how)
+    assert gone(before)
+    assert _processes(mark) == 0
+
+
+def _processes(command: str) -> int:
+    """Processes with exactly this command line."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip() == command
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Gbit", 25 * 10**8)])
+def test_rates(cluster: ModuleType, rate: str, expected: int) -> None:
+    assert cluster.bits_per_second(rate) == expected
+
+
+@pytest.mark.parametrize("rate", ["fast", "10", "0bit", "1gb"])
+def test_no_rate(cluster: ModuleType, rate: str) -> None:
+    with pytest.raises(ValueError, match="expected such as 1gbit"):
+        cluster.bits_per_second(rate)
+
+
+def test_without_root_it_says_why(cluster: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.os, "geteuid", lambda: 1000)
+    assert "needs root" in cluster.why_unshaped()
+    with cluster.Cluster(2) as local:
+        assert not local.shaped
