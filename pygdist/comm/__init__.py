@@ -3,6 +3,7 @@
 from pygdist.comm.communicator import Communicator
 from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
+from pygdist.comm.recorder import Recorder, Span
 from pygdist.comm.watchdog import Place, Watchdog
 
-__all__ = ["Communicator", "ExchangePlan", "Place", "Traffic", "TrafficMeter", "Watchdog"]
+__all__ = ["Communicator", "ExchangePlan", "Place", "Recorder", "Span", "Traffic", "TrafficMeter", "Watchdog"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.plan import ExchangePlan
+from pygdist.comm.recorder import Recorder, recorded
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
 
@@ -37,6 +38,9 @@ class Communicator:
         check_order: Compare, before every call, what each rank is about to do, and raise on all of them if they
             differ.
         watchdog: Told where this rank is; names late and lost ranks.
+
+    Attributes:
+        recorder: Notes when this rank packs, sends and waits, while there is one.
 
     Example:
         >>> communicator = Communicator()  # one process
@@ -56,6 +60,7 @@ class Communicator:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.meter = TrafficMeter()
+        self.recorder: Recorder | None = None
         self.epoch = 0
         self.check_order = check_order
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -65,6 +70,11 @@ class Communicator:
         if group is not None and self._nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors that are no rows of a model must be to travel."""
+        return torch.device("cuda" if self._nccl else "cpu")
 
     def exchange_rows(self, x: Tensor, plan: ExchangePlan, *, label: str = "rows") -> Tensor:
         r"""Fetch the halo rows of one hop from their owners. Exact; one call, its backward is one call.
@@ -97,11 +107,12 @@ class Communicator:
         arrived = halo.new_empty((plan.num_sent, *halo.shape[1:]))
         parts = list(arrived.split(list(plan.send_counts)))
         self.send_and_receive(list(halo.contiguous().split(list(plan.recv_counts))), parts, label)
-        for peer, rows in enumerate(parts):
-            # rank by rank: no row repeats within a peer, so plain indexed writes add up in a fixed order
-            if rows.numel():
-                index = plan.send_index_of(peer)
-                out[index] = out[index] + rows
+        with recorded(self.recorder, "unpack", label):
+            for peer, rows in enumerate(parts):
+                # rank by rank: no row repeats within a peer, so plain indexed writes add up in a fixed order
+                if rows.numel():
+                    index = plan.send_index_of(peer)
+                    out[index] = out[index] + rows
         return out
 
     def sum_over_ranks(self, x: Tensor, *, label: str = "sum") -> Tensor:
@@ -113,7 +124,7 @@ class Communicator:
 
     def gather(self, values: Sequence[float]) -> Tensor:
         """``values`` of every rank as a float64 tensor ``(world_size, len(values))``; for logs, not for gradients."""
-        own = torch.tensor(values, dtype=torch.float64, device="cuda" if self._nccl else "cpu")
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
             return own[None].cpu()
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -167,9 +178,12 @@ class Communicator:
         with self.meter.call(device):
             asked: int | None = None
             try:
-                for peer, work in self._post(outgoing, incoming):
-                    asked = peer
-                    work.wait() if self._nccl else work.wait(self._timeout)
+                with recorded(self.recorder, "send", label):
+                    posted = self._post(outgoing, incoming)
+                with recorded(self.recorder, "wait", label):
+                    for peer, work in posted:
+                        asked = peer
+                        work.wait() if self._nccl else work.wait(self._timeout)
             except RuntimeError as error:
                 raise self._lost(label, error, asked) from error
         self._done()
@@ -177,7 +191,7 @@ class Communicator:
     def reduce_in_place(self, x: Tensor, label: str) -> None:
         """Sum the contiguous tensor ``x`` over all ranks into itself."""
         self._announce(label)
-        with self.meter.call(x.device):
+        with self.meter.call(x.device), recorded(self.recorder, "reduce", label):
             try:
                 dist.all_reduce(x, group=self.group)
             except RuntimeError as error:
@@ -234,9 +248,8 @@ class Communicator:
 
     def _gather_text(self, text: str, size: int) -> list[str]:
         """The text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""
-        device = "cuda" if self._nccl else "cpu"
         raw = text.encode()[:size].ljust(size, b"\0")
-        own = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+        own = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
             dist.all_gather(rows, own, group=self.group)
@@ -249,7 +262,8 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: Communicator, plan: ExchangePlan, label: str) -> Tensor:
         ctx.communicator, ctx.plan, ctx.label, ctx.num_rows = communicator, plan, label, x.size(0)
-        packed = x.detach().index_select(0, plan.send_index)  # the one copy: each peer's rows end up contiguous
+        with recorded(communicator.recorder, "pack", label):
+            packed = x.detach().index_select(0, plan.send_index)  # the one copy: each peer's rows end up contiguous
         halo = x.new_empty((plan.num_received, *x.shape[1:]))
         communicator.send_and_receive(
             list(packed.split(list(plan.send_counts))),

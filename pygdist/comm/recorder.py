@@ -1,0 +1,52 @@
+"""When a rank packed, sent and waited: spans on a monotonic clock, for pictures of where time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Recorder", "Span", "recorded"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did.
+
+    Attributes:
+        kind: ``pack``, ``send``, ``wait``, ``unpack``, ``reduce``, or what a caller adds.
+        label: Of which exchange.
+        start: Nanoseconds on this machine's monotonic clock.
+        end: The same.
+    """
+
+    kind: str
+    label: str
+    start: int
+    end: int
+
+
+@dataclass
+class Recorder:
+    """Collects spans; a :class:`~pygdist.comm.Communicator` that is given one fills it.
+
+    Attributes:
+        spans: In the order in which they ended.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def span(self, kind: str, label: str = "") -> Iterator[None]:
+        """Record what happens inside the block."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(kind, label, start, time.monotonic_ns()))
+
+
+def recorded(recorder: Recorder | None, kind: str, label: str = "") -> contextlib.AbstractContextManager[None]:
+    """Record what happens inside the block, if somebody collects."""
+    return contextlib.nullcontext() if recorder is None else recorder.span(kind, label)

@@ -1,0 +1,181 @@
+"""When each rank computed, packed, sent and waited: a Chrome trace and a picture of some epochs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from pygdist.comm import Communicator, Recorder, Span
+from pygdist.lightning.classifier import NodeClassifier
+
+__all__ = ["Timeline", "clock_offset"]
+
+_COLOURS = {
+    "compute": "C0", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5", "reduce": "C4",
+}  # fmt: skip
+_PINGS = 9
+
+
+class Timeline(pl.Callback):
+    """Records what every rank did in some training epochs, and writes it as a picture and as a Chrome trace.
+
+    A rank *packs* the rows that it sends, *sends* (hands them to the transport), *waits* until all of its own and
+    others' rows are through, and *unpacks* gradients that come back; the rest of an epoch is *compute*, DDP's averaging
+    of gradients included. Times are those of each machine's monotonic clock, aligned with rank 0's when training
+    starts. On CUDA they are times of the host, which runs ahead of the device.
+
+    Args:
+        path: The trace, which Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open; rank 0 writes it when
+            training ends, and beside it the same as ``.png``.
+        first_epoch: The first epoch to record. Epoch 0 does work that later ones do not.
+        epochs: How many to record.
+
+    Example:
+        >>> trainer = pl.Trainer(devices=4, strategy="graph_ddp", callbacks=[Timeline("timeline.json")])
+    """
+
+    def __init__(self, path: str | Path = "timeline.json", first_epoch: int = 2, epochs: int = 3) -> None:
+        if first_epoch < 0 or epochs < 1:
+            raise MisconfigurationException(
+                f"Timeline: first_epoch is {first_epoch} and epochs {epochs}; expected at least 0 and 1"
+            )
+        self.path, self.first_epoch, self.epochs = Path(path), first_epoch, epochs
+        self._offset = 0
+        self._start = 0
+        self._spans: list[Span] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(pl_module, NodeClassifier):
+            self._spans = []
+            self._offset = clock_offset(pl_module.backend.communicator)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wanted = self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
+        if isinstance(pl_module, NodeClassifier) and wanted:
+            pl_module.backend.communicator.recorder = Recorder()
+            self._start = time.monotonic_ns()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not isinstance(pl_module, NodeClassifier) or pl_module.backend.communicator.recorder is None:
+            return
+        spans = pl_module.backend.communicator.recorder.spans
+        pl_module.backend.communicator.recorder = None
+        epoch = f"epoch {trainer.current_epoch}"
+        self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(pl_module, NodeClassifier):
+            return
+        moved = [Span(one.kind, one.label, one.start + self._offset, one.end + self._offset) for one in self._spans]
+        by_rank = _collected(moved, pl_module.backend.communicator)
+        if by_rank is not None and any(by_rank):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(chrome_trace(by_rank)), encoding="utf-8")
+            draw(by_rank, self.path.with_suffix(".png"))
+
+
+def clock_offset(communicator: Communicator) -> int:
+    """Nanoseconds to add to this rank's monotonic clock to get rank 0's; every rank calls it.
+
+    Each rank in turn asks rank 0 for the time; of several answers the one that came back fastest counts, taken as given
+    halfway.
+    """
+    offset = 0
+    for rank in range(1, communicator.world_size):
+        fastest = None
+        for _ in range(_PINGS):
+            asked = torch.zeros(1, dtype=torch.int64, device=communicator.device)
+            if communicator.rank == rank:
+                start = time.monotonic_ns()
+                communicator.send_to(0, [asked], label="clock")
+                communicator.receive_from(0, [asked], label="clock")
+                end = time.monotonic_ns()
+                if fastest is None or end - start < fastest:
+                    fastest, offset = end - start, int(asked) - (start + end) // 2
+            elif communicator.rank == 0:
+                communicator.receive_from(rank, [asked], label="clock")
+                communicator.send_to(rank, [torch.full_like(asked, time.monotonic_ns())], label="clock")
+    return offset
+
+
+def with_compute(spans: Sequence[Span], start: int, end: int, label: str) -> list[Span]:
+    """Spans inside an epoch, and the gaps between them as ``compute``."""
+    found, at = [], start
+    for span in sorted(spans, key=lambda one: one.start):
+        if span.start > at:
+            found.append(Span("compute", label, at, span.start))
+        found.append(span)
+        at = max(at, span.end)
+    if end > at:
+        found.append(Span("compute", label, at, end))
+    return found
+
+
+def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    """The spans of each rank in Chrome's trace event format, in microseconds from the first one."""
+    first = min(span.start for spans in by_rank for span in spans)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(by_rank):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events += [
+            {
+                "ph": "X", "name": span.kind, "cat": span.kind, "pid": rank, "tid": 0, "ts": (span.start - first) / 1e3,
+                "dur": (span.end - span.start) / 1e3, "args": {"of": span.label},
+            }
+            for span in spans
+        ]  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
+    """A line for each rank, a colour for each kind."""
+    from matplotlib.figure import Figure  # without pyplot: the user's choice of a window system is not touched
+    from matplotlib.patches import Patch
+
+    first = min(span.start for spans in by_rank for span in spans)
+    figure = Figure(figsize=(10, 1.2 + 0.5 * len(by_rank)))
+    axis = figure.subplots()
+    for rank, spans in enumerate(by_rank):
+        for kind, colour in _COLOURS.items():
+            bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in spans if one.kind == kind]
+            axis.broken_barh(bars, (rank - 0.4, 0.8), facecolors=colour)
+    kinds = [kind for kind in _COLOURS if any(one.kind == kind for spans in by_rank for one in spans)]
+    axis.legend(
+        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
+        ncol=len(kinds),
+        fontsize=8,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+    )
+    axis.set(xlabel="ms", ylabel="rank", yticks=range(len(by_rank)))
+    axis.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def _collected(spans: Sequence[Span], communicator: Communicator) -> list[list[Span]] | None:
+    """The spans of every rank, on rank 0; ``None`` on the others."""
+    text = json.dumps([(one.kind, one.label, one.start, one.end) for one in spans]).encode()
+    sizes = communicator.gather([float(len(text))])[:, 0].long().tolist()
+    if communicator.rank != 0:
+        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(communicator.device)
+        communicator.send_to(0, [raw], label="timeline")
+        return None
+    texts = [text]
+    for rank, size in enumerate(sizes[1:], start=1):
+        raw = torch.empty(size, dtype=torch.uint8, device=communicator.device)
+        communicator.receive_from(rank, [raw], label="timeline")
+        texts.append(bytes(raw.cpu().numpy()))
+    return [[Span(*one) for one in json.loads(one_text)] for one_text in texts]

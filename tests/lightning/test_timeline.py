@@ -1,0 +1,58 @@
+"""The timeline: spans of every rank on one clock, which fill the epochs without overlap."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from pygdist.comm import Span
+from pygdist.lightning import Timeline
+from pygdist.lightning.timeline import with_compute
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+
+def _recorded(rank: int, world_size: int, folder: str) -> int:
+    classifier, data = runs.module(folder)
+    timeline = Timeline(Path(folder) / "out" / "timeline.json", first_epoch=1, epochs=2)
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=4, callbacks=[timeline], strategy="graph_ddp")
+    trainer.fit(classifier, datamodule=data)
+    return timeline._offset
+
+
+def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> None:
+    offsets = pool.run(_recorded, 3, str(tmp_path))
+    assert all(abs(offset) < 20e6 for offset in offsets)  # one machine, one clock
+    events = json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
+    for rank in range(3):
+        mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+        assert {event["name"] for event in mine} == {"compute", "pack", "send", "wait", "unpack"}
+        assert {event["args"]["of"] for event in mine if event["name"] == "compute"} == {"epoch 1", "epoch 2"}
+        # what is fixed travelled in epoch 0: the second layer's rows go forward and their gradients back
+        labels = [event["args"]["of"] for event in mine if event["name"] == "wait"]
+        assert ["backward" in label for label in labels] == [False, True, False, True]
+        for one, following in itertools.pairwise(mine):
+            assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
+    assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
+
+
+def test_gaps_are_compute() -> None:
+    spans = [Span("wait", "b", 60, 70), Span("pack", "a", 10, 20), Span("send", "a", 20, 50)]
+    found = [(one.kind, one.start, one.end) for one in with_compute(spans, 0, 80, "epoch 0")]
+    assert found == [
+        ("compute", 0, 10), ("pack", 10, 20), ("send", 20, 50), ("compute", 50, 60), ("wait", 60, 70),
+        ("compute", 70, 80),
+    ]  # fmt: skip
+    assert with_compute([], 5, 5, "epoch 0") == []
+
+
+@pytest.mark.parametrize("options", [{"first_epoch": -1}, {"epochs": 0}])
+def test_epochs_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match="Timeline: first_epoch is"):
+        Timeline(**options)
