@@ -5,10 +5,11 @@
 Every host is a network namespace with one interface, ``eth0``; a bridge in a namespace of its own joins them, and both
 directions of every link have a token bucket. The command runs once on each host, with the variables that torchrun sets
 (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...). Nothing has a name outside: namespaces live as long as the processes
-that hold them, and those end with the one that made them, however it ends. So do all processes of a command.
+that hold them, and the kernel ends those with the thread that made them, however that ends. Each command has a process
+namespace of its own and ends with it, with all its processes.
 
 This needs root and iproute2 on Linux. Elsewhere the same command runs as plain local processes, which every figure must
-call *unshaped*.
+call *unshaped*; there, what a command started is killed with it, unless this program itself is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -29,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 __all__ = ["Cluster", "LinkBytes", "Outcome", "run", "why_unshaped"]
 
@@ -49,7 +52,7 @@ class Outcome:
 
     Attributes:
         host: Which host.
-        code: Exit code; negative for a signal.
+        code: Exit code; negative for a signal that ended it.
         out: Standard output.
         err: Standard error.
     """
@@ -69,18 +72,28 @@ class LinkBytes:
 
 
 def why_unshaped() -> str | None:
-    """The reason why hosts cannot be emulated here, in one line; ``None`` if they can."""
+    """The reason why hosts cannot be emulated here, in one line; ``None`` if they can. It is tried once."""
     if sys.platform != "linux":
         return f"network namespaces exist on Linux, this is {sys.platform}"
     if os.geteuid() != 0:
         return "making network namespaces needs root: sudo, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} is missing: apt install iproute2 util-linux, or give --install"
-    return None
+    return _refused()
+
+
+@functools.cache
+def _refused() -> str | None:
+    """What the kernel says against a namespace with a link that has a token bucket."""
+    link = "ip link add br0 type bridge && ip link add port0 type veth peer name port1"
+    bucket = "tc qdisc add dev port0 root tbf rate 1mbit burst 10kb latency 50ms"
+    command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{link} && {bucket}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"the kernel refuses: {' '.join(done.stderr.split())}" if done.returncode else None
 
 
 class Cluster:
-    """Emulated hosts for the length of a ``with`` block.
+    """Emulated hosts for the length of a ``with`` block, which must be entered in a thread that outlives it.
 
     Args:
         hosts: Number of hosts.
@@ -180,21 +193,25 @@ class Cluster:
         """
         port = _free_port()
         with contextlib.ExitStack() as stack:
-            files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(self.hosts)]
-            processes = []
+            files = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.hosts)]
+            processes: list[subprocess.Popen[bytes]] = []
             stack.callback(lambda: _kill(processes))
             for host, (out, err) in enumerate(files):
                 given = {**os.environ, **self._variables(host, port, threads), **(env or {})}
                 pipes = {} if show and host == 0 else {"stdout": out, "stderr": err}
-                processes.append(
-                    subprocess.Popen([*self._enter(host), *command], env=given, preexec_fn=_die_with_parent, **pipes)
-                )
+                processes.append(_started([*self._enter(host), *command], env=given, start_new_session=True, **pipes))
             in_time = _wait(processes, timeout)
             _kill(processes)
+            ended, processes[:] = list(processes), []  # their numbers may be others' from now on
             outcomes = []
-            for host, (process, (out, err)) in enumerate(zip(processes, files, strict=True)):
-                out.seek(0), err.seek(0)
-                outcomes.append(Outcome(host, process.wait(), out.read(), err.read()))
+            for host, (process, (out, err)) in enumerate(zip(ended, files, strict=True)):
+                said = []
+                for file in (out, err):
+                    file.seek(0)
+                    said.append(file.read().decode(errors="replace"))
+                code = process.wait()
+                code = 128 - code if self.shaped and code > 128 else code  # as a shell tells a signal
+                outcomes.append(Outcome(host, code, said[0], said[1]))
         if not in_time:
             last = outcomes[0].err.strip().splitlines()[-1:]
             raise TimeoutError(f"{command[0]}: did not end within {timeout} s; host 0 said last: {last}")
@@ -217,11 +234,24 @@ class Cluster:
         if not self.shaped:
             return []
         inside = ["nsenter", f"--net=/proc/{self._holders[host + 1].pid}/ns/net", "--"]
-        return [*inside, "unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "--"]
+        # a shell comes first: signals mean nothing to the first process of a namespace unless it asks for them
+        first = ["sh", "-c", '"$@"; exit $?', "host"]
+        return [*inside, "unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "--", *first]
 
     def _build(self) -> None:
         """Namespaces, links, bridge, buckets. Holder 0 is the switch's."""
-        self._holders = [_holder() for _ in range(self.hosts + 1)]
+        for _ in range(self.hosts + 1):
+            self._holders.append(
+                _started(
+                    ["unshare", "--net", "--", "sh", "-c", "echo; exec sleep infinity"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            holder = self._holders[-1]
+            assert holder.stdout is not None
+            if holder.stdout.readline() != b"\n":
+                raise OSError("the kernel refuses a network namespace (unshare --net)")
         switch = self._holders[0].pid
         _ip(switch, "link add br0 type bridge", "link set br0 up")
         for host, holder in enumerate(self._holders[1:]):
@@ -259,18 +289,16 @@ def bits_per_second(rate: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]])
 
 
-def _holder() -> subprocess.Popen[bytes]:
-    """A process in a new network namespace, which lives as long as it does."""
-    process = subprocess.Popen(
-        ["unshare", "--net", "--", "sh", "-c", "echo; exec sleep infinity"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        preexec_fn=_die_with_parent,
-    )
-    assert process.stdout is not None
-    if process.stdout.readline() != b"\n":
-        raise OSError("the kernel refuses a network namespace (unshare --net)")
-    return process
+def _started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A process that the kernel kills when the thread that called this ends."""
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was told
+            os._exit(1)
+
+    return subprocess.Popen(command, preexec_fn=die_with_parent, **options)
 
 
 def _shape(pid: int, device: str, rate: int) -> None:
@@ -291,11 +319,6 @@ def _in(pid: int, command: list[str]) -> None:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _die_with_parent() -> None:
-    """In a new process before its program starts: the kernel kills it when the one that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> bool:
     """Whether all ended in time; after a failure the others have 10 seconds."""
     end = None if timeout is None else time.monotonic() + timeout
@@ -313,8 +336,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes, and those of their sessions."""
     for process in processes:
         process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is no such session, or no more
+            os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
         if process.stdout is not None:
@@ -333,7 +359,7 @@ def _install() -> None:
 
 
 def main() -> int:
-    """The command line: the largest exit code of the hosts."""
+    """The command line: the exit code of the first host that failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of each direction of each link; none for no limit")
@@ -346,15 +372,24 @@ def main() -> int:
         _install()
     if reason := why_unshaped():
         print(f"unshaped: {reason}", file=sys.stderr)
-    with Cluster(options.hosts, rate=None if options.rate == "none" else options.rate) as cluster:
-        outcomes = cluster.run(options.command, threads=options.threads, timeout=options.timeout, show=True)
+    try:
+        made = Cluster(options.hosts, rate=None if options.rate == "none" else options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    with made as cluster:
+        try:
+            outcomes = cluster.run(options.command, threads=options.threads, timeout=options.timeout, show=True)
+        except TimeoutError as error:
+            print(error, file=sys.stderr)
+            return 1
         for outcome in outcomes:
             if outcome.code:
                 print(f"host {outcome.host} ended with {outcome.code}\n{outcome.err}", file=sys.stderr)
         if cluster.shaped:
             for host, link in enumerate(cluster.traffic()):
                 print(f"host {host}: {link.sent:,} bytes sent, {link.received:,} received", file=sys.stderr)
-    return max(abs(outcome.code) for outcome in outcomes)
+    codes = [outcome.code for outcome in outcomes]
+    return next((code for code in codes if code > 0), max(abs(code) for code in codes))
 
 
 if __name__ == "__main__":

@@ -114,8 +114,12 @@ def killed_in_the_middle() -> list[str]:
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("cluster.py")), "--hosts", "3", "--", "sleep", "600"]
     )
-    time.sleep(3)
-    assert len(left_behind()) > len(before), "the cluster did not come up"
+    for _ in range(200):
+        if len(left_behind()) >= len(before) + 4:  # three hosts and the switch
+            break
+        time.sleep(0.1)
+    else:
+        raise RuntimeError("the cluster did not come up")
     process.send_signal(signal.SIGKILL)
     process.wait()
     for _ in range(50):  # the kernel takes namespaces down by and by

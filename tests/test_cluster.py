@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ if rank == 1:
             while connection.recv(1 << 16):
                 pass
 elif rank == 0:
-    for _ in range(100):
+    while True:
         try:
             connection = socket.create_connection(("10.77.0.2", 7000))
             break
@@ -46,11 +48,6 @@ def emulated(cluster: ModuleType) -> ModuleType:
     """The same, where hosts can be emulated."""
     if reason := cluster.why_unshaped():
         pytest.skip(reason)
-    try:
-        with cluster.Cluster(1):
-            pass
-    except OSError as error:
-        pytest.skip(f"the kernel refuses: {error}")
     return cluster
 
 
@@ -58,23 +55,24 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def namespaces() -> set[str]:
-    out = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout
-    return set(out.split())
+def namespace(pid: int) -> str:
+    return re.sub(r"\D", "", os.readlink(f"/proc/{pid}/ns/net"))
 
 
-def gone(before: set[str]) -> bool:
-    """Whether all namespaces made since are gone, which takes the kernel a moment."""
-    for _ in range(100):
-        if namespaces() <= before:
+def gone(those: set[str]) -> bool:
+    """Whether network namespaces are gone, which takes the kernel a moment."""
+    for _ in range(200):
+        out = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout
+        if not those & set(out.split()):
             return True
         time.sleep(0.05)
     return False
 
 
 def test_a_command_on_each_host_and_what_crossed_the_links(emulated: ModuleType) -> None:
-    before = namespaces()
     with emulated.Cluster(3, rate="1gbit") as cluster:
+        inside = {namespace(holder.pid) for holder in cluster._holders}
+        assert len(inside - {namespace(os.getpid())}) == 4  # three hosts and the switch
         outcomes = cluster.run(python(SEND), timeout=60)
         assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
         assert outcomes[0].out == "rank 0 done\n"
@@ -83,8 +81,7 @@ def test_a_command_on_each_host_and_what_crossed_the_links(emulated: ModuleType)
         assert 2_000_000 < receiver.received < 2_200_000
         assert receiver.sent < 200_000
         assert cluster.described == "1000 Mbit/s"
-        assert len(namespaces() - before) == 4  # three hosts and the switch
-    assert gone(before)
+    assert gone(inside)
 
 
 def test_the_variables_of_torchrun(cluster: ModuleType) -> None:
@@ -101,34 +98,51 @@ def test_codes_and_time_out(cluster: ModuleType) -> None:
     with cluster.Cluster(2, shaped=False) as local:
         outcomes = local.run(python("import os, sys; sys.exit(3 * int(os.environ['RANK']))"), timeout=60)
         assert [outcome.code for outcome in outcomes] == [0, 3]
-        code = "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(60)"
-        with pytest.raises(TimeoutError, match=r"did not end within 1 s; host 0 said last: \['waiting'\]"):
-            local.run(python(code), timeout=1)
+        waiting = ["sh", "-c", "echo waiting >&2; sleep 4321 & wait"]
+        with pytest.raises(TimeoutError, match=r"did not end within 3 s; host 0 said last: \['waiting'\]"):
+            local.run(waiting, timeout=3)
+    assert not _processes("sleep 4321")
+
+
+def test_signals_end_a_command_as_anywhere(emulated: ModuleType) -> None:
+    with emulated.Cluster(1, rate=None) as cluster:
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
+            (outcome,) = cluster.run(python(f"import os; os.kill(os.getpid(), {int(number)})"), timeout=60)
+            assert outcome.code == -number
+        (outcome,) = cluster.run(python("import sys; sys.stdout.buffer.write(bytes([200])); sys.exit(3)"), timeout=60)
+        assert (outcome.code, outcome.out) == (3, "\ufffd")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_behind(emulated: ModuleType, how: signal.Signals) -> None:
-    before = namespaces()
     mark = f"sleep {1000 + how}"
     command = [sys.executable, str(EXPERIMENTS / "cluster.py"), "--hosts", "2", "--", "sh", "-c", f"{mark} & wait"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        for _ in range(100):
-            if len(namespaces() - before) == 3 and _processes(mark) == 2:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=_interruptible) as process:
+        for _ in range(600):
+            if len(_processes(mark)) == 2:
                 break
             time.sleep(0.05)
         else:
+            process.kill()
             pytest.fail("the hosts did not come up")
+        inside = {namespace(pid) for pid in _processes(mark)}
         process.send_signal(how)
-    assert gone(before)
-    assert _processes(mark) == 0
+    assert gone(inside)
+    assert not _processes(mark)
 
 
-def _processes(command: str) -> int:
+def _interruptible() -> None:
+    """Not everybody who starts tests leaves Ctrl-C as it is."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _processes(command: str) -> list[int]:
     """Processes with exactly this command line."""
-    found = 0
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip() == command
+            if path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip() == command:
+                found.append(int(path.parent.name))
         except OSError:
             continue  # it ended meanwhile
     return found

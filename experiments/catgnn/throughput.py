@@ -79,8 +79,8 @@ def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
     )
 
 
-def main() -> None:
-    """Run what the command line asks for."""
+def main() -> int:
+    """Run what the command line asks for; 1 if a method failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
@@ -95,7 +95,7 @@ def main() -> None:
     if options.one:
         path, method = options.one
         print(json.dumps(one(Path(path), method, options.edges[0] // options.degree, options.parts)))
-        return
+        return 0
     rows: list[dict[str, Any]] = []
     for edges in options.edges:
         with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -109,6 +109,7 @@ def main() -> None:
     show(rows, f"{options.name}: each method in a process of its own")
     if options.plot_memory:
         plot(rows, options.out / f"{options.name}.png")
+    return int(any(row["note"] for row in rows))
 
 
 def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -141,4 +142,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -82,7 +82,7 @@ def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Iterator
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(path.open("rb"))
             advance = stack.enter_context(watched(progress, path.stat().st_size, "bytes"))
-            file = cast("IO[bytes]", stack.enter_context(gzip.open(raw)) if path.suffix == ".gz" else raw)
+            file = cast("IO[bytes]", stack.enter_context(gzip.open(raw)) if path.suffix.lower() == ".gz" else raw)
             while block := file.read(block_bytes - len(rest)):
                 text = rest + block
                 if done == 0:

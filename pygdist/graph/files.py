@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +53,7 @@ class GraphFiles:
             too (:mod:`pygdist.graph.npy`).
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
         labels: ``.npy`` of shape ``(N,)`` or ``(N, C)``.
-        num_nodes: Number of nodes. By default the rows of features or labels, else the largest id plus one.
+        num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
         relabel: Number the nodes that have edges from 0, and keep the map. By default this happens where nothing else
             says how many nodes there are and fewer than half of the ids up to the largest have edges.
         symmetrize: Add the reverse of every edge, and keep one edge of each source and target.
@@ -113,7 +115,7 @@ class GraphFiles:
             stat = path.stat()
             files[name] = [path.name, stat.st_size, stat.st_mtime_ns]
         options = {name: value for name, value in vars(self).items() if name not in ("edges", "features", "labels")}
-        return hashlib.blake2b(repr([files, options]).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps([files, options], default=str).encode(), digest_size=16).hexdigest()
 
     def open(self, scratch: Path, *, progress: Progress | None = None) -> WholeGraph:
         """Make a stream of the edges, check what there is, draw a split.
@@ -127,12 +129,14 @@ class GraphFiles:
         """
         notes: list[str] = []
         paths = self.paths
+        if self.num_nodes is not None:
+            _fits(self.num_nodes, "num_nodes", "state fewer")
         if self.relabel and paths.keys() - {"edge_index"}:
             raise InputError(f"{self.edges}: relabel does not go with arrays by id ({', '.join(sorted(paths))})")
         num_nodes, fields = self._arrays(paths)
         file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)
         file, num_nodes, ids = self._numbered(file, num_nodes, scratch, progress, notes)
-        _fits(num_nodes, paths["edge_index"])
+        _fits(num_nodes, str(paths["edge_index"]), "number them anew (relabel)")
         self._check(fields, num_nodes, file.num_edges, paths)
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
         prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
@@ -149,10 +153,12 @@ class GraphFiles:
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """All arrays but the edges, mapped, and the number of nodes if something tells it."""
-        fields = {name: read_array(path) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
+        fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
             if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
                 raise InputError(f"{paths[name]}: an array of {value.dtype}, expected numbers, such as float32")
+            if name == "edge_type" and value.dtype.kind == "u" and value.dtype.itemsize > 1:
+                raise InputError(f"{paths[name]}: an array of {value.dtype}, expected signed integers, such as int64")
             if name == "x" and (value.ndim != 2 or value.shape[1] == 0):
                 raise InputError(f"{paths[name]}: shape {value.shape}, expected (number of nodes, number of features)")
             if name in ("edge_weight", "edge_type") and value.ndim == 2 and value.shape[1] == 1:
@@ -171,10 +177,13 @@ class GraphFiles:
         for name in ("x", "y"):
             if name in fields and num_nodes is None:
                 num_nodes = len(fields[name])
-        for name in (name for name in MASKS if name in paths):
+        masks = [name for name in MASKS if name in paths]
+        for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids come with no number
             if num_nodes is None and not paths[name].stem.endswith("_mask"):
                 raise InputError(f"{paths[name]}: nothing says how many nodes there are; state num_nodes")
             mask = read_mask(paths[name], num_nodes or 0)
+            if mask.dim() == 0:
+                raise InputError(f"{paths[name]}: a single value, expected one for each node")
             num_nodes = len(mask) if num_nodes is None else num_nodes
             fields[name] = pick_split(name, mask, self.split_index).numpy()
         for name in ("x", "y", *MASKS):
@@ -252,7 +261,9 @@ class GraphFiles:
     def _check(
         self, fields: Mapping[str, NDArray[Any]], num_nodes: int, num_edges: int, paths: Mapping[str, Path]
     ) -> None:
-        tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes here
+            tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
         try:
             check_fields(
                 tensors,
@@ -266,11 +277,10 @@ class GraphFiles:
             raise InputError(f"{paths.get(name, name)}:{problem}") from error
 
 
-def _fits(num_nodes: int, path: Path) -> None:
+def _fits(num_nodes: int, where: str, advice: str) -> None:
     """Refuse a number of nodes, such as a stray id makes it, whose owners alone would not fit."""
     available = psutil.virtual_memory().total
     if num_nodes * _LEAST_BYTES_PER_NODE > available:
         raise InputError(
-            f"{path}: {num_nodes} nodes, by their ids, take more than this machine's {available / 2**30:.0f} GiB; "
-            "number them anew (relabel)"
+            f"{where}: {num_nodes} nodes take more than this machine's {available / 2**30:.0f} GiB; {advice}"
         )

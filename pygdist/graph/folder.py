@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import io
 import logging
 import mmap
 import os
@@ -49,12 +50,12 @@ def exclusive(folder: Path) -> Iterator[None]:
             for stale in folder.parent.glob(
                 f".{glob.escape(folder.name)}.tmp-*"
             ):  # its writer held the lock, and is gone
-                if stale.name.endswith(_REPLACED) and not folder.exists():
+                if stale.name.endswith(_REPLACED) and not folder.exists() and (stale / "meta.json").is_file():
                     log.info("putting %s back, whose replacement did not come", folder)
                     stale.rename(folder)
                 else:
                     log.info("removing %s, left by a writer that did not finish", stale)
-                    shutil.rmtree(stale, ignore_errors=True)
+                    _discard(stale)
         yield
     finally:
         if descriptor is not None:
@@ -90,8 +91,16 @@ def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             log.info("%s was written by another process meanwhile", folder)
         flush(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        _discard(temporary)
+        _discard(old)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder; what is left if that is interrupted does not look finished."""
+    (folder / "meta.json").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_rows(
@@ -141,7 +150,7 @@ class ArrayWriter:
         self.count = 0
         self._path, self._dtype, self._pairs = path, np.dtype(dtype), pairs
         self._file = path.open("wb")
-        self._write_header()
+        self._file.write(bytes(len(self._header())))  # no header yet: a file that is left half written has none
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +161,7 @@ class ArrayWriter:
         with self._file:
             if kind is None:
                 self._file.seek(0)
-                self._write_header()
+                self._file.write(self._header())
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -173,16 +182,21 @@ class ArrayWriter:
     def _shape(self) -> list[int]:
         return [2, self.count] if self._pairs else [self.count]
 
-    def _write_header(self) -> None:
-        # numpy pads the header such that a larger count fits in later
+    def _header(self) -> bytes:
+        # numpy pads it such that its length does not depend on the count
+        text = io.BytesIO()
         header = {"descr": self._dtype.str, "fortran_order": self._pairs, "shape": tuple(self._shape())}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        np.lib.format.write_array_header_1_0(text, header)
+        return text.getvalue()
 
 
 def forget_pages(array: NDArray[Any]) -> None:
-    """Give back the memory of a memory-mapped file that was looked at; it is read again where it is needed again."""
+    """Give back the memory of a memory-mapped file that was looked at; it is read again where it is needed again.
+
+    Not of a copy-on-write map: what was written to it is nowhere else.
+    """
     mapped = getattr(array, "_mmap", None)
-    if mapped is not None and hasattr(mapped, "madvise"):
+    if mapped is not None and hasattr(mapped, "madvise") and getattr(array, "mode", None) != "c":
         mapped.madvise(mmap.MADV_DONTNEED)
 
 

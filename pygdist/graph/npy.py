@@ -116,14 +116,14 @@ def save_npy(data: Data, folder: str | Path) -> None:
             np.save(folder / f"{name}.npy", value.detach().cpu().numpy(), allow_pickle=False)
 
 
-def read_array(path: Path) -> NDArray[Any]:
-    """An array, memory-mapped copy-on-write.
+def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
+    """An array, memory-mapped: copy-on-write, or for reading only, so that its pages can be given back.
 
     Raises:
         InputError: If it is no readable array.
     """
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+        array: NDArray[Any] = np.load(path, mmap_mode="c" if writable else "r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save") from error
     if not isinstance(array, np.ndarray):

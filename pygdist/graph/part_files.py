@@ -109,7 +109,7 @@ def _write_topologies(graph: WholeGraph, parts: NodeParts, places: Sequence[Path
                 place.mkdir()
                 one = _write_topology(parts.topology(p, partial(spill.edges_of, p), merge=graph.merge), place)
                 described.append(one)
-                advance(one["num_edges"])
+                advance(spill.num_edges_of(p))
     return described
 
 

@@ -52,6 +52,10 @@ class Spill:
     ) -> None:
         self.path.unlink(missing_ok=True)
 
+    def num_edges_of(self, part: int) -> int:
+        """The number of edges into the nodes of a part."""
+        return int((self._start[:, part + 1] - self._start[:, part]).sum())
+
     def edges_of(self, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
         """The edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
         start, stop = self._start[:, part], self._start[:, part + 1]

@@ -161,15 +161,18 @@ def _assign(edges: EdgeStream, partitioner: Partitioner, num_parts: int) -> tupl
 def _fit(graph: WholeGraph, partitioner: Partitioner, memory: DeviceMemory) -> tuple[int, Assignment, float]:
     """As few parts as fit the devices, their owners, and the seconds that these took."""
     edges, size = graph.edges, GraphBytes.of(graph)
-    found: list[tuple[Assignment, float]] = []
+    fitting: dict[int, tuple[Assignment, float]] = {}
 
     def largest_of(num_parts: int) -> int:
-        found[:] = [_assign(edges, partitioner, num_parts)]
+        found = _assign(edges, partitioner, num_parts)
         enter_stage(edges.progress, "measuring")
-        largest = size.largest(measure(edges, found[0][0].part, num_parts))
+        largest = size.largest(measure(edges, found[0].part, num_parts))
+        if largest <= memory.budget:
+            fitting.clear()  # a later one that fits has fewer parts
+            fitting[num_parts] = found
         sizes = largest / _GIB, memory.budget / _GIB
         log.info("%d parts: the largest takes %.3g GiB, there is room for %.3g", num_parts, *sizes)
         return largest
 
     num_parts = memory.search(size.whole(edges.num_nodes, edges.num_edges), edges.num_nodes, largest_of)
-    return num_parts, *found[0]
+    return num_parts, *fitting[num_parts]

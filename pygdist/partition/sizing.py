@@ -17,8 +17,9 @@ from pygdist.partition.metrics import PartitionMetrics
 __all__ = ["DeviceMemory", "GraphBytes"]
 
 _GIB = 2**30
-_LEAST_GAIN = 0.97  # of the largest part from one number of parts to the next; beyond, more parts do not help ...
-_PATIENCE = 3  # ... if it happens so often in a row
+_LEAST_GROWTH = 1.25  # of the number of parts from one try to the next
+_LEAST_GAIN = 0.9  # of what is too much; where less goes so often in a row, more parts do not help
+_PATIENCE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class DeviceMemory:
         """The fewest parts of which the largest fits with its halo, which is known only after a partition.
 
         From the paper's rule the number grows, at most twofold at a time, until the parts fit; between that and the
-        last one that did not, the fewest is looked for by halving.
+        last one that did not, the fewest is looked for by halving. Where a part grows with the number of parts, as a
+        heuristic may make it, a smaller number that fits can be missed.
 
         Args:
             num_bytes: Of the graph and its features.
@@ -124,16 +126,16 @@ class DeviceMemory:
         largest = largest_of(num_parts)
         below, stuck = num_parts - 1, 0
         while largest > self.budget:
-            grown = max(num_parts + 1, math.ceil(num_parts * min(largest / self.budget, 2)))
+            factor = min(max(largest / self.budget, _LEAST_GROWTH), 2)
             if num_parts == num_nodes or stuck == _PATIENCE:
                 raise InputError(
                     f"parts: with {num_parts} parts the largest takes {largest / _GIB:.3g} GiB with its halo, and more "
                     f"parts do not help to fit {self._told()}; use devices with more memory, a smaller reserve, or a "
                     "method that replicates less"
                 )
-            below, num_parts, before = num_parts, min(grown, num_nodes), largest
+            below, num_parts, before = num_parts, min(math.ceil(num_parts * factor), num_nodes), largest
             largest = largest_of(num_parts)
-            stuck = stuck + 1 if largest > _LEAST_GAIN * before else 0
+            stuck = stuck + 1 if largest - self.budget > _LEAST_GAIN * (before - self.budget) else 0
         while num_parts - below > 1:
             middle = (below + num_parts) // 2
             if largest_of(middle) <= self.budget:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ FORMATS: dict[str, Any] = {
     "wide.csv": lambda path: path.write_bytes(b'"from", "to", "time"\n' + _text(" , ", ",2004-05-06\n")),
     "windows.txt": lambda path: path.write_bytes(b"\xef\xbb\xbf# a comment\r\n\r\n" + _text(" ", "\r\n") + b"  # 7 8"),
     "notes.txt": lambda path: path.write_bytes(_text(" ", " # a note\n") + b"\t# another\n"),
+    "LOUD.TXT.GZ": lambda path: path.write_bytes(gzip.compress(_text("  "))),
+    "notes-beside.txt": lambda path: path.write_bytes(_text(" ", "# a note\n")),
     "LOUD.TXT": lambda path: path.write_bytes(_text(" ")),
     "no-last-end.txt": lambda path: path.write_bytes(_text(" ").rstrip()),
     "compressed.txt.gz": lambda path: path.write_bytes(gzip.compress(_text("\t"))),
@@ -112,6 +115,29 @@ def test_text_does_not_depend_on_blocks(
     np.testing.assert_array_equal(np.concatenate(found, axis=1), np.array(edges).T)
 
 
+def test_a_stray_id_is_told(tmp_path: Path) -> None:
+    np.save(tmp_path / "edges.npy", np.array([[0, 1, 1 << 50], [1, 0, 0]]))
+    with pytest.raises(InputError, match=r"edges.npy: \d+ nodes take more .* number them anew"):
+        whole(GraphFiles(edges=tmp_path / "edges.npy", relabel=False), tmp_path / "scratch")
+
+
+def test_a_file_that_is_half_written_is_none(tmp_path: Path) -> None:
+    writer = EdgeWriter(tmp_path / "edges.npy", np.int32)
+    writer.append(EDGES)
+    writer.__exit__(KeyboardInterrupt, None, None)
+    with pytest.raises(InputError, match=r"edges.npy: not a readable .npy array"):
+        EdgeFile(tmp_path / "edges.npy")
+
+
+def test_what_was_written_to_a_map_stays(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5, 2), np.float32))
+    x = np.load(tmp_path / "x.npy", mmap_mode="c")
+    x += 7
+    graph = WholeGraph(edges=EdgeStream(EDGES, num_nodes=5), fields={"x": x}, num_classes=0)
+    partition_graph(graph, tmp_path / "store", num_parts=1, partitioner="hash")
+    np.testing.assert_array_equal(open_part(tmp_path / "store", 0)["x"], np.full((5, 2), 7))
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_a_writer_makes_what_numpy_reads(count: int, tmp_path: Path) -> None:
     with EdgeWriter(tmp_path / "edges.npy", np.int32) as writer:
@@ -139,6 +165,7 @@ WRONG_TEXT = {
     "a long number first": (b"99999999999999999999 2\n0 1\n", "line 1 is '99999999999999999999 2'"),
     "another separator": (b"0;1\n1;2\n", "line 1 is '0;1', expected two ids"),
     "ends of old": (b"0 1\r1 2\r2 3\r", "line 1 is"),
+    "ends of old, three columns": (b"0 1 5\r1 2 6\r2 3 7\r", "line 1 is"),
     "signs": (b"+1 2\n", "line 1 is"),
 }
 
@@ -232,7 +259,7 @@ def test_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ({"x": np.zeros((6, 2), complex)}, {}, r"x.npy: an array of complex128"),
         ({"x": np.zeros((6, 2), np.longdouble)}, {}, r"x.npy: an array of float128"),
         ({"y": np.array(3)}, {}, r"y.npy: a single number"),
-        ({}, {"num_nodes": 1 << 50}, r"edges.npy: \d+ nodes, by their ids, take more than this machine's"),
+        ({}, {"num_nodes": 1 << 50}, r"num_nodes: \d+ nodes take more than this machine's"),
         ({}, {"num_nodes": 4, "symmetrize": True}, r"edges.npy: edge 4 has id 4, but the graph has nodes 0 to 3"),
         ({"y": np.full(6, -3)}, {}, r"y.npy: node 0 has label -3"),
         ({"y": np.arange(6)}, {"num_classes": 3}, r"y.npy: 3 labels out of range"),
@@ -447,7 +474,8 @@ def _stopped_while_writing(folder: Path, how: signal.Signals) -> tuple[int, str]
     arguments = [sys.executable, "-c", SLOWLY, str(folder / "edges.npy"), str(folder / "store")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(arguments, env=env, **pipes) as process:
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # not everybody leaves Ctrl-C as it is
+    with subprocess.Popen(arguments, env=env, preexec_fn=reset, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         process.send_signal(how)
@@ -471,6 +499,24 @@ def test_an_interrupted_run_cleans_up(tmp_path: Path) -> None:
     assert (code, said.splitlines()[-1]) == (130, "pygdist: error: interrupted")
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["edges.npy"]
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "edges.npy", EDGES)
+    files = GraphFiles(edges=tmp_path / "edges.npy")
+    first = partition_graph(files, tmp_path / "store", num_parts=2, partitioner="hash")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if target == tmp_path / "store" and not self.name.endswith("-old"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KeyboardInterrupt):
+        partition_graph(files, tmp_path / "store", num_parts=3, partitioner="hash", overwrite=True)
+    assert read_meta(tmp_path / "store") == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.npy", "store"]
 
 
 def test_what_was_being_replaced_comes_back(tmp_path: Path) -> None:

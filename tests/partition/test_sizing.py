@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, WholeGraph
-from pygdist.partition import DeviceMemory, measure
+from pygdist.partition import DeviceMemory, PartitionMetrics, measure, partition_graph, resolve_partitioner
 from pygdist.partition.sizing import GraphBytes
 
 MEMORY = DeviceMemory(devices=2, bytes=300)  # a budget of 100
@@ -24,6 +26,8 @@ MEMORY = DeviceMemory(devices=2, bytes=300)  # a budget of 100
         (lambda parts: {2: 150.0, 3: 149.0}.get(parts, 60.0), 4),
         (lambda parts: 5000 / parts, 50),
         (lambda parts: 70 + 900 / parts, 30),
+        (lambda parts: 80 + 2100 / parts, 105),
+        (lambda parts: 95 + 1000 / parts, 200),
     ],
 )
 def test_the_fewest(largest_of: Callable[[int], float], expected: int) -> None:
@@ -59,3 +63,24 @@ def test_bytes_are_those_of_the_store() -> None:
 def test_devices_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(InputError, match="expected at least 1 device"):
         DeviceMemory(**{"devices": 1, "bytes": 1, **options})  # type: ignore[arg-type]
+
+
+@given(budget=st.integers(3_000, 60_000), name=st.sampled_from(["hash", "chunk"]))
+@settings(max_examples=25, deadline=None)
+def test_what_is_written_fits(budget: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rng = np.random.default_rng(0)
+    edges = EdgeStream(rng.integers(0, 200, (2, 1000)), num_nodes=200)
+    graph = WholeGraph(edges=edges, fields={"x": rng.random((200, 32), dtype=np.float32)}, num_classes=0)
+    folder = tmp_path_factory.mktemp("fit") / "store"
+    memory = DeviceMemory(devices=2, bytes=budget, reserve=0)
+    size = GraphBytes.of(graph)
+    try:
+        meta = partition_graph(graph, folder, num_parts=memory, partitioner=name)
+    except InputError:
+        largest = [size.largest(measure(edges, resolve_partitioner(name).assign(edges, p), p)) for p in (2, 20, 200)]
+        assert min(largest) > budget
+        return
+    found = PartitionMetrics.from_meta(meta)
+    part = resolve_partitioner(name).assign(edges, meta["num_parts"])
+    assert found.num_nodes.tolist() == np.bincount(part, minlength=meta["num_parts"]).tolist()
+    assert size.largest(found) <= budget

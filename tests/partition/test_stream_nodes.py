@@ -144,15 +144,10 @@ def test_wrong_options_are_refused(name: str, options: dict[str, float], message
         resolve_partitioner(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "clusters", "merged"), [("Cora", (372, 0.25), (101, 0.2)), ("CiteSeer", (904, 0.3), (411, 0.1))]
-)
-def test_clusters_of_real_graphs(
-    name: str, clusters: tuple[int, float], merged: tuple[int, float], shared_data: Path, tmp_path: Path
-) -> None:
-    """CATGNN, Table 2."""
+@pytest.mark.parametrize(("name", "clusters", "merged"), [("Cora", 398, 88), ("CiteSeer", 680, 415)])
+def test_clusters_of_real_graphs(name: str, clusters: int, merged: int, shared_data: Path, tmp_path: Path) -> None:
+    """CATGNN's Table 2 has 372 and 101, 904 and 411; experiments/catgnn says what the difference depends on."""
     shutil.copytree(shared_data / "Planetoid" / name, tmp_path / name)
     edges = EdgeStream.from_data(load_graph("Planetoid", root=str(tmp_path), name=name))
     figures = SpringPartitioner().run(edges, 4).figures
-    assert figures["num_clusters"] == pytest.approx(clusters[0], rel=clusters[1])
-    assert figures["num_merged_clusters"] == pytest.approx(merged[0], rel=merged[1])
+    assert (figures["num_clusters"], figures["num_merged_clusters"]) == (clusters, merged)

@@ -32,11 +32,13 @@ int32_t parse_line(const char* at, const char* end, int64_t* ids) {
       }
       ids[column] = negative ? -id : id;
     } else {
-      while (at < end && !is_blank(*at) && *at != ',') ++at;
+      while (at < end && !is_blank(*at) && *at != ',' && *at != '#') {
+        if (*at++ == '\r') return -PYGDIST_BAD_LINE;
+      }
     }
     const bool comma_next = at < end && *at == ',';
     if (at == start && !comma_next) return -PYGDIST_BAD_LINE;  // nothing after the last comma
-    if (at < end && !is_blank(*at) && !comma_next) return -PYGDIST_BAD_LINE;
+    if (at < end && !is_blank(*at) && *at != '#' && !comma_next) return -PYGDIST_BAD_LINE;
     skip_blanks();
     if (at == end || *at == '#') return column + 1;
     if (*at == ',') {
