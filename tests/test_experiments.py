@@ -133,9 +133,9 @@ def test_clusters(tmp_path: Path) -> None:
 
 @needs_native
 def test_throughput(tmp_path: Path) -> None:
-    small = ("--methods", "spring", "hash", "hdrf", "--edges", "20000", "40000", "--plot-memory")
+    small = ("--methods", "spring", "hash", "--edges", "20000", "--plot-memory")
     rows = _run_in(CATGNN, "throughput.py", *small, out=tmp_path)
     passes = {row["method"]: int(row["passes"]) for row in rows}
-    assert passes == {"spring": 2, "hash": 0, "hdrf": 1}
+    assert passes == {"spring": 2, "hash": 0}
     assert all(float(row["peak_gib"]) >= float(row["imports_gib"]) > 0 for row in rows)
     assert (tmp_path / "throughput.png").is_file()
