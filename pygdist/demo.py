@@ -10,7 +10,6 @@ import argparse
 import copy
 import csv
 import logging
-import resource
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, MLP
 
 from pygdist.graph import load_graph
+from pygdist.graph.store import peak_rss_bytes
 from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
 
 __all__ = ["Run", "compare", "largest_difference", "main", "train_with_pyg", "train_with_pygdist"]
@@ -97,7 +97,7 @@ def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
         losses=losses,
         accuracy=float(hit.float().mean()),
         epoch_s=seconds,
-        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        peak_gib=peak_rss_bytes() / 2**30,
         threads=torch.get_num_threads(),
     )
 

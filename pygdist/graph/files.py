@@ -250,9 +250,8 @@ class GraphFiles:
         notes.append(f"numbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
         enter_stage(progress, "numbering nodes")
         place = scratch / "numbered.npy"
-        stream = EdgeStream(file, num_nodes=largest + 1, progress=progress)
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
-            for chunk in stream.chunks():
+            for chunk in checked(file, largest + 1, progress=progress):
                 out.append(renumbered(chunk, ids))
         if file.path.parent == scratch:
             file.path.unlink()

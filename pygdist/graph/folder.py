@@ -47,9 +47,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     descriptor = _lock(path, folder)
     try:
         if descriptor is not None:
-            for stale in folder.parent.glob(
-                f".{glob.escape(folder.name)}.tmp-*"
-            ):  # its writer held the lock, and is gone
+            # their writers held the lock, and are gone
+            for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
                 if stale.name.endswith(_REPLACED) and not folder.exists() and (stale / "meta.json").is_file():
                     log.info("putting %s back, whose replacement did not come", folder)
                     stale.rename(folder)
@@ -162,8 +161,6 @@ class ArrayWriter:
             if kind is None:
                 self._file.seek(0)
                 self._file.write(self._header())
-                self._file.flush()
-                os.fsync(self._file.fileno())
 
     def append(self, block: NDArray[Any]) -> None:
         """Add a block at the end."""
@@ -171,7 +168,8 @@ class ArrayWriter:
         self.count += block.shape[-1]
 
     def described(self) -> dict[str, Any]:
-        """After the ``with`` block: what a reader can hold the file to, as :func:`write_rows` says it."""
+        """After the ``with`` block: flushes, and says what a reader can hold the file to, as :func:`write_rows`."""
+        flush(self._path)
         return {
             "bytes": self._path.stat().st_size,
             "crc32": checksum(self._path),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
+from pygdist.graph.store import peak_rss_bytes
 from pygdist.lightning.classifier import NodeClassifier
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
@@ -152,4 +152,4 @@ def _synchronize(device: torch.device) -> None:
 def _peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_rss_bytes() / 2**30

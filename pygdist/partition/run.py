@@ -82,7 +82,9 @@ def partition_graph(
         "num_hops": num_hops,
         "method": chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}",
         "arguments": chosen.arguments(),
-        **({"num_parts": num_parts} if isinstance(num_parts, int) else {"device_memory": vars(num_parts)}),
+        **(
+            {"device_memory": vars(num_parts)} if isinstance(num_parts, DeviceMemory) else {"num_parts": int(num_parts)}
+        ),
     }
     if isinstance(source, GraphFiles):
         files = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
@@ -127,11 +129,11 @@ def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Pro
 
 def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
     """Assign and write; all entries of ``meta.json`` that follow."""
-    if isinstance(job.num_parts, int):
-        num_parts = job.num_parts
-        found, seconds = _assign(graph.edges, job.partitioner, num_parts)
-    else:
+    if isinstance(job.num_parts, DeviceMemory):
         num_parts, found, seconds = _fit(graph, job.partitioner, job.num_parts)
+    else:
+        num_parts = int(job.num_parts)  # a numpy integer is no int to JSON
+        found, seconds = _assign(graph.edges, job.partitioner, num_parts)
     start = time.perf_counter()
     written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops)
     metrics = PartitionMetrics.from_meta(written)

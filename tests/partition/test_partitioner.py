@@ -146,7 +146,8 @@ def test_refuses_parts_that_nodes_cannot_fill(name: str, num_parts: int) -> None
 
 def test_partition_graph(tmp_path: Path) -> None:
     data, notes = prepare(degree_corrected_sbm(200))
-    meta = partition_graph(data, tmp_path / "store", num_parts=3, partitioner="hash", notes=notes, seed=5)
+    three = np.int64(3)
+    meta = partition_graph(data, tmp_path / "store", num_parts=three, partitioner="hash", notes=notes, seed=5)
     assert meta == read_meta(tmp_path / "store")
     assert (meta["method"], meta["arguments"], meta["num_parts"]) == ("hash", {"seed": 5}, 3)
     assert meta["seconds"] >= 0
