@@ -1,6 +1,7 @@
 # `make help` lists the targets. Each builds .venv first, unless VENV names an environment of your own.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+RESULTS ?= results
 
 ifdef VENV
 # An environment that the caller looks after: used as it is.
@@ -11,7 +12,7 @@ READY := $(VENV)/.installed
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check cluster-check build venv clean
+.PHONY: help demo test check cluster-check experiments report build venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -30,6 +31,13 @@ check: $(READY)  ## lint, formatting and types
 
 cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
 	$(BIN)/python experiments/cluster_check.py
+
+experiments: $(READY)  ## a short version of every experiment, and its report (RESULTS=results)
+	$(BIN)/python experiments/run.py --short --out $(RESULTS)
+	$(BIN)/python -m pygdist.cli report $(RESULTS) -o $(RESULTS)/report.html
+
+report: $(READY)  ## report.html: the figures that are in experiments/
+	$(BIN)/python -m pygdist.cli report experiments -o report.html
 
 build: $(READY)  ## install into .venv, with the native library; again if its sources changed
 venv: $(READY)  ## the same

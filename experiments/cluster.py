@@ -218,6 +218,7 @@ class Cluster:
         return outcomes
 
     def _variables(self, host: int, port: int, threads: int) -> dict[str, str]:
+        """As torchrun sets them; local processes too are hosts with one process each, so one command suits both."""
         found = {
             "RANK": host, "WORLD_SIZE": self.hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": host,
             "NODE_RANK": host, "MASTER_ADDR": self.address(0), "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cluster",
@@ -225,8 +226,6 @@ class Cluster:
         }  # fmt: skip
         if self.shaped:
             found["GLOO_SOCKET_IFNAME"] = INTERFACE
-        else:
-            found |= {"LOCAL_RANK": host, "LOCAL_WORLD_SIZE": self.hosts, "GROUP_RANK": 0, "NODE_RANK": 0}
         return {name: str(value) for name, value in found.items()}
 
     def _enter(self, host: int) -> list[str]:

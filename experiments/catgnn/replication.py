@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--methods", nargs="+", default=[*STREAMING, *OTHERS])
     parser.add_argument("--parts", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--spring-volume", type=float, help="close clusters of SPRING at so many volumes of a part")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -35,13 +36,17 @@ def main() -> None:
         edges = edges_of(name, options.data)
         runs = [(parts, method) for parts in options.parts for method in options.methods]
         for parts, method in track(runs, description=name):
+            arguments, label = {}, method
+            if method == "spring" and options.spring_volume is not None:
+                arguments = {"volume": options.spring_volume / parts}
+                label = f"spring(volume={options.spring_volume:g}/P)"
             start = time.perf_counter()
-            found = resolve_partitioner(method).run(edges, parts)
+            found = resolve_partitioner(method, **arguments).run(edges, parts)
             seconds = time.perf_counter() - start
             metrics = measure(edges, found.part, parts)
             rows.append(
                 {
-                    "graph": name, "nodes": edges.num_nodes, "edges": edges.num_edges, "parts": parts, "method": method,
+                    "graph": name, "nodes": edges.num_nodes, "edges": edges.num_edges, "parts": parts, "method": label,
                     "replication_factor_full": metrics.replication_factor,
                     "replication_factor": found.figures.get("replication_factor"), "edge_cut": metrics.edge_cut,
                     **{f"{what}_balance": value for what, value in metrics.balance.items() if what != "train_nodes"},
@@ -60,7 +65,7 @@ def behind(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for name, parts in dict.fromkeys((row["graph"], row["parts"]) for row in rows):
         mine = [row for row in rows if (row["graph"], row["parts"]) == (name, parts) and row["method"] in STREAMING]
-        best = min(mine, key=lambda row: row["replication_factor_full"])
+        best = min(mine, key=lambda row: row["replication_factor_full"], default={"method": "spring"})
         spring = [row["replication_factor_full"] for row in mine if row["method"] == "spring"]
         if spring and best["method"] != "spring":
             least = best["replication_factor_full"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from pygdist.graph.store import peak_rss_bytes
 from pygdist.lightning.classifier import NodeClassifier
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
+
+
+_RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 
 
 class ExchangeMonitor(pl.Callback):
@@ -39,10 +43,21 @@ class ExchangeMonitor(pl.Callback):
 
     The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
     slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph.
+
+    Args:
+        ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: str | Path | None = None) -> None:
+        self.ranks = None if ranks is None else Path(ranks)
         self._start = 0.0
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.ranks is not None and trainer.is_global_zero:
+            self.ranks.parent.mkdir(parents=True, exist_ok=True)
+            with self.ranks.open("w", newline="") as file:
+                csv.writer(file).writerow(["epoch", "rank", *_RANK_COLUMNS])
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -69,6 +84,11 @@ class ExchangeMonitor(pl.Callback):
             pl_module.backend.kept_bytes / 2**20,
         ]
         table = communicator.gather([float(value) for value in own])
+        if self.ranks is not None and trainer.is_global_zero:
+            with self.ranks.open("a", newline="") as file:
+                writer = csv.writer(file)
+                for rank, row in enumerate(table.tolist()):
+                    writer.writerow([trainer.current_epoch, rank, *(f"{value:.9g}" for value in row)])
         low, high, total = table.amin(0).tolist(), table.amax(0).tolist(), table.sum(0).tolist()
         figures = {
             "epoch_s": high[0],

@@ -1,6 +1,8 @@
-"""One training step on N processes against one process, on real graphs and for the common layers; a table and a CSV.
+"""One training step on N processes against one process, for the common layers, on real graphs or a generated one.
 
-    python experiments/foundation/verify_real.py DATA --ranks 2 3 4 --out verify.csv
+Prints a table and writes a CSV:
+
+    python experiments/foundation/verify.py --data DATA --ranks 2 3 4 --out figures
 
 DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes; PyG writes beside the raw files.
 """
@@ -33,13 +35,15 @@ MODELS = {
 GRAPHS = {
     "Cora": ("Planetoid", {"name": "Cora"}, 1433, 7),
     "cornell5": ("LINKXDataset", {"name": "cornell5"}, 4735, 2),
+    "sbm": ("sbm", {"num_nodes": 2000}, 64, 10),
 }
 
 
-def row(data: Path, graph: str, name: str, ranks: int, cache: Path, *, double: bool) -> dict[str, object]:
+def row(data: Path | None, graph: str, name: str, ranks: int, cache: Path, *, double: bool) -> dict[str, object]:
     """The largest relative difference of one setting, and what has it."""
     dataset, arguments, num_features, num_classes = GRAPHS[graph]
-    module = GraphDataModule(dataset, {"root": str(data / dataset), **arguments}, cache_dir=cache)
+    root = {} if data is None or graph == "sbm" else {"root": str(data / dataset)}
+    module = GraphDataModule(dataset, {**root, **arguments}, cache_dir=cache)
     torch.manual_seed(0)
     model: nn.Module = MODELS[name](num_features, num_classes)
     start = time.perf_counter()
@@ -60,16 +64,17 @@ def row(data: Path, graph: str, name: str, ranks: int, cache: Path, *, double: b
 def main() -> None:
     """Run the settings that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("data", type=Path)
+    parser.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
     parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--cache", type=Path, default=Path("cache"))
-    parser.add_argument("--out", type=Path, default=Path("verify.csv"))
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for verify.csv")
     options = parser.parse_args()
     rows = []
-    with options.out.open("w", newline="") as file:
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "verify.csv").open("w", newline="") as file:
         for graph in options.graphs:
             for name in options.models:
                 for ranks in options.ranks:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["cache_bytes", "facts"]
+__all__ = ["cache_bytes", "facts", "provenance"]
 
 
 def facts(threads: int) -> dict[str, str]:
@@ -22,6 +25,23 @@ def facts(threads: int) -> dict[str, str]:
         "pyg": _version("torch_geometric"),
         "torch_sparse": _version("torch_sparse"),
     }
+
+
+def provenance(threads: int) -> dict[str, str]:
+    """What was measured, when and on what: commit (with a ``+`` if files had changed since), date, :func:`facts`."""
+    return {"commit": _commit(), "date": datetime.date.today().isoformat(), **facts(threads)}
+
+
+@functools.cache
+def _commit() -> str:
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}{'+' if git('status', '--porcelain', '--untracked-files=no') else ''}" if commit else "unknown"
 
 
 def cache_bytes(level: int) -> int:

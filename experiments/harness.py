@@ -1,0 +1,442 @@
+"""One way of measuring a training: settings take turns, each is ``pygdist fit`` in processes of its own, each is a row.
+
+A setting is a graph, a model, a partitioner, a backend, a strategy, a number of ranks, a network and seeds. In every
+round each setting trains once, with the round's seed, in rotated order, so that drift of the machine hits all alike.
+What a training showed is kept line by line in ``NAME.runs.jsonl``; the tables follow from it:
+
+- ``NAME.csv``: a row for each setting, over all its seeds;
+- ``NAME.ranks.csv``: what each rank did in each epoch;
+- ``NAME.traces/``: a timeline of each setting, recorded after the epochs that count.
+
+A setting that crashes, does not fit its memory or takes too long is a row that says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cluster import Cluster
+from machine import provenance
+from rich.progress import Progress
+
+__all__ = ["Setting", "measure", "settings_of"]
+
+WARM_UP = 2  # epochs that do not count: degrees, transposes and what is kept are computed, memory is allocated
+TRACED = 3  # epochs recorded for the timeline, after those that count
+RANK_FIGURES = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
+_GIB = 2**30
+_KILLED = (-9, 137)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, and on what.
+
+    Attributes:
+        name: Its name in the tables; made from what differs if a grid gives the settings.
+        graph: A dataset as ``pygdist fit --data.dataset`` takes it.
+        graph_args: Its arguments.
+        prepare: Options of ``pygdist partition`` for it, such as ``split`` or ``symmetrize``.
+        model: Class path of a PyG model.
+        model_args: Its arguments; ``in_channels`` of -1 is read off the graph.
+        partitioner: Who owns what.
+        partitioner_args: Its arguments.
+        backend: How neighbours arrive: a name, or ``class_path`` and ``init_args``.
+        strategy: How ranks keep one model.
+        ranks: Number of processes, each on a host of its own.
+        network: Rate of the hosts' links, such as ``1gbit``; ``none`` for links without a limit; ``null`` for plain
+            processes on this machine.
+        threads: Of each process.
+        epochs: How many count; ``WARM_UP`` more come before them.
+        seeds: One training each.
+        test: Evaluate the model on the test nodes, too, after its last epoch.
+        timeline: Record a timeline, in epochs of its own after those that count.
+        max_gib: Memory that a process may allocate; what needs more ends with a note.
+        timeout_s: Seconds for a training.
+        fit: More of the configuration of ``pygdist fit``, merged into it.
+    """
+
+    name: str = ""
+    graph: str = "sbm"
+    graph_args: dict[str, Any] = field(default_factory=dict)
+    prepare: dict[str, Any] = field(default_factory=dict)
+    model: str = "torch_geometric.nn.models.GCN"
+    model_args: dict[str, Any] = field(default_factory=dict)
+    partitioner: str = "chunk"
+    partitioner_args: dict[str, Any] = field(default_factory=dict)
+    backend: str | dict[str, Any] = "comm"
+    strategy: str = "graph_ddp"
+    ranks: int = 1
+    network: str | None = None
+    threads: int = 1
+    epochs: int = 10
+    seeds: tuple[int, ...] = (0, 1, 2)
+    test: bool = False
+    timeline: bool = True
+    max_gib: float | None = None
+    timeout_s: float = 1800.0
+    fit: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def store_key(self) -> str:
+        """Settings of one key train on the same parts."""
+        fields = (self.graph, self.graph_args, self.prepare, self.partitioner, self.partitioner_args, self.ranks)
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def slug(self) -> str:
+        """The name as a file's."""
+        return re.sub(r"[^a-zA-Z0-9]+", "-", self.name).strip("-")
+
+
+def settings_of(description: Mapping[str, Any], *, short: bool = False) -> list[Setting]:
+    """The settings of an experiment: ``base``, changed by each of ``settings`` or by each point of ``grid``.
+
+    Args:
+        description: ``base``: fields of :class:`Setting`; ``settings``: a list of fields that differ; ``grid``: lists
+            of values by field, all combinations of which are taken; ``short``: fields for the short version, with
+            ``grid`` or ``settings`` of its own if it has them.
+        short: Whether the short version is wanted.
+
+    Raises:
+        ValueError: If a field is unknown or two settings have one name.
+    """
+    known = {one.name for one in dataclasses.fields(Setting)}
+    shorter = dict(description.get("short", {})) if short else {}
+    grid = shorter.pop("grid", description.get("grid", {}))
+    changes = shorter.pop("settings", description.get("settings", [{}]))
+    points: list[dict[str, Any]] = [{}]
+    for name, values in grid.items():
+        points = [{**point, name: value} for point in points for value in values]
+    found = []
+    for change in changes:
+        for point in points:
+            fields = {**description.get("base", {}), **change, **point, **shorter}
+            if wrong := sorted(set(fields) - known):
+                raise ValueError(f"unknown field {wrong[0]!r} of a setting; known are {', '.join(sorted(known))}")
+            fields["seeds"] = tuple(fields.get("seeds", Setting.seeds))
+            parts = [str(change["name"])] if "name" in change else []
+            parts += [f"{name} {value}" for name, value in point.items()]
+            found.append(Setting(**{**fields, "name": ", ".join(parts) or fields.get("name") or fields["graph"]}))
+    names = [setting.name for setting in found]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two settings are called {repeated[0]!r}")
+    return found
+
+
+def measure(
+    settings: Sequence[Setting], out: Path, name: str, *, work: Path, resume: bool = False, console: Progress
+) -> list[dict[str, Any]]:
+    """Train every setting with every one of its seeds, in turns, and write the tables.
+
+    Args:
+        settings: What is compared.
+        out: Folder of the results.
+        name: Of the experiment, and of its files.
+        work: Folder for parts and checkpoints, which may be deleted afterwards; parts are found again there.
+        resume: Take over trainings of the same setting and commit that are in ``NAME.runs.jsonl`` already.
+        console: Shows how far it is.
+
+    Returns:
+        The rows of ``NAME.csv``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    lines = out / f"{name}.runs.jsonl"
+    runs = _kept(lines, settings) if resume else []
+    lines.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    traces = out / f"{name}.traces"
+    if not resume:
+        shutil.rmtree(traces, ignore_errors=True)
+    done = {(run["setting"], run["seed"]) for run in runs}
+    turns = [turn for turn in _turns(settings) if (turn[0].name, turn[1]) not in done]
+    task = console.add_task(name, total=len(turns))
+    for setting, seed in turns:
+        console.update(task, description=f"{name}: {setting.name}, seed {seed}")
+        run = train(setting, seed, work=work, traces=traces)
+        runs.append(run)
+        with lines.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+        write_tables(settings, runs, out, name)
+        console.advance(task)
+    return write_tables(settings, runs, out, name)
+
+
+def _turns(settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
+    """Every setting once a round, a different one first each time."""
+    found = []
+    for turn in range(max(len(setting.seeds) for setting in settings)):
+        first = turn % len(settings)
+        order = [*settings[first:], *settings[:first]]
+        found += [(setting, setting.seeds[turn]) for setting in order if turn < len(setting.seeds)]
+    return found
+
+
+def _kept(lines: Path, settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """Trainings of these settings that ended well, by the commit that is checked out, without changes to it."""
+    commit = provenance(0)["commit"]
+    if not lines.is_file() or commit.endswith("+"):
+        return []
+    wanted = {setting.name: _fields(setting) for setting in settings}
+    runs = [json.loads(line) for line in lines.read_text().splitlines()]
+    return [
+        run
+        for run in runs
+        if run["commit"] == commit and run["fields"] == wanted.get(run["setting"]) and not run["note"]
+    ]
+
+
+def _fields(setting: Setting) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(setting)))  # as they come back from a file
+
+
+def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str, Any]:
+    """One training in processes of its own, and what it showed; a note in place of figures if it failed."""
+    run: dict[str, Any] = {
+        "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": "local",
+        "link_bytes": None, "epochs": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0, "timeline": "",
+        **provenance(setting.threads),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        folder = Path(name)
+        try:
+            store = _store(setting, work)
+            run |= {key: json.loads((store / "meta.json").read_text())[key] for key in ("num_nodes", "num_edges")}
+            config = folder / "run.yaml"
+            config.write_text(yaml.safe_dump(configuration(setting, seed, store, folder)))
+            rate = None if setting.network in (None, "none") else setting.network
+            with Cluster(setting.ranks, rate=rate, shaped=False if setting.network is None else None) as cluster:
+                if setting.network is not None:
+                    run["network"] = cluster.described
+                start = time.perf_counter()
+                _pygdist(cluster, setting, "fit", config)
+                run["seconds"] = round(time.perf_counter() - start, 2)
+                if cluster.shaped:
+                    run["link_bytes"] = sum(link.sent for link in cluster.traffic())
+                if setting.test:
+                    last = folder / "checkpoints" / "last.ckpt"
+                    _pygdist(cluster, setting, "test", config, f"--ckpt_path={last}")
+        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
+            run["note"] = str(error)
+            return run
+        _read(run, folder)
+        if setting.timeline:
+            traces.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder / "timeline.json", traces / f"{setting.slug}.json")
+            run["timeline"] = f"{traces.name}/{setting.slug}.json"
+    return run
+
+
+def _store(setting: Setting, work: Path) -> Path:
+    """The parts of a setting's graph, written once for all settings that train on them."""
+    folder = work / f"parts-{setting.store_key}"
+    command = [sys.executable, "-m", "pygdist.cli", "partition", f"--dataset={setting.graph}", f"--out={folder}"]
+    command += [f"--method={setting.partitioner}", f"--parts={setting.ranks}"]
+    for name, value in (("dataset_args", setting.graph_args), ("method_args", setting.partitioner_args)):
+        command += [f"--{name}={json.dumps(value)}"] if value else []
+    command += [f"--{name}={json.dumps(value)}" for name, value in setting.prepare.items()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"partition: {_reason(done.returncode, done.stderr)}")
+    return folder
+
+
+def configuration(setting: Setting, seed: int, store: Path, folder: Path) -> dict[str, Any]:
+    """What ``pygdist fit --config`` gets."""
+    counted = WARM_UP + setting.epochs
+    epochs = counted + (TRACED if setting.timeline else 0)
+    timeline = {"path": str(folder / "timeline.json"), "first_epoch": counted, "epochs": TRACED}
+    made = {
+        "seed_everything": seed,
+        "model": {
+            "model": {"class_path": setting.model, "init_args": setting.model_args},
+            "backend": setting.backend,
+        },
+        "data": {"store": str(store)},
+        "exchange": {"ranks": str(folder / "ranks.csv")},
+        "checkpoint": {"dirpath": str(folder / "checkpoints")},
+        "trainer": {
+            "accelerator": "cpu",
+            "strategy": setting.strategy,
+            "devices": 1,
+            "num_nodes": setting.ranks,
+            "max_epochs": epochs,
+            "check_val_every_n_epoch": epochs,
+            "enable_checkpointing": setting.test,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": str(folder / "logs"),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        },
+    }
+    if setting.timeline:
+        made["trainer"]["callbacks"] = [{"class_path": "pygdist.lightning.Timeline", "init_args": timeline}]
+    return _merged(made, setting.fit)
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for key, value in more.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+        found[key] = _merged(found[key], value) if both else value
+    return found
+
+
+def _pygdist(cluster: Cluster, setting: Setting, command: str, config: Path, *more: str) -> None:
+    """Run a command of Lightning's on all hosts.
+
+    Raises:
+        RuntimeError: If it fails on one of them, with what it said.
+        TimeoutError: If it takes too long.
+    """
+    words = [sys.executable, "-m", "pygdist.cli", command, "--config", str(config), *more]
+    if setting.max_gib is not None:  # too much is then an error of the process's own, not the end of another
+        words = ["sh", "-c", f'ulimit -d {int(setting.max_gib * _GIB) // 1024}; exec "$@"', "sh", *words]
+    # one training's processes share a machine, so shares of its cores do not follow from their number
+    outcomes = cluster.run(words, threads=setting.threads, timeout=setting.timeout_s)
+    failed = [one for one in outcomes if one.code]
+    if failed:  # those that waited for one that failed are ended with SIGKILL
+        first = next((one for one in failed if one.code not in _KILLED), failed[0])
+        raise RuntimeError(f"{command}, rank {first.host}: {_reason(first.code, first.err)}")
+
+
+def _reason(code: int, said: str) -> str:
+    """Why a process failed, in one line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if re.search(r"allocate memory|MemoryError|bad_alloc|out of memory", said):
+        return "out of memory"
+    if code in _KILLED:
+        return "killed by SIGKILL, as the kernel does when memory runs out"
+    found = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+    return f"exit code {code}: {found[:300]}"
+
+
+def _read(run: dict[str, Any], folder: Path) -> None:
+    """Put what the files of a training say into its line."""
+    with (folder / "ranks.csv").open(newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    counted = WARM_UP + run["fields"]["epochs"]
+    run["epochs"] = [row for row in rows if row["epoch"] < counted]
+    for path in sorted(folder.rglob("metrics.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                for figure in ("val_acc", "test_acc", "gradient_bytes"):
+                    if value := row.get(figure) or row.get(figure.replace("_acc", "_f1")):
+                        run[figure] = float(value)
+
+
+def write_tables(
+    settings: Sequence[Setting], runs: Sequence[Mapping[str, Any]], out: Path, name: str
+) -> list[dict[str, Any]]:
+    """Write ``NAME.csv`` and ``NAME.ranks.csv`` of what has been measured so far."""
+    rows = []
+    for setting in settings:
+        mine = [run for run in runs if run["setting"] == setting.name]
+        if mine:
+            rows.append(row_of(setting, mine))
+    _write(out / f"{name}.csv", list(rows[0]) if rows else ["setting"], rows)
+    every = [
+        {
+            "setting": run["setting"],
+            "seed": run["seed"],
+            **{key: int(epoch[key]) for key in ("epoch", "rank")},
+            **{figure: epoch[figure] for figure in RANK_FIGURES},
+        }
+        for run in runs
+        for epoch in run["epochs"]
+        if epoch["epoch"] >= WARM_UP
+    ]
+    _write(out / f"{name}.ranks.csv", ["setting", "seed", "epoch", "rank", *RANK_FIGURES], every)
+    return rows
+
+
+def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One setting over its seeds: medians over all epochs that count, of the largest and smallest over ranks."""
+    good = [run for run in runs if not run["note"]]
+    epochs = [ranks for run in good for ranks in _by_epoch(run["epochs"])]
+    counted = [ranks for ranks in epochs if ranks[0]["epoch"] >= WARM_UP]
+    last = runs[-1]
+    row: dict[str, Any] = {
+        "setting": setting.name, "graph": setting.graph, "graph_args": _text(setting.graph_args),
+        "nodes": last.get("num_nodes"), "edges": last.get("num_edges"), "model": setting.model,
+        "model_args": _text(setting.model_args), "partitioner": setting.partitioner,
+        "partitioner_args": _text(setting.partitioner_args), "backend": _text(setting.backend),
+        "strategy": setting.strategy, "ranks": setting.ranks, "network": last["network"],
+        "seeds": " ".join(str(run["seed"]) for run in good), "epochs": len(counted),
+    }  # fmt: skip
+    seconds = [max(rank["epoch_s"] for rank in ranks) for ranks in counted]
+    row |= {
+        "epoch_s": _of(statistics.median, seconds), "epoch_s_min": _of(min, seconds),
+        "epoch_s_max": _of(max, seconds),
+        "first_epoch_s": _of(statistics.median, [max(rank["epoch_s"] for rank in ranks) for ranks in epochs
+                                                 if ranks[0]["epoch"] == 0]),
+    }  # fmt: skip
+    for figure in ("compute_s", "exchange_s"):
+        for best, which in ((max, "max"), (min, "min")):
+            values = [best(rank[figure] for rank in ranks) for ranks in counted]
+            row[f"{figure}_{which}"] = _of(statistics.median, values)
+    for figure in ("sent_bytes", "sent_messages"):
+        totals = [sum(rank[figure] for rank in ranks) for ranks in counted]
+        row[figure] = _of(statistics.median, totals)
+    peaks = [[max(mine) for mine in zip(*_columns(run, "peak_gib"), strict=True)] for run in good]
+    row |= {
+        "gradient_bytes": _of(statistics.median, [run["gradient_bytes"] for run in good]),
+        "link_bytes_run": _of(statistics.median, [run["link_bytes"] for run in good if run["link_bytes"] is not None]),
+        "peak_gib_max": _of(max, [max(ranks) for ranks in peaks]),
+        "peak_gib_total": _of(max, [sum(ranks) for ranks in peaks]),
+        "seconds_run": _of(statistics.median, [run["seconds"] for run in good]),
+    }  # fmt: skip
+    for score in ("val_acc", "test_acc"):
+        values = [run[score] for run in good if run[score] is not None]
+        row |= {
+            score: _of(statistics.fmean, values),
+            f"{score}_min": _of(min, values),
+            f"{score}_max": _of(max, values),
+        }
+    notes = [f"seed {run['seed']}: {run['note']}" for run in runs if run["note"]]
+    row |= {"timeline": next((run["timeline"] for run in reversed(good)), ""), "note": "; ".join(notes)}
+    return row | {key: last[key] for key in provenance(setting.threads)}
+
+
+def _by_epoch(lines: Iterable[Mapping[str, float]]) -> list[list[Mapping[str, float]]]:
+    found: dict[float, list[Mapping[str, float]]] = {}
+    for line in lines:
+        found.setdefault(line["epoch"], []).append(line)
+    return list(found.values())
+
+
+def _columns(run: Mapping[str, Any], figure: str) -> list[list[float]]:
+    """A figure by epoch, then rank."""
+    return [[rank[figure] for rank in ranks] for ranks in _by_epoch(run["epochs"])]
+
+
+def _of(function: Any, values: Sequence[float]) -> float | None:
+    return round(float(function(values)), 6) if values else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True) if value else ""
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)

@@ -1,0 +1,301 @@
+"""Runs experiments, all or some, in full or in a short version, and any row of any table again.
+
+    python experiments/run.py --short --out results                      # make experiments
+    python experiments/run.py experiments/foundation/hosts.yaml
+    python experiments/run.py experiments/foundation/hosts.yaml --only "ranks 4, network 1gbit"
+    python experiments/run.py --row experiments/kernels/results/measure-grid.csv:17
+
+An experiment is one YAML file: what the paper claims and how it is drawn (see ``pygdist report``), and under ``run``
+how it is measured. That is either a list of settings for ``harness.py``, or a ``script`` beside the file with
+``arguments``, and others under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{work}`` for
+one that is deleted in the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from harness import measure, settings_of
+from machine import provenance
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """A mistake of the caller, told in one line."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One YAML file.
+
+    Attributes:
+        path: The file.
+        description: What it says, for the report.
+        run: How it is measured.
+    """
+
+    path: Path
+    description: Mapping[str, Any]
+    run: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return self.path.stem
+
+    def folder(self, out: Path) -> Path:
+        """Where its results go: a folder for each paper."""
+        return out / (self.path.parent.name if self.path.parent != HERE else "cluster")
+
+
+def read(path: Path) -> Experiment:
+    """Read the file of an experiment.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("run"), dict) or "title" not in found:
+        raise UserError(f"{path}: no experiment; expected the keys title and run")
+    return Experiment(path.resolve(), {key: value for key, value in found.items() if key != "run"}, found["run"])
+
+
+def known() -> list[Path]:
+    """The experiments of this folder."""
+    return sorted(path for path in HERE.rglob("*.yaml") if "results" not in path.relative_to(HERE).parts)
+
+
+def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
+    """Measure, and leave the results.
+
+    Returns:
+        What went wrong, or nothing.
+
+    Raises:
+        UserError: If it cannot be run as asked.
+    """
+    folder = experiment.folder(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    description = dict(experiment.description)
+    if options.short:
+        description["title"] += " (short version)"
+    if "script" in experiment.run:
+        if options.only:
+            raise UserError(f"{experiment.path.name}: --only picks settings of the harness; run one row with --row")
+        problem = _script(experiment, options, folder, work)
+    else:
+        problem = _settings(experiment, options, folder, work)
+    (folder / f"{experiment.name}.yaml").write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
+    return problem
+
+
+def _settings(experiment: Experiment, options: argparse.Namespace, folder: Path, work: Path) -> str:
+    try:
+        settings = settings_of(experiment.run, short=options.short)
+    except ValueError as error:
+        raise UserError(f"{experiment.path}: {error}") from error
+    if options.only:
+        if unknown := set(options.only) - {setting.name for setting in settings}:
+            names = "; ".join(setting.name for setting in settings)
+            raise UserError(f"{experiment.path}: no setting {sorted(unknown)[0]!r}; there are: {names}")
+        settings = [setting for setting in settings if setting.name in options.only]
+    settings = [replace(one, graph_args=_filled(one.graph_args, options.data, work)) for one in settings]
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        rows = measure(settings, folder, experiment.name, work=work, resume=options.resume, console=progress)
+    shown = [*experiment.description.get("table", ["setting", "epoch_s"]), "note"]
+    table = Table(title=experiment.description["title"])
+    for name in shown:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(_short(row.get(name)) for name in shown))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return "; ".join(f"{row['setting']}: {row['note']}" for row in rows if row["note"])
+
+
+def _script(experiment: Experiment, options: argparse.Namespace, folder: Path, work: Path) -> str:
+    """Run a script; its CSV is named after the experiment and says what it was measured on."""
+    given = experiment.run.get("short", []) if options.short else experiment.run.get("arguments", [])
+    arguments = [str(one) for one in _filled(given, options.data, work)]
+    script = experiment.path.parent / experiment.run["script"]
+    made = Path(tempfile.mkdtemp(dir=work))
+    command = [sys.executable, str(script), *arguments, "--out", str(made)]
+    done = subprocess.run(command, env=_environment(), cwd=work, check=False)
+    source = made / experiment.run.get("csv", f"{script.stem}.csv")
+    if source.is_file():
+        _stamp(source, folder / f"{experiment.name}.csv")
+    for other in made.iterdir():
+        if other != source:
+            prefix = "" if other.name.startswith(experiment.name) else f"{experiment.name}-"
+            shutil.move(other, folder / f"{prefix}{other.name}")
+    if not done.returncode and not source.is_file():
+        return f"{script.name} left no {source.name}"
+    return f"{script.name} ended with exit code {done.returncode}" if done.returncode else ""
+
+
+def _stamp(source: Path, target: Path) -> None:
+    """Copy a CSV; rows that do not say what they were measured on get columns that do."""
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    facts = provenance(len(os.sched_getaffinity(0)))
+    rows = [{**{key: value for key, value in facts.items() if key != "threads"}, **row} for row in rows]
+    if not rows:
+        return
+    first = [name for name in rows[0] if name not in facts]
+    temporary = target.with_name(f".{target.name}.partial")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*first, *(name for name in rows[0] if name in facts)])
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(target)
+
+
+def _filled(value: Any, data: Path | None, work: Path) -> Any:
+    """The same with ``{data}`` and ``{work}`` filled in.
+
+    Raises:
+        UserError: If ``{data}`` is wanted and not given.
+    """
+    if isinstance(value, Mapping):
+        return {key: _filled(one, data, work) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, data, work) for one in value]
+    if not isinstance(value, str):
+        return value
+    if "{data}" in value and data is None:
+        raise UserError("needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them")
+    return value.replace("{data}", str(data)).replace("{work}", str(work))
+
+
+def _environment() -> dict[str, str]:
+    """With pygdist and these modules on the path, wherever the command is started."""
+    paths = [str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _short(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def again(place: str, data: Path | None = None) -> list[str]:
+    """The command that runs a row of a table again.
+
+    Args:
+        place: ``TABLE.csv:ROW``, the first row being 1.
+        data: The folder of real graphs.
+
+    Raises:
+        UserError: If there is no such row, or nothing says how it was measured.
+    """
+    name, _, number = place.rpartition(":")
+    table = Path(name)
+    if not table.is_file() or not number.isdigit():
+        raise UserError(f"--row: expected TABLE.csv:ROW, got {place!r}")
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not 1 <= int(number) <= len(rows):
+        raise UserError(f"--row: {table} has rows 1 to {len(rows)}, not {number}")
+    places = [folder / f"{table.stem}.yaml" for folder in (table.parent, table.parent.parent)]
+    path = next((path for path in places if path.is_file()), None)
+    template = yaml.safe_load(path.read_text(encoding="utf-8")).get("again") if path else None
+    if template is None:
+        raise UserError(f"--row: {table}: no {table.stem}.yaml with 'again' beside it or above")
+    values = {key: shlex.quote(_plain(value)) for key, value in rows[int(number) - 1].items()}
+    values["data"] = shlex.quote(str(data or "."))
+    try:
+        return shlex.split(template.format(**values))
+    except KeyError as error:
+        raise UserError(f"{path}: 'again' names column {error}, which {table} does not have") from error
+
+
+def _plain(value: str) -> str:
+    """Whole numbers without a point, as command lines take them."""
+    with contextlib.suppress(ValueError):
+        return str(int(float(value))) if float(value).is_integer() else value
+    return value
+
+
+def _rerun(options: argparse.Namespace) -> int:
+    command = [*again(options.row, options.data), "--out", str(options.out.resolve())]
+    print(shlex.join(command), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    return subprocess.run([sys.executable, *command[1:]], env=_environment(), cwd=HERE.parent, check=False).returncode
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 if something failed, 2 after a mistake."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("experiments", nargs="*", type=Path, help="YAML files; all of this folder by default")
+    parser.add_argument("--short", action="store_true", help="the short version: small graphs, few epochs")
+    parser.add_argument("--only", nargs="+", metavar="SETTING", help="some settings of one experiment, by name")
+    parser.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
+    parser.add_argument("--data", type=lambda text: Path(text).resolve(), help="real graphs, laid out as PyG does")
+    parser.add_argument("--work", type=Path, help="folder for parts, kept; a temporary one by default")
+    parser.add_argument("--resume", action="store_true", help="take over what an interrupted run has finished")
+    parser.add_argument("--list", action="store_true", help="list the experiments")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    try:
+        if options.row:
+            return _rerun(options)
+        chosen = [read(path) for path in options.experiments or known()]
+        if options.list:
+            for one in chosen:
+                print(f"{one.path.relative_to(HERE.parent)}  {one.description['title']}")
+            return 0
+        if options.only and len(chosen) != 1:
+            raise UserError("--only: name the experiment that these settings are of")
+        return _all(chosen, options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
+    """Run one after the other; what needs real graphs is left out unless it is asked for by name."""
+    outcome: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-experiments-")))
+        work.mkdir(parents=True, exist_ok=True)
+        for experiment in chosen:
+            label = f"{experiment.path.parent.name}/{experiment.name}"
+            print(f"--- {label}: {experiment.description['title']}", flush=True)
+            start = time.perf_counter()
+            try:
+                problem = run(experiment, options, work.resolve())
+            except UserError as error:
+                if options.experiments or "{data}" not in str(experiment.run):
+                    raise
+                problem = f"left out: {error}"
+            outcome[label] = f"{problem or 'done'} ({time.perf_counter() - start:.0f} s)"
+            print(f"--- {label}: {outcome[label]}", flush=True)
+    failed = [label for label, said in outcome.items() if not said.startswith(("done", "left out"))]
+    for label, said in outcome.items():
+        print(f"{label}: {said}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
