@@ -69,13 +69,17 @@
     title: { ...own?.title, font: { color: colours.soft, size: 12 }, standoff: 10 },
   });
 
+  // slanted to the left, where words are many and the page is narrow
+  const slanted = (own) => (
+    narrow.matches && own.categoryarray && own.categoryarray.join("").length > 30 ? { tickangle: -50 } : {});
+
   const layoutOf = (figure) => {
     const style = getComputedStyle(root);
     const colours = Object.fromEntries(
       ["back", "front", "soft", "line", "band"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     return {
       ...figure.layout,
-      xaxis: axis(figure.layout.xaxis, colours), yaxis: axis(figure.layout.yaxis, colours),
+      xaxis: axis({ ...figure.layout.xaxis, ...slanted(figure.layout.xaxis) }, colours), yaxis: axis(figure.layout.yaxis, colours),
       margin: { l: 8, r: 8, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: style.fontFamily, size: 12, color: colours.front },
       hoverlabel: { bgcolor: colours.back, bordercolor: colours.soft, font: { color: colours.front, size: 12 }, align: "left" },
@@ -90,7 +94,11 @@
     const figure = figures[plot.dataset.figure];
     const off = hidden(plot);
     if (figure.lines) plot.style.setProperty("--lines", figure.lines);
-    const data = figure.data.map((trace) => ({ ...trace, visible: !off.has(trace.name) }));
+    const front = getComputedStyle(root).getPropertyValue("--front").trim();
+    const data = figure.data.map((trace) => ({
+      ...trace, visible: !off.has(trace.name),
+      ...(trace.type === "bar" && trace.error_y ? { error_y: { ...trace.error_y, color: front } } : {}),
+    }));
     const config = {
       responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],

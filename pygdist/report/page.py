@@ -113,10 +113,6 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
             jinja2 are not installed.
     """
     report = make_report(results, title=title)
-    log.info(
-        "%s: %d experiments, %d tables, %d plots, %.1f MB",
-        out, report.experiments, report.tables, report.plots, len(report.html.encode()) / 1e6,
-    )  # fmt: skip
     temporary = out.parent / f".{out.name}.tmp-{uuid.uuid4().hex}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +123,10 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+    log.info(
+        "%s: %d experiments, %d tables, %d plots, %.1f MB",
+        out, report.experiments, report.tables, report.plots, out.stat().st_size / 1e6,
+    )  # fmt: skip
     return out
 
 
@@ -236,7 +236,8 @@ def _setting(path: Path, found: Found, results: Results) -> str:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.removesuffix(".csv").lower()).strip("-") or "table"
+    """The place of an entry on the page; no other element's name begins so."""
+    return "at-" + re.sub(r"[^\w./-]", "-", name)
 
 
 def _rendered(*, figures: list[Figure], **content: Any) -> str:

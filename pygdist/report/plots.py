@@ -136,8 +136,11 @@ def _why_not(plot: Plot, rows: Sequence[Row]) -> str:
         return "Not drawn: no row has the values that this plot is of."
     noted = sum(bool(row.get("note")) for row in chosen)
     without = len(chosen) - noted
-    reasons = [f"{noted} did not run"] * bool(noted) + [f"{without} lack a value that can be drawn"] * bool(without)
-    return f"Not drawn: of {len(chosen)} rows, {' and '.join(reasons)}."
+    reasons = [f"{noted} did not run"] * bool(noted) + [
+        f"{without} lack{'s' * (without == 1)} a value that can be drawn"
+    ] * bool(without)
+    of = f"of {len(chosen)} rows, " if len(chosen) > 1 else "of the only row: "
+    return f"Not drawn: {of}{' and '.join(reasons)}."
 
 
 def _chosen(plot: Plot, row: Row) -> bool:

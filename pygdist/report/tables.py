@@ -76,10 +76,9 @@ def make_table(
     main = list(columns) if whole else main_columns(columns, rows, experiment)
     rest = [name for name in columns if name not in main and name != "note"]
     same = [name for name in rest if len({row[name] for row in rows}) == 1]
-    noted = [*main, "note"] if any(row.get("note") for row in rows) and "note" not in main else main
     lines = [
         Line(
-            cells=[_cell(row[name], name) for name in noted],
+            cells=[_cell(row[name], name) for name in main],
             settings=[(spoken(name), row[name]) for name in rest if name not in same and row[name]],
             again=command(experiment, row) if experiment else "",
             note=row.get("note", ""),
@@ -87,7 +86,7 @@ def make_table(
         for row in rows
     ]
     settings = [(spoken(name), rows[0][name]) for name in same if rows[0][name]]
-    return Table([_column(name, rows) for name in noted], lines, settings)
+    return Table([_column(name, rows) for name in main], lines, settings)
 
 
 def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experiment | None = None) -> list[str]:

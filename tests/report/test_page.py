@@ -62,12 +62,21 @@ def test_our_points_and_the_papers(results: Path) -> None:
     assert "<b>Reddit</b><br>hosts: 2<br>epoch, s: 9.123" in lines["data"][0]["hovertext"]
 
 
+@pytest.mark.parametrize(("theirs", "same"), [(3.0, True), (8.0, True), (40.0, False), (0.5, False)])
+def test_axes_are_the_same_where_both_are_seen(theirs: float, same: bool, write: Write) -> None:
+    published = {"source": "s", "rows": [{"a": "x", "b": theirs}, {"a": "y", "b": theirs}]}
+    html = make_report(write("one", [{"a": "x", "b": 4}, {"a": "y", "b": 2}], plots=[PLOT], published=published)).html
+    paper, ours = (figure["layout"]["yaxis"].get("range") for figure in _figures(html))
+    assert paper == ours == (pytest.approx([0, 1.06 * max(4, theirs)]) if same else None)
+    assert ("different axes" in html) != same
+
+
 def test_rows_that_did_not_run_stay_in_the_table_alone(results: Path) -> None:
     text = _text(make_report(results).html)
-    assert "Not drawn: of 1 rows, 1 did not run." in text
+    assert "Not drawn: of the only row: 1 did not run." in text
     row = re.search(r'<tbody class="note">(.*?)</tbody>', text, re.DOTALL)
     assert row is not None
-    assert "out of memory" in row[1]
+    assert "Did not run: out of memory" in row[1]
     assert "python run.py --graph Reddit --backend cache --hosts 4" in row[1]
 
 
@@ -85,7 +94,7 @@ def test_commands_are_quoted_for_the_shell(write: Write) -> None:
 def test_what_is_the_same_in_all_rows_is_said_once(results: Path) -> None:
     text = _text(make_report(results).html)
     assert text.count("EPYC") == text.count("29e1058") == 1
-    assert re.findall(r'title="(\w+): sort"', text)[:5] == ["graph", "backend", "hosts", "epoch_s", "note"]
+    assert re.findall(r'title="(\w+): sort"', text)[:4] == ["graph", "backend", "hosts", "epoch_s"]
 
 
 def test_cells_show_four_digits_and_sort_by_all(results: Path) -> None:
@@ -115,7 +124,7 @@ EMPTY = {
     "no rows": ([], {}, "Not drawn: the table has no rows."),
     "no such value": ([{"a": 1, "b": 2}], {"where": {"a": 5}}, "Not drawn: no row has the values"),
     "nothing measured": ([{"a": 1, "b": ""}, {"a": 2, "b": "nan"}], {}, "Not drawn: of 2 rows, 2 lack a value"),
-    "not on this axis": ([{"a": 1, "b": 0}], {"log": "y"}, "Not drawn: of 1 rows, 1 lack a value"),
+    "not on this axis": ([{"a": 1, "b": 0}], {"log": "y"}, "Not drawn: of the only row: 1 lacks a value"),
 }
 
 
