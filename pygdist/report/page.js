@@ -80,7 +80,8 @@
     return {
       ...figure.layout,
       xaxis: axis({ ...figure.layout.xaxis, ...slanted(figure.layout.xaxis) }, colours), yaxis: axis(figure.layout.yaxis, colours),
-      margin: { l: 8, r: 8, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colours.soft, activecolor: colours.front },
+      margin: { l: 8, r: 8, t: narrow.matches ? 8 : 26, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: style.fontFamily, size: 12, color: colours.front },
       hoverlabel: { bgcolor: colours.back, bordercolor: colours.soft, font: { color: colours.front, size: 12 }, align: "left" },
       hovermode: "closest", dragmode: narrow.matches ? false : "zoom", showlegend: false,
@@ -101,7 +102,7 @@
     }));
     const config = {
       responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], // and none that sends data elsewhere
     };
     return Plotly.react(plot, data, layoutOf(figure), config);
   };

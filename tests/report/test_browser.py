@@ -154,6 +154,9 @@ def test_a_phone_in_the_dark(browser: Any, report: Path) -> None:
     )
     assert (background, text) == ("rgb(21, 24, 28)", "#e3e6ea")
     box = opened.page.locator(".table").first
+    why = box.locator(".why div").first
+    box.evaluate("box => { box.scrollLeft = 200 }")
+    assert why.bounding_box()["x"] < 30, "what is said of a row stays in sight"
     assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "the table is wider, and scrolls in its own box"
     opened.close()
 
