@@ -24,6 +24,7 @@ Train unmodified PyTorch Geometric models on a graph in parts.
   partition   partition a graph and write the parts
   verify      compare one training step on N processes with one process, number by number
   export      write the plain model of a checkpoint, loadable without pygdist
+  report      make one page of tables and plots of a folder of results
 
 Each command explains its options with --help; fit --print_config prints a complete configuration.
 """
@@ -33,6 +34,7 @@ _COMMANDS = {
     "partition": "partition",
     "verify": "verify",
     "export": "export",
+    "report": "report",
 }
 
 

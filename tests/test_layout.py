@@ -23,6 +23,7 @@ ROOMS = [
     "backends",
     "lightning",
     "testing",
+    "report",
     "commands",
     "cli",
     "demo",

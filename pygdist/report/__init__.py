@@ -1,0 +1,6 @@
+"""One page of what was measured: tables that sort, the papers' figures beside ours, load and timelines."""
+
+from pygdist.report.description import Experiment, Plot, Published, read_description
+from pygdist.report.page import Report, make_report, write_report
+
+__all__ = ["Experiment", "Plot", "Published", "Report", "make_report", "read_description", "write_report"]

@@ -1,0 +1,262 @@
+"""The page: everything that was found, put into one file that needs neither a network nor a server.
+
+plotly.js, the page's own script and its style are written into it. Tables are plain HTML and can be read without
+scripts; plots are data that the script draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pygdist.errors import InputError
+from pygdist.report.description import Experiment
+from pygdist.report.find import Found, Results, find_results
+from pygdist.report.plots import Drawn, Figure, Palette, draw
+from pygdist.report.ranks import COLUMNS, load_per_rank
+from pygdist.report.tables import Table, main_columns, make_table
+from pygdist.report.timelines import read_timeline
+from pygdist.report.values import Row, number, together
+
+__all__ = ["Report", "make_report", "write_report"]
+
+log = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+_TITLE = "pygdist: what was measured"
+_OTHER = "Other tables"
+#: Columns that say which run a row is of; what follows was measured.
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page, and how much is on it."""
+
+    html: str
+    experiments: int
+    tables: int
+    plots: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One of the figures that a box can show: its name, its number on the page, and words that go with it."""
+
+    name: str
+    figure: int
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A box of a plot, with a heading; several choices get a selector."""
+
+    heading: str
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A plot, or two beside each other, under one title and one legend."""
+
+    title: str
+    sides: list[_Side] = field(default_factory=list)
+    legend: list[tuple[str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    kind: str = "plot"
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A table with a heading, and where it is from; or folded away behind its heading."""
+
+    table: Table
+    caption: str = ""
+    source: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An experiment, or a table that nobody described."""
+
+    name: str
+    title: str
+    path: str
+    experiment: Experiment | None = None
+    runs: bool = True
+    parts: list[_Box | _Shown] = field(default_factory=list)
+    settings: list[tuple[str, str]] = field(default_factory=list)
+
+
+def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
+    """Make one page of a folder of results; the file appears when it is whole.
+
+    Args:
+        results: Searched for descriptions (``NAME.yaml``, :class:`Experiment`) and tables (``NAME.csv``); beside them
+            ``NAME.ranks.csv`` holds the load per rank, and ``NAME.traces/`` timelines.
+        out: The file to write.
+        title: Its title.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        InputError: If there is nothing to show, something cannot be read, ``out`` cannot be written, or plotly or
+            jinja2 are not installed.
+    """
+    report = make_report(results, title=title)
+    temporary = out.parent / f".{out.name}.tmp-{uuid.uuid4().hex}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(report.html, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    log.info(
+        "%s: %d experiments, %d tables, %d plots, %.1f MB",
+        out, report.experiments, report.tables, report.plots, out.stat().st_size / 1e6,
+    )  # fmt: skip
+    return out
+
+
+def make_report(results: Path, *, title: str = _TITLE) -> Report:
+    """As :func:`write_report`, in memory.
+
+    Returns:
+        The page, and how many experiments, tables and plots are on it.
+    """
+    found = find_results(results)
+    figures: list[Figure] = []
+    sections: dict[str, list[_Entry]] = {}
+    for one in sorted(found.experiments, key=lambda one: one.experiment.paper.lower()):
+        sections.setdefault(one.experiment.paper, []).append(_entry(one, found, figures))
+    for path, columns, rows in found.others:
+        name = str(path.relative_to(found.folder))
+        table = make_table(columns, rows)
+        other = _Entry(_slug(name), name, name, parts=[_Shown(table)], settings=table.settings)
+        sections.setdefault(_OTHER, []).append(other)
+    entries = [entry for section in sections.values() for entry in section]
+    counts = {
+        "experiments": len(found.experiments),
+        "tables": sum(isinstance(part, _Shown) for entry in entries for part in entry.parts),
+        "plots": sum(isinstance(part, _Box) and bool(part.sides) for entry in entries for part in entry.parts),
+    }
+    html = _rendered(title=title, sections=sections, figures=figures, counts=counts)
+    return Report(html, **counts)
+
+
+def _entry(found: Found, results: Results, figures: list[Figure]) -> _Entry:
+    experiment, rows = found.experiment, found.rows
+    published = list(experiment.published.rows) if experiment.published else []
+    palette, settings = Palette(), []
+    parts: list[_Box | _Shown] = []
+    if rows is not None:
+        drawn = (draw(plot, found.table, rows, published, palette) for plot in experiment.plots)
+        parts += [_plot_box(one, experiment, figures) for one in drawn]
+        table = make_table(found.columns, rows, experiment)
+        parts.append(_Shown(table, "Measured"))
+        settings = table.settings
+    if experiment.published:
+        names = list(dict.fromkeys(name for row in published for name in row))
+        filled = [{name: row.get(name, "") for name in names} for row in published]
+        parts.append(_Shown(make_table(names, filled, whole=True), "Published", experiment.published.source))
+    if found.ranks:
+        parts += _load(found, figures)
+    parts += _timelines(found, results, figures)
+    name = str(found.table.relative_to(results.folder))
+    return _Entry(_slug(name), experiment.title, name, experiment, rows is not None, parts, settings)
+
+
+def _plot_box(drawn: Drawn, experiment: Experiment, figures: list[Figure]) -> _Box:
+    sides = []
+    paper = f"Published: {experiment.published.source}" if experiment.published else ""
+    for heading, figure in ((paper, drawn.paper), ("Measured" if drawn.paper else "", drawn.ours)):
+        if figure:
+            figures.append(figure)
+            sides.append(_Side(heading, [_Choice("", len(figures) - 1)]))
+    return _Box(drawn.plot.title, sides, drawn.legend, drawn.lines)
+
+
+def _load(found: Found, figures: list[Figure]) -> list[_Box | _Shown]:
+    choices, rows = [], []
+    legend: list[tuple[str, str]] = []
+    for load in load_per_rank(found.ranks, found.table.with_suffix(".ranks.csv")):
+        figures.append(load.figure)
+        choices.append(_Choice(load.setting, len(figures) - 1, load.words))
+        rows += [{"setting": load.setting, **rank} for rank in load.ranks]
+        legend = [(trace["name"], trace["marker"]["color"]) for trace in load.figure["data"]]
+    columns = [name for name in ("setting", "rank", *COLUMNS) if any(name in row for row in rows)]
+    table = make_table(columns, [{name: row.get(name, "") for name in columns} for row in rows], whole=True)
+    box = _Box("Load per rank", [_Side("", choices)], legend, kind="load")
+    return [box, _Shown(table, "The load of every rank: medians over epochs", folded=True)]
+
+
+def _timelines(found: Found, results: Results, figures: list[Figure]) -> list[_Box]:
+    choices, lines = [], []
+    legend: dict[str, str] = {}
+    for path in found.traces:
+        timeline = read_timeline(path, _setting(path, found, results))
+        if timeline is None:
+            lines.append(f"{path.name} has no spans.")
+            continue
+        figures.append(timeline.figure)
+        choices.append(_Choice(timeline.setting, len(figures) - 1, timeline.line))
+        legend |= dict(timeline.legend)
+    if not choices:
+        return [_Box("Timeline", lines=lines)] if lines else []
+    return [_Box("Timeline", [_Side("", choices)], list(legend.items()), lines, kind="timeline")]
+
+
+def _setting(path: Path, found: Found, results: Results) -> str:
+    """What a timeline is of: the leading cells, up to what was measured, of the row that names the file."""
+    places = {str(path.relative_to(folder)) for folder in (found.table.parent, results.folder)}
+    row: Row | None = next((row for row in found.rows or [] if row.get("timeline") in places), None)
+    if row is None:
+        return path.stem
+    if row.get("setting"):
+        return row["setting"]
+    names: list[str] = []
+    for name in main_columns(found.columns, found.rows or [], found.experiment):
+        value = number(row[name])
+        if len(names) == _MOST_NAMES or (names and value is not None and not value.is_integer()):
+            break
+        names.append(name)
+    return together(row, names, named=[name for name in names if number(row[name]) is not None]) or path.stem
+
+
+def _slug(name: str) -> str:
+    """The place of an entry on the page; no other element's name begins so."""
+    return "at-" + re.sub(r"[^\w./-]", "-", name)
+
+
+def _rendered(*, figures: list[Figure], **content: Any) -> str:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise InputError(f"a report needs {package}: pip install 'pygdist[report]'") from error
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    # "</script" in a word would end the element
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return environment.get_template("page.html.jinja").render(
+        data=Markup(data),
+        plotly=Markup(get_plotlyjs() if figures else ""),
+        script=Markup((_HERE / "page.js").read_text(encoding="utf-8")),
+        style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
+        **content,
+    )

@@ -1,0 +1,131 @@
+"""Tables as the page shows them: chosen columns, what is the same in every row said once, the rest with its row."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+
+from pygdist.errors import InputError
+from pygdist.report.description import Experiment
+from pygdist.report.values import Row, number, shown, spoken
+
+__all__ = ["Cell", "Column", "Line", "Table", "command", "main_columns", "make_table"]
+
+#: Never a result: told with the settings.
+_KEPT_APART = {"commit", "date", "json", "note", "timeline"}
+#: The same for every row of most tables, and no result even where there is a single row.
+_MACHINE = {"cores", "cpu", "gpu", "host", "l2", "l3", "machine", "pyg", "python", "threads", "torch", "torch_sparse"}
+#: Text even where all of it are digits.
+_WORDS = {"commit", "date"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name in the file, its name for people, and whether all of it are numbers."""
+
+    name: str
+    text: str
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and what was measured, by which the page sorts."""
+
+    text: str
+    full: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row: its cells, what else is known of it, the command that reruns it, and why it did not run."""
+
+    cells: list[Cell]
+    settings: list[tuple[str, str]] = field(default_factory=list)
+    again: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; ``settings`` are the columns that are the same in all rows."""
+
+    columns: list[Column]
+    lines: list[Line]
+    settings: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def unfolds(self) -> bool:
+        """Whether some row has more than its cells."""
+        return any(line.settings or line.again for line in self.lines)
+
+
+def make_table(
+    columns: Sequence[str], rows: Sequence[Row], experiment: Experiment | None = None, *, whole: bool = False
+) -> Table:
+    """Arrange a table.
+
+    Args:
+        columns: The columns of the file.
+        rows: Its rows.
+        experiment: What is said of it, if anything.
+        whole: Show every column.
+    """
+    main = list(columns) if whole else main_columns(columns, rows, experiment)
+    rest = [name for name in columns if name not in main and name != "note"]
+    same = [name for name in rest if len({row[name] for row in rows}) == 1]
+    lines = [
+        Line(
+            cells=[_cell(row[name], name) for name in main],
+            settings=[(spoken(name), row[name]) for name in rest if name not in same and row[name]],
+            again=command(experiment, row) if experiment else "",
+            note=row.get("note", ""),
+        )
+        for row in rows
+    ]
+    settings = [(spoken(name), rows[0][name]) for name in same if rows[0][name]]
+    return Table([_column(name, rows) for name in main], lines, settings)
+
+
+def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experiment | None = None) -> list[str]:
+    """The columns of the main table: those that the description names, or all that vary."""
+    if experiment and experiment.table:
+        return list(experiment.table)
+    candidates = [name for name in columns if name not in _KEPT_APART]
+    if len(rows) < 2:
+        return [name for name in candidates if name not in _MACHINE and any(row[name] for row in rows)] or candidates
+    return [name for name in candidates if len({row[name] for row in rows}) > 1] or candidates
+
+
+def command(experiment: Experiment, row: Row) -> str:
+    """The command that reruns a row, as :attr:`Experiment.again` says; nothing if it says nothing.
+
+    Raises:
+        InputError: If it names a column that is not there, or is no format string.
+    """
+    try:
+        pieces = list(Formatter().parse(experiment.again))
+    except ValueError as error:
+        raise InputError(f"{experiment.path}: again: {error}") from error
+    words = ""
+    for literal, name, _, conversion in pieces:
+        words += literal
+        if name is None:
+            continue
+        if name not in row:
+            raise InputError(f"{experiment.path}: again: there is no column '{name}'; known are {', '.join(row)}")
+        plain = conversion == "s" or words.endswith(("'", '"')) or experiment.again == f"{{{name}}}"
+        words += row[name] if plain else shlex.quote(row[name])
+    return words
+
+
+def _column(name: str, rows: Sequence[Row]) -> Column:
+    cells = [row[name] for row in rows if row[name]]
+    numeric = name not in _WORDS and bool(cells) and all(number(cell) is not None for cell in cells)
+    return Column(name, spoken(name), numeric)
+
+
+def _cell(text: str, name: str) -> Cell:
+    return Cell(text if name in _WORDS else shown(text), text)

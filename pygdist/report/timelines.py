@@ -1,0 +1,122 @@
+"""Timelines of ranks: Chrome traces, as :class:`pygdist.lightning.Timeline` writes them, as plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pygdist.errors import InputError
+from pygdist.report.plots import COLOURS, Figure
+from pygdist.report.values import shown
+
+__all__ = ["KINDS", "Timeline", "read_timeline"]
+
+#: In the colours of the pictures that training writes.
+KINDS = {
+    "compute": COLOURS[0], "pack": COLOURS[1], "send": COLOURS[2], "wait": COLOURS[3], "unpack": COLOURS[5],
+    "reduce": COLOURS[4],
+}  # fmt: skip
+_OTHER = COLOURS[7]
+#: Browsers draw that many bars without effort.
+_MOST_SPANS = 6000
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A timeline: the setting it is of, its figure, names and colours of its kinds, and what must be said below."""
+
+    setting: str
+    figure: Figure
+    legend: list[tuple[str, str]]
+    line: str
+
+
+@dataclass(frozen=True)
+class _Span:
+    rank: str
+    kind: str
+    label: str
+    start_ms: float
+    ms: float
+
+
+def read_timeline(path: Path, setting: str) -> Timeline | None:
+    """Draw a Chrome trace, a line for each rank and a colour for each kind.
+
+    Args:
+        path: The trace.
+        setting: What it is of.
+
+    Returns:
+        The timeline; ``None`` if the trace has no spans.
+
+    Raises:
+        InputError: If it is no Chrome trace.
+    """
+    try:
+        spans, names = _spans(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a Chrome trace ({type(error).__name__}: {error})") from error
+    if not spans:
+        return None
+    drawn = sorted(sorted(spans, key=lambda span: -span.ms)[:_MOST_SPANS], key=lambda span: span.start_ms)
+    kinds = [kind for kind in dict.fromkeys([*KINDS, *(span.kind for span in drawn)]) if _of(kind, drawn)]
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "ms"}, "type": "linear"},
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": names, "autorange": "reversed"},
+    }
+    figure = {"data": [_trace(kind, _of(kind, drawn)) for kind in kinds], "layout": layout, "lines": len(names)}
+    short = len(spans) - len(drawn)
+    line = f"The {short:,} shortest of {len(spans):,} spans are left out." if short else ""
+    return Timeline(setting, figure, [(kind, KINDS.get(kind, _OTHER)) for kind in kinds], line)
+
+
+def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
+    """The spans, from the first one on, and the names of ranks in their order."""
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    spans = [event for event in events if event.get("ph") == "X"]
+    first = min((event["ts"] for event in spans), default=0)
+    found = [
+        _Span(
+            rank=str(names.get(event["pid"], event["pid"])),
+            kind=str(event["name"]),
+            label=str(event.get("args", {}).get("of", "")),
+            start_ms=round((event["ts"] - first) / 1e3, 4),
+            ms=round(event["dur"] / 1e3, 4),
+        )
+        for event in spans
+    ]
+    ranks = sorted({event["pid"] for event in spans})
+    return found, [escape(str(names.get(rank, rank))) for rank in ranks]
+
+
+def _of(kind: str, spans: Iterable[_Span]) -> list[_Span]:
+    return [span for span in spans if span.kind == kind]
+
+
+def _trace(kind: str, spans: Sequence[_Span]) -> Figure:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": escape(kind),
+        "y": [escape(span.rank) for span in spans],
+        "base": [span.start_ms for span in spans],
+        "x": [span.ms for span in spans],
+        "hovertext": [
+            f"<b>{escape(kind)}</b> {escape(span.label)}<br>{escape(span.rank)}: {shown(repr(span.ms))} ms"
+            f"<br>from {shown(repr(span.start_ms))} ms"
+            for span in spans
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "textposition": "none",
+        "marker": {"color": KINDS.get(kind, _OTHER), "line": {"width": 0}},
+        "showlegend": False,
+    }
