@@ -30,7 +30,7 @@ class Plot:
     Attributes:
         title: Its heading.
         kind: ``bar``, ``line`` or ``scatter``.
-        x: Column along the horizontal axis, numbers or words.
+        x: Column along the horizontal axis, numbers or words; of several columns, each combination of values.
         y: Columns of numbers along the vertical axis.
         colour: Columns of which each combination of values is one trace.
         where: Rows that are drawn: those with one of the values in each of these columns.
@@ -42,7 +42,7 @@ class Plot:
 
     title: str
     kind: Kind
-    x: str
+    x: tuple[str, ...]
     y: tuple[str, ...]
     colour: tuple[str, ...] = ()
     where: Mapping[str, tuple[str, ...]]
@@ -54,7 +54,7 @@ class Plot:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that it needs."""
-        return (self.x, *self.y, *self.colour, *self.where, *(self.error or ()))
+        return (*self.x, *self.y, *self.colour, *self.where, *(self.error or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,8 @@ def _fields(
 
 def _plot(value: Any, place: str) -> Plot:
     known: dict[str, Callable[[Any, str], Any]] = {
-        **dict.fromkeys(("title", "x", "x_title", "y_title"), _text),
-        **dict.fromkeys(("y", "colour", "error"), _texts),
+        **dict.fromkeys(("title", "x_title", "y_title"), _text),
+        **dict.fromkeys(("x", "y", "colour", "error"), _texts),
         "kind": lambda one, at: _one_of(one, at, _KINDS),
         "log": lambda one, at: tuple(_one_of(axis, at, _AXES) for axis in _texts(one, at)),
         "where": _where,

@@ -1,4 +1,7 @@
-"""What lies in a folder of results: descriptions, their tables, loads and traces, and tables that nobody described."""
+"""What lies in a folder of results: descriptions, their tables, loads and traces, and tables that nobody described.
+
+A table lies beside its description, or in a folder ``results`` there.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def find_results(folder: Path) -> Results:
         _found(path)
         for path in _below(folder, "*.yaml")
         # others are settings of runs
-        if path.with_suffix(".csv").is_file() or is_description(path)
+        if _table_of(path).is_file() or is_description(path)
     ]
     taken = {found.table for found in experiments} | {_ranks_of(found.table) for found in experiments}
     others = [(path, *read_csv(path)) for path in tables if path not in taken]
@@ -79,13 +82,20 @@ def _below(folder: Path, pattern: str) -> Iterator[Path]:
             yield path
 
 
+def _table_of(path: Path) -> Path:
+    """The table of a description: beside it, or in the folder ``results`` there."""
+    table = path.with_suffix(".csv")
+    apart = path.parent / "results" / table.name
+    return apart if apart.is_file() and not table.is_file() else table
+
+
 def _ranks_of(table: Path) -> Path:
     return table.with_suffix(_RANKS)
 
 
 def _found(path: Path) -> Found:
     experiment = read_description(path)
-    table = path.with_suffix(".csv")
+    table = _table_of(path)
     ranks, traces = _ranks_of(table), table.with_suffix(".traces")
     columns, rows = read_csv(table) if table.is_file() else ([], None)
     if rows is not None:

@@ -125,7 +125,7 @@ def draw(plot: Plot, table: Path, rows: Sequence[Row], published: Sequence[Row],
 
 def _needed(plot: Plot, row: Row) -> Iterable[str]:
     """Columns without which a published row cannot be drawn; error bars are ours."""
-    return (plot.x, *plot.colour, *plot.where, next((name for name in plot.y if name in row), plot.y[0]))
+    return (*plot.x, *plot.colour, *plot.where, next((name for name in plot.y if name in row), plot.y[0]))
 
 
 def _why_not(plot: Plot, rows: Sequence[Row]) -> str:
@@ -151,16 +151,23 @@ def _traces(plot: Plot, table: Path, rows: Sequence[Row]) -> list[Trace]:
     """The points of each trace, in order of the table, or of ``x`` where these are numbers."""
     groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        if not _chosen(plot, row) or not row[plot.x]:
+        if not _chosen(plot, row) or not _along(plot, row):
             continue
         for column in plot.y:
             if _is_measured(plot, row, column, table):
                 name = _name(plot, row, column)
-                groups.setdefault((name, column), {}).setdefault(row[plot.x], []).append(row)
+                groups.setdefault((name, column), {}).setdefault(_along(plot, row), []).append(row)
     return [
         Trace(name, spoken(column), [one for x in _ordered(points) for one in _points(plot, column, x, points[x])])
         for (name, column), points in groups.items()
     ]
+
+
+def _along(plot: Plot, row: Row) -> str:
+    """Where a row stands along ``x``; nothing if it does not say."""
+    if len(plot.x) == 1:
+        return row[plot.x[0]]
+    return together(row, plot.x, named={name for name in plot.x if number(row[name]) is not None})
 
 
 def _name(plot: Plot, row: Row, column: str) -> str:
@@ -201,7 +208,10 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _figure(plot: Plot, traces: Sequence[Trace], palette: Palette) -> Figure:
     words = _in_words(plot, traces)
-    titles = (plot.x_title or spoken(plot.x), plot.y_title or ", ".join(spoken(name) for name in plot.y))
+    titles = (
+        plot.x_title or ", ".join(spoken(name) for name in plot.x),
+        plot.y_title or ", ".join(spoken(name) for name in plot.y),
+    )
     layout: Figure = {}
     for axis, title in zip(("x", "y"), titles, strict=True):
         layout[f"{axis}axis"] = {"title": {"text": escape(title)}, "type": "log" if axis in plot.log else "linear"}

@@ -117,8 +117,14 @@ def command(experiment: Experiment, row: Row) -> str:
         if name not in row:
             raise InputError(f"{experiment.path}: again: there is no column '{name}'; known are {', '.join(row)}")
         plain = conversion == "s" or words.endswith(("'", '"')) or experiment.again == f"{{{name}}}"
-        words += row[name] if plain else shlex.quote(row[name])
+        words += row[name] if plain else shlex.quote(_whole(row[name]))
     return words
+
+
+def _whole(text: str) -> str:
+    """Whole numbers without a point, as command lines take them."""
+    value = number(text)
+    return text if value is None or not value.is_integer() else str(int(value))
 
 
 def _column(name: str, rows: Sequence[Row]) -> Column:
