@@ -21,6 +21,7 @@ Train unmodified PyTorch Geometric models on a graph in parts.
   validate    evaluate on the validation nodes
   test        evaluate on the test nodes
   predict     write a prediction for every node of the graph to a .npy file
+  generate    write a graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
   partition   partition a graph and write the parts
   verify      compare one training step on N processes with one process, number by number
   export      write the plain model of a checkpoint, loadable without pygdist
@@ -31,6 +32,7 @@ Each command explains its options with --help; fit --print_config prints a compl
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
+    "generate": "generate",
     "partition": "partition",
     "verify": "verify",
     "export": "export",

@@ -5,10 +5,13 @@ from pygdist.graph.check import check
 from pygdist.graph.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.files import GraphFiles
 from pygdist.graph.generated import EdgeGenerator
+from pygdist.graph.generated_files import read_description, write_generated
+from pygdist.graph.hetero import load_hetero
 from pygdist.graph.npy import load_npy, save_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.prepare import fingerprint, prepare
 from pygdist.graph.progress import Progress
+from pygdist.graph.published import PUBLISHED
 from pygdist.graph.sbm import degree_corrected_sbm
 from pygdist.graph.shard import Shard
 from pygdist.graph.sources import load_graph, register_generator
@@ -17,6 +20,7 @@ from pygdist.graph.stream import EdgeSource, EdgeStream
 from pygdist.graph.whole import WholeGraph
 
 __all__ = [
+    "PUBLISHED",
     "Adjacency",
     "EdgeFile",
     "EdgeGenerator",
@@ -33,14 +37,17 @@ __all__ = [
     "degree_corrected_sbm",
     "fingerprint",
     "load_graph",
+    "load_hetero",
     "load_npy",
     "open_part",
     "power_law",
     "prepare",
+    "read_description",
     "read_meta",
     "register_generator",
     "save_npy",
     "store_key",
+    "write_generated",
     "write_graph",
     "write_store",
 ]

@@ -30,6 +30,7 @@ __all__ = ["ArrayWriter", "checksum", "exclusive", "flush", "forget_pages", "fre
 
 log = logging.getLogger(__name__)
 
+_LAST_FILES = ("meta.json", "graph.json")  # a folder that has one is finished
 _BLOCK_BYTES = 1 << 24
 _REPLACED = "-old"  # ends the name of a folder on its way out
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -49,7 +50,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         if descriptor is not None:
             # their writers held the lock, and are gone
             for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
-                if stale.name.endswith(_REPLACED) and not folder.exists() and (stale / "meta.json").is_file():
+                if stale.name.endswith(_REPLACED) and not folder.exists() and _is_finished(stale):
                     log.info("putting %s back, whose replacement did not come", folder)
                     stale.rename(folder)
                 else:
@@ -96,9 +97,14 @@ def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         _discard(old)
 
 
+def _is_finished(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _LAST_FILES)
+
+
 def _discard(folder: Path) -> None:
     """Remove a folder; what is left if that is interrupted does not look finished."""
-    (folder / "meta.json").unlink(missing_ok=True)
+    for name in _LAST_FILES:
+        (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -134,20 +140,21 @@ def write_rows(
 
 
 class ArrayWriter:
-    """Writes an array whose length is not known before: one number after the other, or pairs.
+    """Writes an array whose length is not known before: one number after the other, pairs, or rows.
 
     Args:
         path: The file.
         dtype: Type of the numbers.
         pairs: Each block is ``(2, k)``, and the array ``(2, n)`` with the two of a pair side by side.
+        width: Each block is ``(k, width)``, and the array ``(n, width)``.
 
     Attributes:
-        count: Numbers, or pairs, so far.
+        count: Numbers, pairs or rows so far.
     """
 
-    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False) -> None:
+    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False, width: int | None = None) -> None:
         self.count = 0
-        self._path, self._dtype, self._pairs = path, np.dtype(dtype), pairs
+        self._path, self._dtype, self._pairs, self._width = path, np.dtype(dtype), pairs, width
         self._file = path.open("wb")
         self._file.write(bytes(len(self._header())))  # no header yet: a file that is left half written has none
 
@@ -164,8 +171,9 @@ class ArrayWriter:
 
     def append(self, block: NDArray[Any]) -> None:
         """Add a block at the end."""
-        self._file.write(np.ascontiguousarray(block.T, dtype=self._dtype).data)
-        self.count += block.shape[-1]
+        rows = block.T if self._pairs else block
+        self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
+        self.count += len(rows)
 
     def described(self) -> dict[str, Any]:
         """After the ``with`` block: flushes, and says what a reader can hold the file to, as :func:`write_rows`."""
@@ -178,7 +186,9 @@ class ArrayWriter:
         }
 
     def _shape(self) -> list[int]:
-        return [2, self.count] if self._pairs else [self.count]
+        if self._pairs:
+            return [2, self.count]
+        return [self.count] if self._width is None else [self.count, self._width]
 
     def _header(self) -> bytes:
         # numpy pads it such that its length does not depend on the count

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 
-__all__ = ["EdgeGenerator"]
+__all__ = ["EdgeGenerator", "node_ranks"]
 
 _BLOCK_EDGES = 1 << 18
+_MOST_NODES = 3_000_000_000  # ids are products below N * N, which int64 must hold
 
 
 class EdgeGenerator:
@@ -22,44 +24,60 @@ class EdgeGenerator:
     repeat and may be loops. The same arguments give the same edges, whatever piece is asked for.
 
     Args:
-        num_nodes: Number of nodes, N.
+        num_nodes: Number of nodes, N; or of two types of nodes, that of the sources and that of the targets. Nodes of
+            either type belong to the same communities.
         num_edges: Number of directed edges.
         num_communities: Number of communities, as equal in size as can be.
         inside: Probability that an edge stays in a community.
-        exponent: The skew :math:`a`, from 0 to below 1.
+        exponent: The skew :math:`a`, from 0 to below 1; or one of the sources and one of the targets.
+        undirected: Edges 2k and 2k + 1 are the two directions of one draw; their number is even.
         seed: Seed.
+
+    Attributes:
+        num_nodes: Ids are below it: N, or the larger of two numbers.
+        num_edges: Number of directed edges.
+        num_communities: Number of communities.
 
     Raises:
         InputError: If an argument makes no sense.
 
     Example:
         >>> edges = EdgeStream(EdgeGenerator(num_nodes=1_000_000, num_edges=20_000_000), num_nodes=1_000_000)
+        >>> writes = EdgeGenerator((1_134_649, 736_389), 7_145_660, exponent=(0.3, 0.2))
     """
 
     def __init__(
         self,
-        num_nodes: int,
+        num_nodes: int | tuple[int, int],
         num_edges: int,
         *,
         num_communities: int | None = None,
         inside: float = 0.8,
-        exponent: float = 0.6,
+        exponent: float | tuple[float, float] = 0.6,
+        undirected: bool = False,
         seed: int = 0,
     ) -> None:
-        if num_nodes < 1 or num_edges < 0 or not 0 <= inside <= 1 or not 0 <= exponent < 1:
+        nodes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
+        skew = exponent if isinstance(exponent, tuple) else (exponent, exponent)
+        if min(nodes) < 1 or num_edges < 0 or not 0 <= inside <= 1 or not all(0 <= one < 1 for one in skew):
             raise InputError(
                 f"num_nodes is {num_nodes}, num_edges {num_edges}, inside {inside}, exponent {exponent}; expected at "
                 "least 1 node, no negative number of edges, a probability, and an exponent from 0 to below 1"
             )
-        self.num_nodes, self.num_edges = num_nodes, num_edges
-        self.num_communities = num_communities or max(1, num_nodes // 1000)
-        if not 1 <= self.num_communities <= num_nodes:
-            raise InputError(f"num_communities is {num_communities}, expected 1 to {num_nodes}")
-        self._inside, self._exponent, self._seed = inside, exponent, seed
-        # ids are ranks times a number that has no factor in common with N: a permutation
-        self._step = round(0.6180339887 * num_nodes) or 1
-        while math.gcd(self._step, num_nodes) != 1:
-            self._step += 1
+        if max(nodes) > _MOST_NODES:
+            raise InputError(f"num_nodes is {num_nodes}, expected at most {_MOST_NODES}")
+        if undirected and (nodes[0] != nodes[1] or num_edges % 2):
+            raise InputError(
+                f"num_nodes is {num_nodes}, num_edges {num_edges}; expected one type of nodes and an even number of "
+                "edges, since undirected edges are there in both directions"
+            )
+        self.num_nodes, self.num_edges = max(nodes), num_edges
+        self.num_communities = num_communities or max(1, min(nodes) // 1000)
+        if not 1 <= self.num_communities <= min(nodes):
+            raise InputError(f"num_communities is {num_communities}, expected 1 to {min(nodes)}")
+        self._nodes, self._exponent = nodes, skew
+        self._inside, self._undirected, self._seed = inside, undirected, seed
+        self._steps = _step(nodes[0]), _step(nodes[1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous."""
@@ -68,18 +86,70 @@ class EdgeGenerator:
         begin = start - first * _BLOCK_EDGES
         return np.ascontiguousarray(np.concatenate(blocks, axis=1)[:, begin : begin + stop - start])
 
+    def communities(
+        self, ids: NDArray[np.integer], *, end: Literal["source", "target"] = "target"
+    ) -> NDArray[np.int64]:
+        """The community of each node.
+
+        Args:
+            ids: Ids of nodes, of any shape.
+            end: Which type of nodes they are, where there are two.
+
+        Returns:
+            Numbers below ``num_communities``, int64, of the same shape.
+        """
+        return node_ranks(ids, self._nodes[end == "target"]) % self.num_communities
+
+    def largest_in_degree(self) -> float:
+        """How many edges the most frequent target is expected to have; the node of rank 0."""
+        (sources, targets), (skew, popular) = self._nodes, self._exponent
+        communities = self.num_communities
+        # rank r is drawn where u^(1 / (1 - a)) N falls into [r, r + 1)
+        first = np.arange(0, sources, communities, dtype=np.float64)
+        into_first = (((first + 1) / sources) ** (1 - skew) - (first / sources) ** (1 - skew)).sum()
+        members = (targets - 1) // communities + 1
+        as_target = (1 - self._inside) * targets ** (popular - 1)
+        as_target += self._inside * into_first * members ** (popular - 1)
+        if self._undirected:
+            return float(self.num_edges / 2 * (as_target + sources ** (skew - 1)))
+        return float(self.num_edges * as_target)
+
     def _block(self, block: int) -> NDArray[np.int64]:
         rng = np.random.default_rng((self._seed, block))
-        nodes, communities = self.num_nodes, self.num_communities
-        source = self._rank(rng, np.full(_BLOCK_EDGES, nodes))
+        draws = _BLOCK_EDGES // 2 if self._undirected else _BLOCK_EDGES
+        (sources, targets), communities = self._nodes, self.num_communities
+        source = _rank(rng, np.full(draws, sources), self._exponent[0])
         community = source % communities  # hubs are in different communities
-        members = (nodes - 1 - community) // communities + 1
-        within = self._rank(rng, members) * communities + community
-        anywhere = self._rank(rng, np.full(_BLOCK_EDGES, nodes))
-        target = np.where(rng.random(_BLOCK_EDGES) < self._inside, within, anywhere)
-        return np.stack([source, target]) * self._step % nodes
+        members = (targets - 1 - community) // communities + 1
+        within = _rank(rng, members, self._exponent[1]) * communities + community
+        anywhere = _rank(rng, np.full(draws, targets), self._exponent[1])
+        target = np.where(rng.random(draws) < self._inside, within, anywhere)
+        edges = np.stack([source * self._steps[0] % sources, target * self._steps[1] % targets])
+        return np.stack([edges, edges[::-1]], axis=2).reshape(2, -1) if self._undirected else edges
 
-    def _rank(self, rng: np.random.Generator, count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A rank below each count, smaller ones more often: the inverse of the distribution function."""
-        power = rng.random(len(count)) ** (1 / (1 - self._exponent))
-        return np.minimum((power * count).astype(np.int64), count - 1)
+
+def node_ranks(ids: NDArray[np.integer], num_nodes: int) -> NDArray[np.int64]:
+    """The rank of each node in the power law of an :class:`EdgeGenerator`: 0 is drawn most often.
+
+    Args:
+        ids: Ids of nodes, of any shape.
+        num_nodes: Number of nodes of their type.
+
+    Returns:
+        Numbers from 0 to ``num_nodes - 1``, int64, of the same shape.
+    """
+    return ids.astype(np.int64) * pow(_step(num_nodes), -1, num_nodes) % num_nodes
+
+
+def _step(num_nodes: int) -> int:
+    """Ids are ranks times a number that has no factor in common with N: a permutation."""
+    step = round(0.6180339887 * num_nodes) or 1
+    while math.gcd(step, num_nodes) != 1:
+        step += 1
+    return step
+
+
+def _rank(rng: np.random.Generator, count: NDArray[np.int64], exponent: float) -> NDArray[np.int64]:
+    """A rank below each count, smaller ones more often: the inverse of the distribution function."""
+    power = rng.random(len(count)) ** (1 / (1 - exponent))
+    return np.minimum((power * count).astype(np.int64), count - 1)

@@ -68,10 +68,12 @@ def array_paths(folder: str | Path) -> dict[str, Path]:
     """The files of a folder by what they hold; for a mask, the file of the mask or of ids.
 
     Raises:
-        InputError: If ``edge_index.npy`` is missing.
+        InputError: If ``edge_index.npy`` is missing, as in the folder of a heterogeneous graph.
     """
     folder = Path(folder)
     if not (folder / "edge_index.npy").is_file():
+        if (folder / "edges").is_dir():
+            raise InputError(f"{folder}: holds a heterogeneous graph; pygdist.graph.load_hetero reads it")
         raise InputError(f"{folder}: there is no edge_index.npy in this folder; a graph folder holds at least that")
     found = {}
     for field in FIELDS:

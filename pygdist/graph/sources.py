@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS, plain
+from pygdist.graph.generated_graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.npy import load_npy, pick_split
 from pygdist.graph.power_law import power_law
 from pygdist.graph.sbm import degree_corrected_sbm
@@ -35,6 +37,7 @@ GENERATORS: dict[str, Callable[..., Any]] = {
     "sbm": degree_corrected_sbm,
     "power-law": power_law,
     "reference": power_law,  # the graph that timings are quoted on is the one of the default arguments
+    **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
 
 
@@ -61,7 +64,8 @@ def load_graph(
     Args:
         dataset: One of
 
-            - the name of a generator: ``sbm``, ``power-law``, ``reference``, or a registered one;
+            - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
+              (``reddit-like``, ``products-like``, ``papers-like``: :mod:`pygdist.graph.published`), a registered one;
             - a folder of ``.npy`` arrays (:mod:`pygdist.graph.npy`);
             - an OGB node dataset, ``ogbn-arxiv`` (extra ``ogb``);
             - a class in ``torch_geometric.datasets``, ``Planetoid``, or the dotted path of any class or function that
@@ -80,6 +84,7 @@ def load_graph(
 
     Example:
         >>> load_graph("sbm", num_nodes=1000)
+        >>> load_graph("reddit-like", scale=0.1)
         >>> load_graph("Planetoid", root="data", name="Cora")
     """
     if isinstance(dataset, Data):
@@ -102,6 +107,11 @@ def load_graph(
 def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     if name in GENERATORS:
         return _call(GENERATORS[name], args, name)
+    if name in HETEROGENEOUS:
+        raise InputError(
+            f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used; "
+            f"pygdist.graph.load_hetero('{name}') makes it"
+        )
     if name.startswith("ogbn-"):
         return _load_ogb(name, args)
     if name in torch_geometric.datasets.__all__:  # before folders: PyG's own root is often called like the class

@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Outcome", "assert_mistake", "pygdist", "slurm", "torchrun"]
+__all__ = ["Outcome", "assert_mistake", "pygdist", "slurm", "start", "torchrun"]
 
 TIMEOUT_S = 120
-_PRELOAD = ["pygdist.commands.train", "pygdist.commands.verify", "pygdist.commands.partition", "tests.cli.commands"]
+_PRELOAD = [
+    "pygdist.commands.train",
+    "pygdist.commands.verify",
+    "pygdist.commands.partition",
+    "pygdist.commands.generate",
+    "tests.cli.commands",
+]
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -37,6 +43,14 @@ class Outcome:
 def pygdist(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> Outcome:
     """Run the command in a folder, on one process."""
     return _run(args, folder, [env or {}])[0]
+
+
+def start(*args: str, folder: Path) -> Any:
+    """The command in a folder, on one process that is running; it writes to the files ``out`` and ``err``."""
+    _start_server()
+    process = _context.Process(target=_body, args=(list(args), str(folder), {}, f"{folder}/out", f"{folder}/err"))
+    process.start()
+    return process
 
 
 def torchrun(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> list[Outcome]:

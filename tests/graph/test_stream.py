@@ -11,6 +11,7 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeGenerator, EdgeStream
+from pygdist.graph.generated import node_ranks
 
 EDGES = np.array([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
 
@@ -69,9 +70,8 @@ def test_generated_edges_are_the_same_in_any_pieces() -> None:
 def test_generated_edges_have_communities_and_a_power_law() -> None:
     generator = EdgeGenerator(10_000, 400_000, num_communities=20, inside=0.9)
     edges = generator.read(0, 400_000)
-    rank_of = np.empty(10_000, dtype=np.int64)
-    rank_of[np.arange(10_000) * generator._step % 10_000] = np.arange(10_000)
-    same = (rank_of[edges[0]] % 20 == rank_of[edges[1]] % 20).mean()
+    rank_of = node_ranks(np.arange(10_000), 10_000)
+    same = (generator.communities(edges[0]) == generator.communities(edges[1])).mean()
     assert same == pytest.approx(0.9 + 0.1 / 20, abs=0.01)
     degree = np.bincount(edges.ravel(), minlength=10_000)[np.argsort(rank_of)]
     assert degree[:100].sum() > 0.1 * degree.sum()  # 1% of the nodes

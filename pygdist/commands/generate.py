@@ -1,0 +1,94 @@
+"""``pygdist generate``: write the double of a published graph, at any scale."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pygdist.commands.train import Parser
+from pygdist.graph import Progress, read_description, write_generated
+from pygdist.graph.store import peak_rss_bytes
+
+__all__ = ["generate", "run"]
+
+
+def generate(
+    name: str,
+    scale: float = 1.0,
+    out: Path | None = None,
+    seed: int = 0,
+    features: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a graph with the published size, degrees, features and classes of a known one to a folder.
+
+    Args:
+        name: reddit-like, products-like, papers-like or mag-like.
+        scale: Nodes and edges are so many times those that were published; 0.1 is a tenth. Average degree, features and
+            classes stay.
+        out: The folder to write; it appears when it is complete. By default NAME-SCALE.
+        seed: Seed; the same one gives the same graph.
+        features: Whether to write features.
+        overwrite: Replace a finished folder.
+        progress: Shows the passes over edges and nodes.
+
+    Returns:
+        The folder.
+    """
+    folder = out if out is not None else Path(f"{name}-{scale:g}")
+    return write_generated(
+        name, folder, scale=scale, seed=seed, features=features, overwrite=overwrite, progress=progress
+    )
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """The command line of :func:`generate`."""
+    parser = Parser(prog="pygdist generate", description=(generate.__doc__ or "").split("\n")[0])
+    parser.add_function_arguments(generate, as_group=False, as_positional=True, skip={"progress"})
+    parser.add_argument("--json", action="store_true", help="print graph.json on standard output, alone")
+    options = parser.parse_args(arguments).as_dict()
+    as_json = options.pop("json")
+    start = time.monotonic()
+    folder = generate(**options, progress=Progress())
+    description = read_description(folder)
+    if as_json:
+        sys.stdout.write(json.dumps(description, indent=1) + "\n")
+    else:
+        _print(description, folder, time.monotonic() - start)
+    return 0
+
+
+def _print(description: dict[str, Any], folder: Path, seconds: float) -> None:
+    hetero = description["heterogeneous"]
+    nodes = Table(title=f"{folder}: {description['name']} at scale {description['scale']:g}")
+    for column in ("nodes of type",) * hetero + ("nodes", "features", "classes", "training", "validation", "test"):
+        nodes.add_column(column, justify="right")
+    for kind, facts in description["nodes"].items():
+        numbers = (facts["num_nodes"], facts["num_features"], facts["num_classes"], *facts["split"])
+        nodes.add_row(*(kind,) * hetero, *(f"{number:,}" for number in numbers))
+    edges = Table()
+    columns = ("edges", "average degree", "largest in-degree", "parallel edges")
+    for column in ("edges of type",) * hetero + columns:
+        edges.add_column(column, justify="right")
+    for facts in description["edges"]:
+        average = facts["num_edges"] / facts["num_nodes"][1]
+        numbers = (f"{facts['num_edges']:,}", f"{average:.1f}", f"{facts['largest_in_degree']:,}")
+        ends = f"{facts['source']} {facts['relation']} {facts['target']}"
+        edges.add_row(*(ends,) * hetero, *numbers, f"{facts['parallel_share']:.1%}")
+    console = Console()
+    console.print(nodes, edges)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    console.print(f"{size / 1e6:,.1f} MB on disk; {seconds:.1f} s, peak memory {peak_rss_bytes() / 2**30:.2f} GiB")
+    use = (
+        f"pygdist.graph.load_hetero('{folder}')"
+        if hetero
+        else f"--data.dataset={folder}, or partition --input={folder}"
+    )
+    console.print(f"use it with {use}")
