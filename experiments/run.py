@@ -35,6 +35,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pygdist.errors import InputError
+from pygdist.report import read_description, rerun_command
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -208,6 +211,7 @@ def again(place: str, data: Path | None = None) -> list[str]:
 
     Raises:
         UserError: If there is no such row, or nothing says how it was measured.
+        InputError: If its description is damaged.
     """
     name, _, number = place.rpartition(":")
     table = Path(name)
@@ -219,29 +223,17 @@ def again(place: str, data: Path | None = None) -> list[str]:
         raise UserError(f"--row: {table} has rows 1 to {len(rows)}, not {number}")
     places = [folder / f"{table.stem}.yaml" for folder in (table.parent, table.parent.parent)]
     path = next((path for path in places if path.is_file()), None)
-    template = yaml.safe_load(path.read_text(encoding="utf-8")).get("again") if path else None
-    if template is None:
+    words = shlex.split(rerun_command(read_description(path), rows[int(number) - 1])) if path else []
+    if not words:
         raise UserError(f"--row: {table}: no {table.stem}.yaml with 'again' beside it or above")
-    values = {key: shlex.quote(_plain(value)) for key, value in rows[int(number) - 1].items()}
-    values["data"] = shlex.quote(str(data or "."))
-    try:
-        return shlex.split(template.format(**values))
-    except KeyError as error:
-        raise UserError(f"{path}: 'again' names column {error}, which {table} does not have") from error
-
-
-def _plain(value: str) -> str:
-    """Whole numbers without a point, as command lines take them."""
-    with contextlib.suppress(ValueError):
-        return str(int(float(value))) if float(value).is_integer() else value
-    return value
+    return [str(data) if word == "DATA" and data is not None else word for word in words]
 
 
 def _rerun(options: argparse.Namespace) -> int:
-    command = [*again(options.row, options.data), "--out", str(options.out.resolve())]
-    print(shlex.join(command), flush=True)
+    words = [*again(options.row, options.data), "--out", str(options.out.resolve())]
+    print(shlex.join(words), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    return subprocess.run([sys.executable, *command[1:]], env=_environment(), cwd=HERE.parent, check=False).returncode
+    return subprocess.run([sys.executable, *words[1:]], env=_environment(), cwd=HERE.parent, check=False).returncode
 
 
 def main() -> int:
@@ -268,7 +260,7 @@ def main() -> int:
         if options.only and len(chosen) != 1:
             raise UserError("--only: name the experiment that these settings are of")
         return _all(chosen, options)
-    except UserError as error:
+    except (UserError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -191,7 +191,8 @@ def _plot_box(drawn: Drawn, experiment: Experiment, figures: list[Figure]) -> _B
 def _load(found: Found, figures: list[Figure]) -> list[_Box | _Shown]:
     choices, rows = [], []
     legend: list[tuple[str, str]] = []
-    for load in load_per_rank(found.ranks, found.table.with_suffix(".ranks.csv")):
+    loads = load_per_rank(found.ranks, found.table.with_suffix(".ranks.csv"))
+    for load in sorted(loads, key=lambda load: -len(load.ranks)):  # the first is what is shown first
         figures.append(load.figure)
         choices.append(_Choice(load.setting, len(figures) - 1, load.words))
         rows += [{"setting": load.setting, **rank} for rank in load.ranks]
@@ -205,11 +206,14 @@ def _load(found: Found, figures: list[Figure]) -> list[_Box | _Shown]:
 def _timelines(found: Found, results: Results, figures: list[Figure]) -> list[_Box]:
     choices, lines = [], []
     legend: dict[str, str] = {}
+    timelines = []
     for path in found.traces:
         timeline = read_timeline(path, _setting(path, found, results))
         if timeline is None:
             lines.append(f"{path.name} has no spans.")
-            continue
+        else:
+            timelines.append(timeline)
+    for timeline in sorted(timelines, key=lambda timeline: -timeline.figure["lines"]):  # as with loads
         figures.append(timeline.figure)
         choices.append(_Choice(timeline.setting, len(figures) - 1, timeline.line))
         legend |= dict(timeline.legend)

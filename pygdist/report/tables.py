@@ -11,7 +11,7 @@ from pygdist.errors import InputError
 from pygdist.report.description import Experiment
 from pygdist.report.values import Row, number, shown, spoken
 
-__all__ = ["Cell", "Column", "Line", "Table", "command", "main_columns", "make_table"]
+__all__ = ["Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
 
 #: Never a result: told with the settings.
 _KEPT_APART = {"commit", "date", "json", "note", "timeline"}
@@ -80,7 +80,7 @@ def make_table(
         Line(
             cells=[_cell(row[name], name) for name in main],
             settings=[(spoken(name), row[name]) for name in rest if name not in same and row[name]],
-            again=command(experiment, row) if experiment else "",
+            again=rerun_command(experiment, row) if experiment else "",
             note=row.get("note", ""),
         )
         for row in rows
@@ -99,7 +99,7 @@ def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experi
     return [name for name in candidates if len({row[name] for row in rows}) > 1] or candidates
 
 
-def command(experiment: Experiment, row: Row) -> str:
+def rerun_command(experiment: Experiment, row: Row) -> str:
     """The command that reruns a row, as :attr:`Experiment.again` says; nothing if it says nothing.
 
     Raises:
