@@ -141,7 +141,7 @@ def test_no_plot_is_empty(rows: list[dict[str, Any]], change: dict[str, Any], wo
 
 def test_load_per_rank(results: Path) -> None:
     report = make_report(results)
-    two, four = _figures(report.html)[4:6]
+    four, two = _figures(report.html)[4:6]  # most ranks first
     assert _points(two) == {"compute": [("0", 1.0), ("1", 2.0)], "exchange": [("0", 0.5), ("1", 0.5)]}
     assert len(four["data"][0]["x"]) == 4
     assert "The most over the least of 4 ranks: computing 4.00, bytes sent 4.00, peak memory 1.00." in report.html
