@@ -1,4 +1,4 @@
-"""The scripts of the experiments run on graphs that take no time, and leave what they promise."""
+"""The scripts of the experiments run on graphs that take no time, and leave what they promise; rows run again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from pygdist.native import load
+from pygdist.report import read_description
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 KERNELS, CATGNN = EXPERIMENTS / "kernels", EXPERIMENTS / "catgnn"
+
+
+def _python(script: Path, *arguments: str, cwd: Path) -> None:
+    paths = os.pathsep.join([str(EXPERIMENTS), *(path for path in sys.path if path)])
+    command = [sys.executable, str(script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
 def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
@@ -24,16 +34,7 @@ def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
 
 def _run_in(folder: Path, script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
     """The rows of the script's CSV."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    outcome = subprocess.run(
-        [sys.executable, str(folder / script), *arguments, "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=out,
-    )
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    _python(folder / script, *arguments, "--out", str(out), cwd=out)
     with (out / script.replace(".py", ".csv")).open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -139,3 +140,84 @@ def test_throughput(tmp_path: Path) -> None:
     assert passes == {"spring": 2, "hash": 0}
     assert all(float(row["peak_gib"]) >= float(row["imports_gib"]) > 0 for row in rows)
     assert (tmp_path / "throughput.png").is_file()
+
+
+DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" not in path.parts]
+TABLES = [path for path in sorted(EXPERIMENTS.rglob("results/*.csv")) if not path.stem.endswith(".ranks")]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("run")
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_experiments_say_how_they_are_measured(path: Path, run: ModuleType) -> None:
+    assert read_description(path).claim
+    how = run.read(path).run
+    assert how.get("short"), "there is no short version"
+    if "script" in how:
+        assert (path.parent / how["script"]).is_file()
+    else:
+        assert len(run.settings_of(how, short=True)) <= len(run.settings_of(how))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_every_row_of_every_table_has_a_command(table: Path, run: ModuleType) -> None:
+    with table.open(newline="") as file:
+        count = len(list(csv.DictReader(file)))
+    for number in range(1, count + 1):
+        python, script, *arguments = run.again(f"{table}:{number}")
+        assert python == "python"
+        source = (EXPERIMENTS.parent / script).read_text()
+        options = [word for word in arguments if word.startswith("--")]
+        assert options
+        assert all(f'"{option}"' in source for option in options), options
+
+
+@needs_native
+def test_a_row_again_gives_the_same_figures(tmp_path: Path) -> None:
+    table = CATGNN / "results" / "replication.csv"
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    wanted = ("sbm-sparse", "8", "spring")
+    number = next(i for i, row in enumerate(rows) if (row["graph"], row["parts"], row["method"]) == wanted)
+    _python(EXPERIMENTS / "run.py", f"--row={table}:{number + 1}", f"--out={tmp_path}", cwd=tmp_path)
+    with (tmp_path / "replication.csv").open(newline="") as file:
+        (again,) = csv.DictReader(file)
+    for name in ("graph", "parts", "method", "replication_factor_full", "edge_cut", "nodes_balance"):
+        assert again[name] == rows[number][name]
+
+
+@needs_native
+def test_a_short_version_leaves_a_table_and_its_description(tmp_path: Path) -> None:
+    experiment = str(CATGNN / "spring-whole-part.yaml")
+    _python(EXPERIMENTS / "run.py", experiment, "--short", f"--out={tmp_path}", cwd=tmp_path)
+    left = {path.name for path in (tmp_path / "catgnn").iterdir()}
+    assert left == {"spring-whole-part.csv", "spring-whole-part.yaml", "spring-whole-part-replication.png"}
+    assert read_description(tmp_path / "catgnn" / "spring-whole-part.yaml").title.endswith("(short version)")
+    with (tmp_path / "catgnn" / "spring-whole-part.csv").open(newline="") as file:
+        assert {"commit", "date", "cpu", "torch", "pyg"} <= set(csv.DictReader(file).fieldnames or ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--row=nothing.csv:1"], "--row: expected TABLE.csv:ROW"),
+        ([f"--row={TABLES[0]}:99999"], "has rows 1 to"),
+        (["nothing.yaml"], "nothing.yaml"),
+        ([str(EXPERIMENTS / "foundation" / "hosts.yaml"), "--only", "ranks 9"], "no setting 'ranks 9'; there are: r"),
+        ([str(EXPERIMENTS / "foundation" / "verify.yaml")], "needs real graphs: give --data"),
+        (["--only", "x"], "--only: name the experiment"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(
+    arguments: list[str], complaint: str, run: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, f"--out={tmp_path}"])
+    assert run.main() == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1
