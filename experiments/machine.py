@@ -21,7 +21,9 @@ def facts(threads: int) -> dict[str, str]:
         "l2": _size(cache_bytes(2)),
         "l3": _size(cache_bytes(3)),
         "threads": str(threads),
+        "python": platform.python_version(),
         "torch": _version("torch"),
+        "lightning": _version("lightning"),
         "pyg": _version("torch_geometric"),
         "torch_sparse": _version("torch_sparse"),
     }

@@ -16,7 +16,21 @@ __all__ = ["Cell", "Column", "Line", "Table", "main_columns", "make_table", "rer
 #: Never a result: told with the settings.
 _KEPT_APART = {"commit", "date", "json", "note", "timeline"}
 #: The same for every row of most tables, and no result even where there is a single row.
-_MACHINE = {"cores", "cpu", "gpu", "host", "l2", "l3", "machine", "pyg", "python", "threads", "torch", "torch_sparse"}
+_MACHINE = {
+    "cores",
+    "cpu",
+    "gpu",
+    "host",
+    "l2",
+    "l3",
+    "lightning",
+    "machine",
+    "pyg",
+    "python",
+    "threads",
+    "torch",
+    "torch_sparse",
+}
 #: Text even where all of it are digits.
 _WORDS = {"commit", "date"}
 
