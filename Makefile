@@ -30,11 +30,11 @@ check: $(READY)  ## lint, formatting and types
 	$(BIN)/mypy
 
 cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
-	$(BIN)/python experiments/cluster_check.py
+	$(BIN)/python -m experiments.cluster_check
 
 experiments: $(READY)  ## a short version of every experiment, and its report (RESULTS=results)
-	$(BIN)/python experiments/run.py --short --out $(RESULTS)
-	$(BIN)/python -m pygdist.cli report $(RESULTS) -o $(RESULTS)/report.html
+	$(BIN)/python -m experiments.run --short --out $(RESULTS); status=$$?; \
+	$(BIN)/python -m pygdist.cli report $(RESULTS) -o $(RESULTS)/report.html && exit $$status
 
 report: $(READY)  ## report.html: the figures that are in experiments/
 	$(BIN)/python -m pygdist.cli report experiments -o report.html

@@ -43,6 +43,7 @@ _BURST_MS = 2  # what the bucket holds, in time at the link's rate; but no less 
 _LEAST_BURST = 1 << 17
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # here, as little may be done after a fork
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 
@@ -55,12 +56,14 @@ class Outcome:
         code: Exit code; negative for a signal that ended it.
         out: Standard output.
         err: Standard error.
+        waited: Whether it was still running when another had failed, and was ended for that.
     """
 
     host: int
     code: int
     out: str
     err: str
+    waited: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ class Cluster:
                 pipes = {} if show and host == 0 else {"stdout": out, "stderr": err}
                 processes.append(_started([*self._enter(host), *command], env=given, start_new_session=True, **pipes))
             in_time = _wait(processes, timeout)
+            waited = [process.poll() is None for process in processes]
             _kill(processes)
             ended, processes[:] = list(processes), []  # their numbers may be others' from now on
             outcomes = []
@@ -211,7 +215,7 @@ class Cluster:
                     said.append(file.read().decode(errors="replace"))
                 code = process.wait()
                 code = 128 - code if self.shaped and code > 128 else code  # as a shell tells a signal
-                outcomes.append(Outcome(host, code, said[0], said[1]))
+                outcomes.append(Outcome(host, code, said[0], said[1], waited[host]))
         if not in_time:
             last = outcomes[0].err.strip().splitlines()[-1:]
             raise TimeoutError(f"{command[0]}: did not end within {timeout} s; host 0 said last: {last}")
@@ -290,10 +294,12 @@ def bits_per_second(rate: str) -> int:
 
 def _started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """A process that the kernel kills when the thread that called this ends."""
+    if _PRCTL is None:  # not Linux
+        return subprocess.Popen(command, **options)
     parent = os.getpid()
 
     def die_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel was told
             os._exit(1)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -30,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cluster import Cluster
-from machine import provenance
+from rich.markup import escape
 from rich.progress import Progress
+
+from experiments.cluster import Cluster, bits_per_second, why_unshaped
+from experiments.machine import provenance, source_key
 
 __all__ = ["Setting", "measure", "settings_of"]
 
@@ -59,8 +62,8 @@ class Setting:
         backend: How neighbours arrive: a name, or ``class_path`` and ``init_args``.
         strategy: How ranks keep one model.
         ranks: Number of processes, each on a host of its own.
-        network: Rate of the hosts' links, such as ``1gbit``; ``none`` for links without a limit; ``null`` for plain
-            processes on this machine.
+        network: Rate of the hosts' links, such as ``1gbit``; ``none`` for links without a limit; ``unshaped`` for plain
+            processes on this machine, which is what all others become where hosts cannot be emulated.
         threads: Of each process.
         epochs: How many count; ``WARM_UP`` more come before them.
         seeds: One training each.
@@ -82,7 +85,7 @@ class Setting:
     backend: str | dict[str, Any] = "comm"
     strategy: str = "graph_ddp"
     ranks: int = 1
-    network: str | None = None
+    network: str = "unshaped"
     threads: int = 1
     epochs: int = 10
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -95,7 +98,8 @@ class Setting:
     @property
     def store_key(self) -> str:
         """Settings of one key train on the same parts."""
-        fields = (self.graph, self.graph_args, self.prepare, self.partitioner, self.partitioner_args, self.ranks)
+        graph = (self.graph, self.graph_args, self.prepare)
+        fields = (source_key(), graph, self.partitioner, self.partitioner_args, self.ranks)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -114,9 +118,10 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False) -> list[
         short: Whether the short version is wanted.
 
     Raises:
-        ValueError: If a field is unknown or two settings have one name.
+        ValueError: If a field is unknown, a rate is none, or names cannot be told apart as names of files.
     """
     known = {one.name for one in dataclasses.fields(Setting)}
+    shaped = why_unshaped() is None
     shorter = dict(description.get("short", {})) if short else {}
     grid = shorter.pop("grid", description.get("grid", {}))
     changes = shorter.pop("settings", description.get("settings", [{}]))
@@ -127,20 +132,34 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False) -> list[
     for change in changes:
         for point in points:
             fields = {**description.get("base", {}), **change, **point, **shorter}
+            if not shaped and "network" in fields:
+                fields["network"] = "unshaped"
+                point = {name: fields[name] if name == "network" else value for name, value in point.items()}
             if wrong := sorted(set(fields) - known):
                 raise ValueError(f"unknown field {wrong[0]!r} of a setting; known are {', '.join(sorted(known))}")
             fields["seeds"] = tuple(fields.get("seeds", Setting.seeds))
             parts = [str(change["name"])] if "name" in change else []
             parts += [f"{name} {value}" for name, value in point.items()]
-            found.append(Setting(**{**fields, "name": ", ".join(parts) or fields.get("name") or fields["graph"]}))
-    names = [setting.name for setting in found]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two settings are called {repeated[0]!r}")
+            setting = Setting(**{**fields, "name": ", ".join(parts) or fields.get("graph", Setting.graph)})
+            if setting.network not in ("unshaped", "none"):
+                bits_per_second(setting.network)
+            if setting not in found:  # without links several networks are one
+                found.append(setting)
+    slugs = [setting.slug for setting in found]
+    if repeated := [setting.name for setting in found if not setting.slug or slugs.count(setting.slug) > 1]:
+        raise ValueError(f"setting {repeated[0]!r}: its name must differ from others' by letters or digits")
     return found
 
 
 def measure(
-    settings: Sequence[Setting], out: Path, name: str, *, work: Path, resume: bool = False, console: Progress
+    settings: Sequence[Setting],
+    out: Path,
+    name: str,
+    *,
+    work: Path,
+    only: Sequence[str] = (),
+    resume: bool = False,
+    console: Progress,
 ) -> list[dict[str, Any]]:
     """Train every setting with every one of its seeds, in turns, and write the tables.
 
@@ -149,6 +168,7 @@ def measure(
         out: Folder of the results.
         name: Of the experiment, and of its files.
         work: Folder for parts and checkpoints, which may be deleted afterwards; parts are found again there.
+        only: Names of settings that are trained; what is known of the others stays in the tables.
         resume: Take over trainings of the same setting and commit that are in ``NAME.runs.jsonl`` already.
         console: Shows how far it is.
 
@@ -158,16 +178,19 @@ def measure(
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     lines = out / f"{name}.runs.jsonl"
-    runs = _kept(lines, settings) if resume else []
-    lines.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    chosen = [setting for setting in settings if not only or setting.name in only]
+    runs = _kept(lines, [setting for setting in settings if setting not in chosen])
+    runs += _kept(lines, chosen, commit=provenance(0)["commit"]) if resume else []
+    _replace(lines, "".join(json.dumps(run) + "\n" for run in runs))
     traces = out / f"{name}.traces"
-    if not resume:
-        shutil.rmtree(traces, ignore_errors=True)
+    for trace in traces.glob("*.json"):
+        if f"{traces.name}/{trace.name}" not in {run["timeline"] for run in runs}:
+            trace.unlink()
     done = {(run["setting"], run["seed"]) for run in runs}
-    turns = [turn for turn in _turns(settings) if (turn[0].name, turn[1]) not in done]
-    task = console.add_task(name, total=len(turns))
+    turns = [turn for turn in _turns(chosen) if (turn[0].name, turn[1]) not in done]
+    task = console.add_task(escape(name), total=len(turns))
     for setting, seed in turns:
-        console.update(task, description=f"{name}: {setting.name}, seed {seed}")
+        console.update(task, description=escape(f"{name}: {setting.name}, seed {seed}"))
         run = train(setting, seed, work=work, traces=traces)
         runs.append(run)
         with lines.open("a") as file:
@@ -187,18 +210,25 @@ def _turns(settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
     return found
 
 
-def _kept(lines: Path, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """Trainings of these settings that ended well, by the commit that is checked out, without changes to it."""
-    commit = provenance(0)["commit"]
-    if not lines.is_file() or commit.endswith("+"):
-        return []
+def _kept(lines: Path, settings: Sequence[Setting], *, commit: str = "") -> list[dict[str, Any]]:
+    """Trainings of these settings that ended well; of one commit, if it is given.
+
+    Raises:
+        ValueError: If that commit says nothing, because files have changed since or there is no git.
+    """
+    if commit.endswith("+") or commit == "unknown":
+        raise ValueError(f"--resume: what was measured by commit {commit} may be by other code; commit, or start anew")
     wanted = {setting.name: _fields(setting) for setting in settings}
-    runs = [json.loads(line) for line in lines.read_text().splitlines()]
-    return [
-        run
-        for run in runs
-        if run["commit"] == commit and run["fields"] == wanted.get(run["setting"]) and not run["note"]
-    ]
+    found = []
+    for line in lines.read_text().splitlines() if lines.is_file() else []:
+        try:
+            run = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        same = run["fields"] == wanted.get(run["setting"]) and commit in ("", run["commit"])
+        if same and not run["note"]:
+            found.append(run)
+    return found
 
 
 def _fields(setting: Setting) -> dict[str, Any]:
@@ -208,49 +238,56 @@ def _fields(setting: Setting) -> dict[str, Any]:
 def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str, Any]:
     """One training in processes of its own, and what it showed; a note in place of figures if it failed."""
     run: dict[str, Any] = {
-        "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": "local",
+        "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0, "timeline": "",
         **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
-        folder = Path(name)
         try:
-            store = _store(setting, work)
-            run |= {key: json.loads((store / "meta.json").read_text())[key] for key in ("num_nodes", "num_edges")}
-            config = folder / "run.yaml"
-            config.write_text(yaml.safe_dump(configuration(setting, seed, store, folder)))
-            rate = None if setting.network in (None, "none") else setting.network
-            with Cluster(setting.ranks, rate=rate, shaped=False if setting.network is None else None) as cluster:
-                if setting.network is not None:
-                    run["network"] = cluster.described
-                start = time.perf_counter()
-                _pygdist(cluster, setting, "fit", config)
-                run["seconds"] = round(time.perf_counter() - start, 2)
-                if cluster.shaped:
-                    run["link_bytes"] = sum(link.sent for link in cluster.traffic())
-                if setting.test:
-                    last = folder / "checkpoints" / "last.ckpt"
-                    _pygdist(cluster, setting, "test", config, f"--ckpt_path={last}")
-        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            run["note"] = str(error)
-            return run
-        _read(run, folder)
-        if setting.timeline:
-            traces.mkdir(parents=True, exist_ok=True)
-            shutil.move(folder / "timeline.json", traces / f"{setting.slug}.json")
-            run["timeline"] = f"{traces.name}/{setting.slug}.json"
+            _train(run, setting, seed, work, Path(name))
+            if setting.timeline:
+                traces.mkdir(parents=True, exist_ok=True)
+                shutil.move(Path(name) / "timeline.json", traces / f"{setting.slug}.json")
+                run["timeline"] = f"{traces.name}/{setting.slug}.json"
+        except (OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
+            run |= {"note": str(error) or type(error).__name__, "epochs": []}
     return run
+
+
+def _train(run: dict[str, Any], setting: Setting, seed: int, work: Path, folder: Path) -> None:
+    """Train, and fill in what was seen."""
+    store = _store(setting, work)
+    run |= {key: json.loads((store / "meta.json").read_text())[key] for key in ("num_nodes", "num_edges")}
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(configuration(setting, seed, store, folder)))
+    shaped = setting.network != "unshaped"
+    rate = setting.network if shaped and setting.network != "none" else None
+    with Cluster(setting.ranks, rate=rate, shaped=shaped) as cluster:
+        run["network"] = cluster.described
+        start = time.perf_counter()
+        _pygdist(cluster, setting, "fit", config)
+        run["seconds"] = round(time.perf_counter() - start, 2)
+        if cluster.shaped:
+            run["link_bytes"] = sum(link.sent for link in cluster.traffic())
+        if setting.test:
+            _pygdist(cluster, setting, "test", config, f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}")
+    _read(run, folder)
 
 
 def _store(setting: Setting, work: Path) -> Path:
     """The parts of a setting's graph, written once for all settings that train on them."""
     folder = work / f"parts-{setting.store_key}"
+    if (folder / "meta.json").is_file():  # it appears when it is complete
+        return folder
     command = [sys.executable, "-m", "pygdist.cli", "partition", f"--dataset={setting.graph}", f"--out={folder}"]
     command += [f"--method={setting.partitioner}", f"--parts={setting.ranks}"]
     for name, value in (("dataset_args", setting.graph_args), ("method_args", setting.partitioner_args)):
         command += [f"--{name}={json.dumps(value)}"] if value else []
     command += [f"--{name}={json.dumps(value)}" for name, value in setting.prepare.items()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=setting.timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"partition: did not end within {setting.timeout_s} s") from error
     if done.returncode:
         raise RuntimeError(f"partition: {_reason(done.returncode, done.stderr)}")
     return folder
@@ -310,8 +347,8 @@ def _pygdist(cluster: Cluster, setting: Setting, command: str, config: Path, *mo
     # one training's processes share a machine, so shares of its cores do not follow from their number
     outcomes = cluster.run(words, threads=setting.threads, timeout=setting.timeout_s)
     failed = [one for one in outcomes if one.code]
-    if failed:  # those that waited for one that failed are ended with SIGKILL
-        first = next((one for one in failed if one.code not in _KILLED), failed[0])
+    if failed:  # the others lose a rank, or wait for it until they are ended
+        first = min(failed, key=lambda one: (one.waited, one.code not in _KILLED, "LostRankError" in one.err, one.host))
         raise RuntimeError(f"{command}, rank {first.host}: {_reason(first.code, first.err)}")
 
 
@@ -370,7 +407,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
     good = [run for run in runs if not run["note"]]
     epochs = [ranks for run in good for ranks in _by_epoch(run["epochs"])]
     counted = [ranks for ranks in epochs if ranks[0]["epoch"] >= WARM_UP]
-    last = runs[-1]
+    last = (good or runs)[-1]
     row: dict[str, Any] = {
         "setting": setting.name, "graph": setting.graph, "graph_args": _text(setting.graph_args),
         "nodes": last.get("num_nodes"), "edges": last.get("num_edges"), "model": setting.model,
@@ -395,7 +432,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         row[figure] = _of(statistics.median, totals)
     peaks = [[max(mine) for mine in zip(*_columns(run, "peak_gib"), strict=True)] for run in good]
     row |= {
-        "gradient_bytes": _of(statistics.median, [run["gradient_bytes"] for run in good]),
+        "gradient_bytes": _of(statistics.median, [run["gradient_bytes"] * setting.ranks for run in good]),
         "link_bytes_run": _of(statistics.median, [run["link_bytes"] for run in good if run["link_bytes"] is not None]),
         "peak_gib_max": _of(max, [max(ranks) for ranks in peaks]),
         "peak_gib_total": _of(max, [sum(ranks) for ranks in peaks]),
@@ -408,8 +445,9 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
             f"{score}_min": _of(min, values),
             f"{score}_max": _of(max, values),
         }
-    notes = [f"seed {run['seed']}: {run['note']}" for run in runs if run["note"]]
-    row |= {"timeline": next((run["timeline"] for run in reversed(good)), ""), "note": "; ".join(notes)}
+    failed = "; ".join(f"seed {run['seed']}: {run['note']}" for run in runs if run["note"])
+    row |= {"timeline": next((run["timeline"] for run in reversed(good)), ""), "failed": failed}
+    row["note"] = "" if good else failed  # a row with a note has no figures
     return row | {key: last[key] for key in provenance(setting.threads)}
 
 
@@ -434,9 +472,15 @@ def _text(value: Any) -> str:
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    _replace(path, text.getvalue())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole whenever somebody looks."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    temporary.write_text(text, encoding="utf-8", newline="")
     temporary.replace(path)

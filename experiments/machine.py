@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["cache_bytes", "facts", "provenance"]
+__all__ = ["cache_bytes", "cores", "facts", "provenance", "source_key"]
 
 
 def facts(threads: int) -> dict[str, str]:
     """The columns that every row carries: processor, caches, threads, versions."""
     return {
         "cpu": _cpu_model(),
-        "cores": str(_cores()),
+        "cores": str(cores()),
         "l2": _size(cache_bytes(2)),
         "l3": _size(cache_bytes(3)),
         "threads": str(threads),
@@ -36,14 +37,26 @@ def provenance(threads: int) -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    here = Path(__file__).parent
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}{'+' if _git('status', '--porcelain', '--untracked-files=no') else ''}" if commit else "unknown"
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return f"{commit}{'+' if git('status', '--porcelain', '--untracked-files=no') else ''}" if commit else "unknown"
+def _git(*words: str) -> str:
+    """What git says of this checkout; nothing where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False, errors="replace"
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+@functools.cache
+def source_key() -> str:
+    """A name for the code as it is now: the commit and what has changed since."""
+    changes = _git("diff", "HEAD")
+    return hashlib.sha256(f"{_git('rev-parse', 'HEAD')}{changes}".encode()).hexdigest()[:12]
 
 
 def cache_bytes(level: int) -> int:
@@ -70,8 +83,9 @@ def _cpu_model() -> str:
     return " ".join(model.split())
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _size(count: int) -> str:

@@ -1,14 +1,15 @@
 """Runs experiments, all or some, in full or in a short version, and any row of any table again.
 
-    python experiments/run.py --short --out results                      # make experiments
-    python experiments/run.py experiments/foundation/hosts.yaml
-    python experiments/run.py experiments/foundation/hosts.yaml --only "ranks 4, network 1gbit"
-    python experiments/run.py --row experiments/kernels/results/measure-grid.csv:17
+    python -m experiments.run --short                                     # make experiments
+    python -m experiments.run experiments/foundation/hosts.yaml
+    python -m experiments.run experiments/foundation/hosts.yaml --only "ranks 4, network 1gbit"
+    python -m experiments.run --row experiments/kernels/results/measure-grid.csv:17
 
 An experiment is one YAML file: what the paper claims and how it is drawn (see ``pygdist report``), and under ``run``
 how it is measured. That is either a list of settings for ``harness.py``, or a ``script`` beside the file with
 ``arguments``, and others under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{work}`` for
-one that is deleted in the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report.
+one that is deleted in the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report,
+and what else a script leaves to ``NAME.files/``.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import measure, settings_of
-from machine import provenance
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from experiments.harness import Setting, measure, settings_of
 from pygdist.errors import InputError
 from pygdist.report import read_description, rerun_command
 
@@ -43,6 +44,10 @@ HERE = Path(__file__).resolve().parent
 
 class UserError(Exception):
     """A mistake of the caller, told in one line."""
+
+
+class NeedsDataError(UserError):
+    """Real graphs are wanted and not given."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def known() -> list[Path]:
 
 
 def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
-    """Measure, and leave the results.
+    """Measure, and leave the results; what lay there of the experiment goes first, so that nothing old passes as new.
 
     Returns:
         What went wrong, or nothing.
@@ -99,87 +104,99 @@ def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
         UserError: If it cannot be run as asked.
     """
     folder = experiment.folder(options.out)
+    description = folder / f"{experiment.name}.yaml"
+    if description.resolve() == experiment.path:
+        raise UserError(f"--out: {options.out} holds the experiments themselves; give another folder")
+    scripted = "script" in experiment.run
+    if scripted and options.only:
+        raise UserError(f"{experiment.path.name}: --only picks settings of the harness; run one row with --row")
+    if scripted and options.resume:
+        print(f"{experiment.name}: a script cannot be resumed, and starts anew", file=sys.stderr)
+    made = None if scripted else _chosen(experiment, options, work)
+    arguments = _arguments(experiment, options, work) if scripted else []
     folder.mkdir(parents=True, exist_ok=True)
-    description = dict(experiment.description)
-    if options.short:
-        description["title"] += " (short version)"
-    if "script" in experiment.run:
-        if options.only:
-            raise UserError(f"{experiment.path.name}: --only picks settings of the harness; run one row with --row")
-        problem = _script(experiment, options, folder, work)
-    else:
-        problem = _settings(experiment, options, folder, work)
-    (folder / f"{experiment.name}.yaml").write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
-    return problem
+    if scripted or not (options.resume or options.only):
+        for old in folder.glob(f"{experiment.name}.*"):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    text = yaml.safe_dump(_described(experiment, options, arguments), sort_keys=False, allow_unicode=True)
+    description.write_text(text, encoding="utf-8")
+    return _script(experiment, arguments, folder, work) if made is None else _settings(experiment, made, options, work)
 
 
-def _settings(experiment: Experiment, options: argparse.Namespace, folder: Path, work: Path) -> str:
+def _described(experiment: Experiment, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """The description that goes with the results."""
+    if not options.short:
+        return dict(experiment.description)
+    said = f" Its script ran with {shlex.join(arguments)}." if arguments else ""
+    only = "" if "script" in experiment.run else " --only {setting}"
+    place = experiment.path.relative_to(HERE.parent)
+    return {
+        **experiment.description,
+        "title": f"{experiment.description['title']} (short version)",
+        "differs": "This is the short version, which shows that the experiment works: small graphs, few epochs and "
+        f"rounds. Its figures are not those of the full one.{said}",
+        "again": f"python -m experiments.run {place} --short{only}",
+    }
+
+
+def _chosen(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[Setting]:
+    """The settings of an experiment; those that ``--only`` leaves out stay among them."""
     try:
         settings = settings_of(experiment.run, short=options.short)
     except ValueError as error:
         raise UserError(f"{experiment.path}: {error}") from error
-    if options.only:
-        if unknown := set(options.only) - {setting.name for setting in settings}:
-            names = "; ".join(setting.name for setting in settings)
-            raise UserError(f"{experiment.path}: no setting {sorted(unknown)[0]!r}; there are: {names}")
-        settings = [setting for setting in settings if setting.name in options.only]
-    settings = [replace(one, graph_args=_filled(one.graph_args, options.data, work)) for one in settings]
+    if unknown := set(options.only or ()) - {setting.name for setting in settings}:
+        names = "; ".join(setting.name for setting in settings)
+        raise UserError(f"{experiment.path}: no setting {sorted(unknown)[0]!r}; there are: {names}")
+    return [replace(one, graph_args=_filled(one.graph_args, options.data, work)) for one in settings]
+
+
+def _settings(experiment: Experiment, settings: list[Setting], options: argparse.Namespace, work: Path) -> str:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        rows = measure(settings, folder, experiment.name, work=work, resume=options.resume, console=progress)
-    shown = [*experiment.description.get("table", ["setting", "epoch_s"]), "note"]
+    folder, name = experiment.folder(options.out), experiment.name
+    chosen = {"only": options.only or (), "resume": options.resume}
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        try:
+            rows = measure(settings, folder, name, work=work, console=progress, **chosen)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    shown = [*experiment.description.get("table", ["setting", "epoch_s"]), "failed"]
     table = Table(title=experiment.description["title"])
-    for name in shown:
-        table.add_column(name)
+    for column in shown:
+        table.add_column(column)
     for row in rows:
-        table.add_row(*(_short(row.get(name)) for name in shown))
+        table.add_row(*(escape(_short(row.get(column))) for column in shown))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
-    return "; ".join(f"{row['setting']}: {row['note']}" for row in rows if row["note"])
+    return "; ".join(f"{row['setting']}: {row['failed']}" for row in rows if row["failed"])
 
 
-def _script(experiment: Experiment, options: argparse.Namespace, folder: Path, work: Path) -> str:
-    """Run a script; its CSV is named after the experiment and says what it was measured on."""
+def _arguments(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[str]:
     given = experiment.run.get("short", []) if options.short else experiment.run.get("arguments", [])
-    arguments = [str(one) for one in _filled(given, options.data, work)]
-    script = experiment.path.parent / experiment.run["script"]
+    return [str(one) for one in _filled(given, options.data, work)]
+
+
+def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work: Path) -> str:
+    """Run a script; its table is named after the experiment."""
+    script = (experiment.path.parent / experiment.run["script"]).relative_to(HERE.parent).with_suffix("")
     made = Path(tempfile.mkdtemp(dir=work))
-    command = [sys.executable, str(script), *arguments, "--out", str(made)]
+    command = [sys.executable, "-m", ".".join(script.parts), *arguments, "--out", str(made)]
     done = subprocess.run(command, env=_environment(), cwd=work, check=False)
-    source = made / experiment.run.get("csv", f"{script.stem}.csv")
-    if source.is_file():
-        _stamp(source, folder / f"{experiment.name}.csv")
-    for other in made.iterdir():
-        if other != source:
-            prefix = "" if other.name.startswith(experiment.name) else f"{experiment.name}-"
-            shutil.move(other, folder / f"{prefix}{other.name}")
-    if not done.returncode and not source.is_file():
-        return f"{script.name} left no {source.name}"
-    return f"{script.name} ended with exit code {done.returncode}" if done.returncode else ""
-
-
-def _stamp(source: Path, target: Path) -> None:
-    """Copy a CSV; rows that do not say what they were measured on get columns that do."""
-    with source.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    facts = provenance(len(os.sched_getaffinity(0)))
-    rows = [{**{key: value for key, value in facts.items() if key != "threads"}, **row} for row in rows]
-    if not rows:
-        return
-    first = [name for name in rows[0] if name not in facts]
-    temporary = target.with_name(f".{target.name}.partial")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*first, *(name for name in rows[0] if name in facts)])
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(target)
+    table = made / experiment.run.get("csv", f"{script.name}.csv")
+    if done.returncode:  # a table that broke off is not shown as one
+        return f"{script.name} ended with exit code {done.returncode}"
+    if not table.is_file():
+        return f"{script.name} left no {table.name}"
+    shutil.move(table, folder / f"{experiment.name}.csv")
+    if any(made.iterdir()):
+        shutil.move(made, folder / f"{experiment.name}.files")
+    return ""
 
 
 def _filled(value: Any, data: Path | None, work: Path) -> Any:
     """The same with ``{data}`` and ``{work}`` filled in.
 
     Raises:
-        UserError: If ``{data}`` is wanted and not given.
+        NeedsDataError: If ``{data}`` is wanted and not given.
     """
     if isinstance(value, Mapping):
         return {key: _filled(one, data, work) for key, one in value.items()}
@@ -188,13 +205,15 @@ def _filled(value: Any, data: Path | None, work: Path) -> Any:
     if not isinstance(value, str):
         return value
     if "{data}" in value and data is None:
-        raise UserError("needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them")
+        raise NeedsDataError(
+            "needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them"
+        )
     return value.replace("{data}", str(data)).replace("{work}", str(work))
 
 
 def _environment() -> dict[str, str]:
     """With pygdist and these modules on the path, wherever the command is started."""
-    paths = [str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -236,20 +255,28 @@ def _rerun(options: argparse.Namespace) -> int:
     return subprocess.run([sys.executable, *words[1:]], env=_environment(), cwd=HERE.parent, check=False).returncode
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("experiments", nargs="*", type=Path, help="YAML files; all of this folder by default")
+    found.add_argument("--short", action="store_true", help="the short version: small graphs, few epochs")
+    found.add_argument("--only", nargs="+", metavar="SETTING", help="some settings of one experiment, by name")
+    found.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
+    found.add_argument("--data", type=lambda text: Path(text).resolve(), help="real graphs, laid out as PyG does")
+    found.add_argument("--work", type=Path, help="folder for parts, kept; a temporary one by default")
+    found.add_argument("--resume", action="store_true", help="take over what an interrupted run has finished")
+    found.add_argument("--list", action="store_true", help="list the experiments")
+    found.add_argument("--out", type=Path, help="folder; results by default, again for some rows or settings")
+    return found
+
+
 def main() -> int:
     """Run what the command line asks for; 1 if something failed, 2 after a mistake."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("experiments", nargs="*", type=Path, help="YAML files; all of this folder by default")
-    parser.add_argument("--short", action="store_true", help="the short version: small graphs, few epochs")
-    parser.add_argument("--only", nargs="+", metavar="SETTING", help="some settings of one experiment, by name")
-    parser.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
-    parser.add_argument("--data", type=lambda text: Path(text).resolve(), help="real graphs, laid out as PyG does")
-    parser.add_argument("--work", type=Path, help="folder for parts, kept; a temporary one by default")
-    parser.add_argument("--resume", action="store_true", help="take over what an interrupted run has finished")
-    parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args()
+    options = parser().parse_args()
+    options.out = options.out or Path("again" if options.row or options.only else "results")
     try:
+        if options.data is not None and not options.data.is_dir():
+            raise UserError(f"--data: there is no folder {options.data}")
         if options.row:
             return _rerun(options)
         chosen = [read(path) for path in options.experiments or known()]
@@ -277,8 +304,8 @@ def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
             start = time.perf_counter()
             try:
                 problem = run(experiment, options, work.resolve())
-            except UserError as error:
-                if options.experiments or "{data}" not in str(experiment.run):
+            except NeedsDataError as error:
+                if options.experiments:
                     raise
                 problem = f"left out: {error}"
             outcome[label] = f"{problem or 'done'} ({time.perf_counter() - start:.0f} s)"

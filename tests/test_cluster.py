@@ -91,7 +91,7 @@ def test_the_variables_of_torchrun(cluster: ModuleType) -> None:
         outcomes = local.run(python(code), env={"MINE": "7"}, timeout=60)
         with pytest.raises(RuntimeError, match="no links"):
             local.traffic()
-    assert [outcome.out for outcome in outcomes] == ["0 2 0 127.0.0.1 7\n", "1 2 1 127.0.0.1 7\n"]
+    assert [outcome.out for outcome in outcomes] == ["0 2 0 127.0.0.1 7\n", "1 2 0 127.0.0.1 7\n"]
 
 
 def test_codes_and_time_out(cluster: ModuleType) -> None:

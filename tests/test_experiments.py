@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import dataclasses
 import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from experiments import run
+from experiments.harness import Setting, settings_of
 from pygdist.native import load
 from pygdist.report import read_description
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = ROOT / "experiments"
 KERNELS, CATGNN = EXPERIMENTS / "kernels", EXPERIMENTS / "catgnn"
 
 
-def _python(script: Path, *arguments: str, cwd: Path) -> None:
-    paths = os.pathsep.join([str(EXPERIMENTS), *(path for path in sys.path if path)])
-    command = [sys.executable, str(script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": paths}
+def _python(module: str, *arguments: str, cwd: Path) -> None:
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])}
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
@@ -34,7 +37,7 @@ def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
 
 def _run_in(folder: Path, script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
     """The rows of the script's CSV."""
-    _python(folder / script, *arguments, "--out", str(out), cwd=out)
+    _python(f"experiments.{folder.name}.{script.removesuffix('.py')}", *arguments, "--out", str(out), cwd=out)
     with (out / script.replace(".py", ".csv")).open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -80,9 +83,8 @@ def test_epochs(tmp_path: Path) -> None:
     assert (tmp_path / "epochs.png").is_file()
 
 
-def test_the_savings_table_adds_and_leaves_out_each_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(KERNELS))
-    contenders = importlib.import_module("epochs").savings("GCN", ["a", "b", "c"])
+def test_the_savings_table_adds_and_leaves_out_each_switch() -> None:
+    contenders = importlib.import_module("experiments.kernels.epochs").savings("GCN", ["a", "b", "c"])
     on = {one.name: [flag.split(".")[-1] for flag in one.arguments if flag.endswith("true")] for one in contenders}
     assert on == {
         "pygdist": ["a=true", "b=true", "c=true"],
@@ -146,34 +148,47 @@ DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" n
 TABLES = [path for path in sorted(EXPERIMENTS.rglob("results/*.csv")) if not path.stem.endswith(".ranks")]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return importlib.import_module("run")
-
-
 @pytest.mark.parametrize("path", DESCRIBED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_experiments_say_how_they_are_measured(path: Path, run: ModuleType) -> None:
-    assert read_description(path).claim
+def test_experiments_say_how_they_are_measured(path: Path) -> None:
+    description = read_description(path)
+    assert description.claim
+    assert description.again
     how = run.read(path).run
     assert how.get("short"), "there is no short version"
     if "script" in how:
-        assert (path.parent / how["script"]).is_file()
+        parser = _parser(".".join((path.parent / how["script"]).relative_to(ROOT).with_suffix("").parts))
+        for arguments in (how["arguments"], how["short"]):
+            parser.parse_args([str(one) for one in arguments])
     else:
-        assert len(run.settings_of(how, short=True)) <= len(run.settings_of(how))
+        names = {one.name for one in dataclasses.fields(Setting)}
+        assert settings_of(how)
+        assert settings_of(how, short=True)
+        assert set(how["short"]) - {"grid", "settings"} < names
+
+
+def _parser(module: str) -> argparse.ArgumentParser:
+    return importlib.import_module(module).parser()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
-def test_every_row_of_every_table_has_a_command(table: Path, run: ModuleType) -> None:
+def test_every_row_of_every_table_has_a_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.harness.why_unshaped", lambda: None)  # as where they were measured
     with table.open(newline="") as file:
         count = len(list(csv.DictReader(file)))
-    for number in range(1, count + 1):
-        python, script, *arguments = run.again(f"{table}:{number}")
-        assert python == "python"
-        source = (EXPERIMENTS.parent / script).read_text()
-        options = [word for word in arguments if word.startswith("--")]
-        assert options
-        assert all(f'"{option}"' in source for option in options), options
+    commands = {tuple(run.again(f"{table}:{number}", Path("here"))) for number in range(1, count + 1)}
+    for python, option, module, *arguments in commands:
+        assert (python, option) == ("python", "-m")
+        options = _parser(module).parse_args(arguments)  # ends the test with its complaint
+        if module == "experiments.run":
+            (path,) = options.experiments
+            assert set(options.only) <= {setting.name for setting in settings_of(run.read(ROOT / path).run)}
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_rows_say_what_they_were_measured_on(table: Path) -> None:
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row[name] for row in rows for name in ("commit", "date", "cpu", "cores", "torch", "pyg"))
 
 
 @needs_native
@@ -183,7 +198,7 @@ def test_a_row_again_gives_the_same_figures(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     wanted = ("sbm-sparse", "8", "spring")
     number = next(i for i, row in enumerate(rows) if (row["graph"], row["parts"], row["method"]) == wanted)
-    _python(EXPERIMENTS / "run.py", f"--row={table}:{number + 1}", f"--out={tmp_path}", cwd=tmp_path)
+    _python("experiments.run", f"--row={table}:{number + 1}", f"--out={tmp_path}", cwd=tmp_path)
     with (tmp_path / "replication.csv").open(newline="") as file:
         (again,) = csv.DictReader(file)
     for name in ("graph", "parts", "method", "replication_factor_full", "edge_cut", "nodes_balance"):
@@ -193,9 +208,9 @@ def test_a_row_again_gives_the_same_figures(tmp_path: Path) -> None:
 @needs_native
 def test_a_short_version_leaves_a_table_and_its_description(tmp_path: Path) -> None:
     experiment = str(CATGNN / "spring-whole-part.yaml")
-    _python(EXPERIMENTS / "run.py", experiment, "--short", f"--out={tmp_path}", cwd=tmp_path)
+    _python("experiments.run", experiment, "--short", f"--out={tmp_path}", cwd=tmp_path)
     left = {path.name for path in (tmp_path / "catgnn").iterdir()}
-    assert left == {"spring-whole-part.csv", "spring-whole-part.yaml", "spring-whole-part-replication.png"}
+    assert left == {"spring-whole-part.csv", "spring-whole-part.yaml", "spring-whole-part.files"}
     assert read_description(tmp_path / "catgnn" / "spring-whole-part.yaml").title.endswith("(short version)")
     with (tmp_path / "catgnn" / "spring-whole-part.csv").open(newline="") as file:
         assert {"commit", "date", "cpu", "torch", "pyg"} <= set(csv.DictReader(file).fieldnames or ())
@@ -213,7 +228,7 @@ def test_a_short_version_leaves_a_table_and_its_description(tmp_path: Path) -> N
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line(
-    arguments: list[str], complaint: str, run: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments, f"--out={tmp_path}"])

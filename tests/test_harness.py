@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.progress import Progress
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+from experiments import harness
+from experiments.cluster import Outcome
+
 MODEL = {"in_channels": -1, "hidden_channels": 8, "num_layers": 2, "out_channels": 10}
 
 
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return importlib.import_module("harness")
+GRID: dict[str, Any] = {
+    "base": {"graph": "reddit-like", "epochs": 8},
+    "grid": {"ranks": [1, 2], "network": ["1gbit", "100mbit"]},
+    "short": {"epochs": 2, "grid": {"ranks": [2]}},
+}
 
 
-def test_a_grid_changes_the_base_and_names_what_differs(harness: ModuleType) -> None:
-    description = {
-        "base": {"graph": "reddit-like", "epochs": 8},
-        "grid": {"ranks": [1, 2], "network": ["1gbit", None]},
-        "short": {"epochs": 2, "grid": {"ranks": [2]}},
-    }
-    found = harness.settings_of(description)
+def test_a_grid_changes_the_base_and_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "why_unshaped", lambda: None)
+    found = harness.settings_of(GRID)
     assert [one.name for one in found] == [
-        "ranks 1, network 1gbit", "ranks 1, network None", "ranks 2, network 1gbit", "ranks 2, network None",
+        "ranks 1, network 1gbit", "ranks 1, network 100mbit", "ranks 2, network 1gbit", "ranks 2, network 100mbit",
     ]  # fmt: skip
     assert {(one.graph, one.epochs, one.seeds) for one in found} == {("reddit-like", 8, (0, 1, 2))}
-    (short,) = harness.settings_of(description, short=True)
-    assert (short.name, short.ranks, short.network, short.epochs) == ("ranks 2", 2, None, 2)
+    (short,) = harness.settings_of(GRID, short=True)
+    assert (short.name, short.ranks, short.network, short.epochs) == ("ranks 2", 2, "unshaped", 2)
 
 
-def test_settings_and_a_grid_are_combined(harness: ModuleType) -> None:
+def test_where_there_are_no_links_names_do_not_tell_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "why_unshaped", lambda: "not root")
+    found = harness.settings_of(GRID)
+    assert [(one.name, one.network) for one in found] == [
+        ("ranks 1, network unshaped", "unshaped"), ("ranks 2, network unshaped", "unshaped"),
+    ]  # fmt: skip
+
+
+def test_settings_and_a_grid_are_combined() -> None:
     changes = [{"name": "A", "backend": "comm"}, {"name": "B", "backend": "single"}]
     found = harness.settings_of({"settings": changes, "grid": {"ranks": [1, 2]}})
     assert [(one.name, one.backend, one.ranks) for one in found] == [
@@ -49,15 +54,17 @@ def test_settings_and_a_grid_are_combined(harness: ModuleType) -> None:
     ("description", "complaint"),
     [
         ({"base": {"hosts": 3}}, "unknown field 'hosts' of a setting; known are backend, "),
-        ({"settings": [{"name": "A"}, {"name": "A"}]}, "two settings are called 'A'"),
+        ({"settings": [{"name": "A", "ranks": 2}, {"name": "A"}]}, "setting 'A': its name must differ from others'"),
+        ({"settings": [{"name": "C++"}, {"name": "C", "ranks": 2}]}, "setting 'C\\+\\+': its name must differ"),
+        ({"base": {"network": "fast"}}, "rate: expected such as 1gbit or 100mbit, got 'fast'"),
     ],
 )
-def test_settings_that_make_no_sense(harness: ModuleType, description: dict[str, Any], complaint: str) -> None:
+def test_settings_that_make_no_sense(description: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         harness.settings_of(description)
 
 
-def test_settings_take_turns(harness: ModuleType) -> None:
+def test_settings_take_turns() -> None:
     settings = [
         harness.Setting(name=name, seeds=seeds) for name, seeds in (("A", (5, 6, 7)), ("B", (5,)), ("C", (5, 6)))
     ]
@@ -82,7 +89,7 @@ def _run(seed: int, seconds: list[tuple[float, float]], **fields: Any) -> dict[s
     return {**made, **fields}
 
 
-def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(harness: ModuleType, tmp_path: Path) -> None:
+def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(tmp_path: Path) -> None:
     warm_up = [(9.0, 9.0)] * harness.WARM_UP
     runs = [
         _run(0, [*warm_up, (1.0, 2.0), (3.0, 1.0)]),
@@ -95,38 +102,70 @@ def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(harness:
     assert (row["epoch_s"], row["epoch_s_min"], row["epoch_s_max"], row["epochs"]) == (3.0, 2.0, 5.0, 3)
     assert (row["compute_s_max"], row["compute_s_min"]) == pytest.approx((2.9, 0.9))
     assert (row["sent_bytes"], row["sent_messages"], row["link_bytes_run"]) == (30.0, 4.0, 7.0)
+    assert row["gradient_bytes"] == 2 * 3.0  # of all ranks
     assert (row["peak_gib_max"], row["peak_gib_total"], row["first_epoch_s"]) == (1.5, 2.0, 9.0)
     assert (row["val_acc"], row["val_acc_min"], row["val_acc_max"]) == pytest.approx((0.55, 0.5, 0.6))
-    assert (row["seeds"], row["note"]) == ("0 1", "seed 2: fit, rank 1: out of memory")
+    # it has figures, of the seeds that did not fail
+    assert (row["seeds"], row["note"], row["failed"]) == ("0 1", "", "seed 2: fit, rank 1: out of memory")
+    (lost,) = harness.write_tables([harness.Setting(name="A", ranks=2)], runs[2:], tmp_path, "lost")
+    assert (lost["note"], lost["epoch_s"]) == ("seed 2: fit, rank 1: out of memory", None)
     assert {"commit", "date", "cpu", "torch", "pyg", "threads"} <= set(row)
     with (tmp_path / "t.ranks.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * 3
 
 
-def test_real_trainings(harness: ModuleType, tmp_path: Path) -> None:
+def test_real_trainings(tmp_path: Path) -> None:
     common = {"graph": "sbm", "graph_args": {"num_nodes": 500}, "model_args": MODEL, "epochs": 2, "seeds": (0,)}
     good = harness.Setting(name="two ranks", ranks=2, test=True, **common)
-    small = harness.Setting(name="no memory", max_gib=0.2, **common)
+    small = harness.Setting(name="no memory", ranks=2, max_gib=0.2, **common)
     unknown = harness.Setting(name="no graph", **{**common, "graph": "nonsense"})
+    late = harness.Setting(name="too late", ranks=2, timeout_s=0.5, **common)
+    settings = [good, small, unknown, late]
     out, work = tmp_path / "out", tmp_path / "work"
     with Progress(disable=True) as progress:
-        rows = harness.measure([good, small, unknown], out, "t", work=work, console=progress)
-    row, full, lost = rows
-    assert row["note"] == ""
-    assert (row["nodes"], row["epochs"], row["network"], row["seeds"]) == (500, 2, "local", "0")
+        row, full, lost = harness.measure(settings[:3], out, "t", work=work, console=progress)
+    assert (row["note"], row["failed"]) == ("", "")
+    assert (row["nodes"], row["epochs"], row["network"], row["seeds"]) == (500, 2, "unshaped", "0")
     assert row["epoch_s"] >= row["compute_s_max"] > 0
     assert row["sent_messages"] == 4  # the second layer's rows, there and back; the first layer's are kept
-    assert row["gradient_bytes"] == 4 * (64 * 8 + 8 + 8 * 10 + 10)  # a ring of two sends the parameters once
+    assert row["gradient_bytes"] == 2 * 4 * (64 * 8 + 8 + 8 * 10 + 10)  # in a ring of two each sends all of them once
     assert 0 <= row["test_acc"] <= 1
-    assert full["note"] == "seed 0: fit, rank 0: out of memory"
-    assert "unknown" in lost["note"] or "no such folder" in lost["note"]
+    assert full["note"].startswith("seed 0: fit, rank ")
+    assert full["note"].endswith(": out of memory")
+    assert "no such folder, no generator" in lost["note"]
     assert full["epoch_s"] is None
     trace = json.loads((out / row["timeline"]).read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    lines = (out / "t.runs.jsonl").read_text().splitlines()
-    assert len(lines) == 3
 
-    # the same again takes over what ended well, if the commit is the same and nothing has changed
-    kept = harness._kept(out / "t.runs.jsonl", [good, small, unknown])
-    clean = not row["commit"].endswith("+")
-    assert [run["setting"] for run in kept] == (["two ranks"] if clean else [])
+    # one of them alone: what is known of the others stays, and a line that broke off counts for nothing
+    with (out / "t.runs.jsonl").open("a") as file:
+        file.write('{"setting": "two')
+    with Progress(disable=True) as progress:
+        again, slow = harness.measure(settings, out, "t", work=work, only=["too late"], console=progress)
+    assert (again["setting"], again["epoch_s"], again["timeline"]) == ("two ranks", row["epoch_s"], row["timeline"])
+    assert slow["note"] == "seed 0: partition: did not end within 0.5 s"
+    assert (out / row["timeline"]).is_file()
+
+
+def test_only_what_the_same_code_measured_is_taken_over(tmp_path: Path) -> None:
+    setting = harness.Setting(name="A", ranks=2)
+    kept = {**_run(0, []), "fields": harness._fields(setting)}
+    lines = tmp_path / "t.runs.jsonl"
+    others = [{"commit": "b"}, {"note": "failed"}, {"fields": harness._fields(harness.Setting(name="A"))}]
+    runs = [{**kept, "commit": "a"}, *({**kept, "commit": "a", **other} for other in others)]
+    lines.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    assert harness._kept(lines, [setting], commit="a") == runs[:1]
+    assert harness._kept(lines, [setting]) == runs[:2]
+    for commit in ("a+", "unknown"):
+        with pytest.raises(ValueError, match="--resume: what was measured by commit"):
+            harness._kept(lines, [setting], commit=commit)
+
+
+def test_the_rank_that_failed_is_blamed_not_those_that_lost_it() -> None:
+    class Ended:
+        def run(self, *_: Any, **__: Any) -> list[Outcome]:
+            lost = "pygdist.errors.LostRankError: rank 0: the exchange with rank 1 failed"
+            return [Outcome(0, 1, "", lost), Outcome(1, -9, "", ""), Outcome(2, -9, "", "", waited=True)]
+
+    with pytest.raises(RuntimeError, match="fit, rank 1: killed by SIGKILL, as the kernel does when memory runs out"):
+        harness._pygdist(Ended(), harness.Setting(name="A"), "fit", Path("x.yaml"))

@@ -1,7 +1,7 @@
 """A graph of 1 billion edges and 60 million nodes through ``pygdist partition``, on one small machine.
 
-    python experiments/catgnn/billion.py --folder /a/disk/with/60/GB --out results
-    python experiments/catgnn/billion.py --nodes 600000 --edges 10000000 --parts 8     # a trial
+    python -m experiments.catgnn.billion --folder /a/disk/with/60/GB --out results
+    python -m experiments.catgnn.billion --nodes 600000 --edges 10000000 --parts 8     # a trial
 
 The edges are generated as a stream to disk, partitioned by the command line in a process of its own, and a sample of
 them is looked for in the parts.
@@ -20,25 +20,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from graphs import show, write
-from throughput import generate
 
+from experiments.catgnn.graphs import show, write
+from experiments.catgnn.throughput import generate
 from pygdist.graph import EdgeFile, read_meta
 
 _GIB = 2**30
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--nodes", type=int, default=60_000_000)
+    found.add_argument("--edges", type=int, default=1_000_000_000)
+    found.add_argument("--method", default="spring")
+    found.add_argument("--parts", type=int, default=32)
+    found.add_argument("--folder", type=Path, default=Path(), help="where edges and parts go; about 40 bytes an edge")
+    found.add_argument("--sample", type=int, default=1000, help="edges looked for in the parts")
+    found.add_argument("--out", type=Path, default=Path("results"))
+    return found
+
+
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--nodes", type=int, default=60_000_000)
-    parser.add_argument("--edges", type=int, default=1_000_000_000)
-    parser.add_argument("--method", default="spring")
-    parser.add_argument("--parts", type=int, default=32)
-    parser.add_argument("--folder", type=Path, default=Path(), help="where edges and parts go; about 40 bytes an edge")
-    parser.add_argument("--sample", type=int, default=1000, help="edges looked for in the parts")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args()
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         row = run(Path(folder), options)
     write([row], options.out / "billion.csv")

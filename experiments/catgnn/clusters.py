@@ -1,6 +1,6 @@
 """CATGNN's Table 2: clusters of the stream, and what SPRING merges them into; by order and volume threshold.
 
-    python experiments/catgnn/clusters.py --data DATA --out results
+    python -m experiments.catgnn.clusters --data DATA --out results
 
 DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from graphs import GRAPHS, edges_of, show, write
 from numpy.typing import NDArray
 
+from experiments.catgnn.graphs import GRAPHS, edges_of, show, write
 from pygdist.graph import EdgeStream
 from pygdist.partition import SpringPartitioner
 
@@ -33,14 +33,19 @@ ORDERS: dict[str, Callable[[Edges], Edges]] = {
 SHARES = (0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
+    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    found.add_argument("--parts", type=int, default=PARTS, help="SPRING merges up to a part's size")
+    found.add_argument("--out", type=Path, default=Path("results"))
+    return found
+
+
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--parts", type=int, default=PARTS, help="SPRING merges up to a part's size")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args()
+    options = parser().parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.graphs:
         stream = edges_of(name, options.data)

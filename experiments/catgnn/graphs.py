@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.machine import cores, provenance
 from pygdist.graph import EdgeGenerator, EdgeStream, degree_corrected_sbm, load_graph
 
 REAL = {"Cora": "Planetoid", "CiteSeer": "Planetoid", "cornell5": "LINKXDataset"}
@@ -31,8 +32,9 @@ def edges_of(name: str, data: Path | None) -> EdgeStream:
         return EdgeStream(generator.read(0, generator.num_edges), num_nodes=generator.num_nodes)
     if name in SBM:
         return EdgeStream.from_data(degree_corrected_sbm(num_features=1, **SBM[name]))
-    root = None if data is None else str(data / REAL[name])
-    return EdgeStream.from_data(load_graph(REAL[name], root=root or REAL[name], name=name))
+    if data is None or not (data / REAL[name]).is_dir():
+        raise SystemExit(f"{name}: give --data, a folder with {REAL[name]}/ in the layout of PyG's dataset class")
+    return EdgeStream.from_data(load_graph(REAL[name], root=str(data / REAL[name]), name=name))
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -46,8 +48,9 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def write(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write a CSV."""
-    rows = list(rows)
+    """Write a CSV; every row says what it was measured on."""
+    facts = provenance(cores())
+    rows = [{**row, **facts} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))

@@ -1,6 +1,6 @@
 """CATGNN's Figure 6: the replication factor with full neighbour lists, all methods, by number of parts.
 
-    python experiments/catgnn/replication.py --data DATA --out results
+    python -m experiments.catgnn.replication --data DATA --out results
 
 DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes.
 """
@@ -12,25 +12,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from graphs import GRAPHS, edges_of, show, write
 from rich.progress import track
 
+from experiments.catgnn.graphs import GRAPHS, edges_of, show, write
 from pygdist.partition import measure, resolve_partitioner
 
 STREAMING = ("spring", "fennel", "ldg", "2ps-l", "hdrf", "libra", "powergraph", "dbh", "grid", "random", "hash")
 OTHERS = ("metis", "chunk")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
+    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    found.add_argument("--methods", nargs="+", default=[*STREAMING, *OTHERS])
+    found.add_argument("--parts", nargs="+", type=int, default=[4, 8, 16])
+    found.add_argument("--spring-volume", type=float, help="close clusters of SPRING at so many volumes of a part")
+    found.add_argument("--out", type=Path, default=Path("results"))
+    return found
+
+
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--methods", nargs="+", default=[*STREAMING, *OTHERS])
-    parser.add_argument("--parts", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--spring-volume", type=float, help="close clusters of SPRING at so many volumes of a part")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args()
+    options = parser().parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.graphs:
         edges = edges_of(name, options.data)

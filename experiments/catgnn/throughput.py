@@ -1,7 +1,7 @@
 """Seconds, edges per second and peak memory of the partitioners, on edges in a file; also CATGNN's Figure 8.
 
-    python experiments/catgnn/throughput.py --nodes 5000000 --edges 100000000 --out results
-    python experiments/catgnn/throughput.py --methods spring metis --edges 1000000 4000000 16000000 --plot-memory
+    python -m experiments.catgnn.throughput --nodes 5000000 --edges 100000000 --out results
+    python -m experiments.catgnn.throughput --methods spring metis --edges 1000000 4000000 16000000 --plot-memory
 
 Every method has a process of its own, one at a time. Edges and nodes grow together.
 """
@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphs import show, write
 from rich.progress import track
 
+from experiments.catgnn.graphs import show, write
 from pygdist.graph import EdgeFile, EdgeGenerator, EdgeStream, EdgeWriter, Progress
 from pygdist.graph.progress import Advance
 from pygdist.graph.store import peak_rss_bytes
@@ -79,19 +79,24 @@ def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--methods", nargs="+", default=list(METHODS))
+    found.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
+    found.add_argument("--degree", type=int, default=20, help="edges for each node")
+    found.add_argument("--parts", type=int, default=8)
+    found.add_argument("--rounds", type=int, default=1, help="processes of each method, in turns")
+    found.add_argument("--plot-memory", action="store_true", help="draw peak memory by edges")
+    found.add_argument("--name", default="throughput", help="of the CSV")
+    found.add_argument("--out", type=Path, default=Path("results"))
+    found.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # file and method, in a process of its own
+    return found
+
+
 def main() -> int:
     """Run what the command line asks for; 1 if a method failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
-    parser.add_argument("--degree", type=int, default=20, help="edges for each node")
-    parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=1, help="processes of each method, in turns")
-    parser.add_argument("--plot-memory", action="store_true", help="draw peak memory by edges")
-    parser.add_argument("--name", default="throughput", help="of the CSV")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # file and method, in a process of its own
-    options = parser.parse_args()
+    options = parser().parse_args()
     if options.one:
         path, method = options.one
         print(json.dumps(one(Path(path), method, options.edges[0] // options.degree, options.parts)))
@@ -102,7 +107,8 @@ def main() -> int:
             path = Path(folder) / "edges.npy"
             generate(path, edges // options.degree, edges)
             for round_ in range(options.rounds):
-                for method in options.methods:
+                first = round_ % len(options.methods)
+                for method in [*options.methods[first:], *options.methods[:first]]:
                     rows.append({"round": round_, **_in_a_process(path, method, edges, options)})
                     print(rows[-1], flush=True)
                     write(rows, options.out / f"{options.name}.csv")
@@ -113,12 +119,13 @@ def main() -> int:
 
 
 def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", str(path), method, "--edges", str(edges)]
+    command = [sys.executable, "-m", "experiments.catgnn.throughput", "--one", str(path), method, "--edges", str(edges)]
     command += ["--degree", str(options.degree), "--parts", str(options.parts)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode:  # killed for its memory, most likely
         last = outcome.stderr.strip().splitlines()[-1:]
-        return {**dict.fromkeys(COLUMNS), "method": method, "edges": edges, "note": f"{outcome.returncode} {last}"}
+        known = {"method": method, "edges": edges, "nodes": edges // options.degree, "parts": options.parts}
+        return {**dict.fromkeys(COLUMNS), **known, "note": f"exit code {outcome.returncode} {' '.join(last)}"}
     return {**json.loads(outcome.stdout.splitlines()[-1]), "note": ""}
 
 

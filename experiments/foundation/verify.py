@@ -2,7 +2,7 @@
 
 Prints a table and writes a CSV:
 
-    python experiments/foundation/verify.py --data DATA --ranks 2 3 4 --out figures
+    python -m experiments.foundation.verify --data DATA --ranks 2 3 4 --out figures
 
 DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes; PyG writes beside the raw files.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch import nn
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
+from experiments.machine import cores, provenance
 from pygdist import GraphDataModule
 from pygdist.backends import CommBackend
 from pygdist.commands.verify import verify
@@ -42,7 +44,7 @@ GRAPHS = {
 def row(data: Path | None, graph: str, name: str, ranks: int, cache: Path, *, double: bool) -> dict[str, object]:
     """The largest relative difference of one setting, and what has it."""
     dataset, arguments, num_features, num_classes = GRAPHS[graph]
-    root = {} if data is None or graph == "sbm" else {"root": str(data / dataset)}
+    root = {} if graph == "sbm" else {"root": str(_folder(data, dataset))}
     module = GraphDataModule(dataset, {**root, **arguments}, cache_dir=cache)
     torch.manual_seed(0)
     model: nn.Module = MODELS[name](num_features, num_classes)
@@ -61,28 +63,39 @@ def row(data: Path | None, graph: str, name: str, ranks: int, cache: Path, *, do
     }
 
 
+def _folder(data: Path | None, dataset: str) -> Path:
+    if data is None or not (data / dataset).is_dir():
+        raise SystemExit(f"{dataset}: give --data, a folder with {dataset}/ in the layout of PyG's dataset class")
+    return data / dataset
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
+    found.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    found.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    found.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
+    found.add_argument("--double", action="store_true")
+    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for verify.csv")
+    return found
+
+
 def main() -> None:
     """Run the settings that the command line names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
-    parser.add_argument("--double", action="store_true")
-    parser.add_argument("--cache", type=Path, default=Path("cache"))
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for verify.csv")
-    options = parser.parse_args()
+    options = parser().parse_args()
     rows = []
+    facts = provenance(cores())
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "verify.csv").open("w", newline="") as file:
+    with tempfile.TemporaryDirectory() as cache, (options.out / "verify.csv").open("w", newline="") as file:
         for graph in options.graphs:
             for name in options.models:
                 for ranks in options.ranks:
-                    rows.append(row(options.data, graph, name, ranks, options.cache, double=options.double))
-                    writer = csv.DictWriter(file, fieldnames=rows[0])
+                    rows.append(row(options.data, graph, name, ranks, Path(cache), double=options.double))
+                    writer = csv.DictWriter(file, fieldnames=[*rows[0], *facts])
                     if len(rows) == 1:
                         writer.writeheader()
-                    writer.writerow(rows[-1])
+                    writer.writerow({**rows[-1], **facts})
                     file.flush()
     table = Table(*rows[0], title="one training step, N processes against one")
     for found in rows:

@@ -4,7 +4,7 @@ The first line is the time of the instructions; the others add what waiting for 
 order is what the processor fetches ahead by itself. Last, blocking over sources (DistGNN, Algorithm 2) at its best:
 blocks cut before, each of a range of sources, and nothing added up; where this takes longer, the real algorithm does.
 
-    PYTHONPATH=. python experiments/kernels/bounds.py --out figures
+    python -m experiments.kernels.bounds --out figures
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from machine import cache_bytes, facts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from experiments.machine import cache_bytes, provenance
 from pygdist.graph import power_law
 from pygdist.kernels import CSR, spmm
 
@@ -30,22 +30,27 @@ COLUMNS = ["nodes", "edges", "features", "rows_from", "seconds", "ns_per_edge_an
 Part = tuple[CSR, Tensor]  # a matrix and its weights
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("--nodes", type=int, default=400_000)
+    found.add_argument("--edges", type=int, default=10_000_000)
+    found.add_argument("--features", type=int, nargs="+", default=[32, 128])
+    found.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
+    found.add_argument("--rounds", type=int, default=5)
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for bounds.csv")
+    return found
+
+
 def main() -> None:
     """Measure, print a table and write ``bounds.csv``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=400_000)
-    parser.add_argument("--edges", type=int, default=10_000_000)
-    parser.add_argument("--features", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for bounds.csv")
-    options = parser.parse_args()
+    options = parser().parse_args()
     torch.set_num_threads(options.threads)
     edges = power_law(options.nodes, options.edges, num_features=1).edge_index
     matrix = CSR.from_coo(edges[1], edges[0], num_rows=options.nodes, num_cols=options.nodes)
     weight = torch.rand(matrix.num_entries)
-    machine = facts(options.threads)
+    machine = provenance(options.threads)
     table = Table("features", "rows from", "seconds", "ns per edge and thread", "gather, GB/s")
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "bounds.csv").open("w", newline="") as file:

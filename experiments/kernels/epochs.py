@@ -1,7 +1,7 @@
 """Seconds per epoch and peak memory of full-graph training, ``pygdist fit`` against plain PyG; table, CSV, plot.
 
-    python experiments/kernels/epochs.py --out figures
-    python experiments/kernels/epochs.py --savings-table --out figures
+    python -m experiments.kernels.epochs --out figures
+    python -m experiments.kernels.epochs --savings-table --out figures
 
 Each contender trains in processes of its own, one at a time, a few epochs in each round. This script imports neither
 torch nor pygdist: the memory of a process that starts another counts as the other's peak until it is surpassed.
@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import facts
 from rich.console import Console
 from rich.table import Table
+
+from experiments.machine import provenance
 
 HERE = Path(__file__).resolve().parent
 OURS = "pygdist"
@@ -284,22 +285,28 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; GCN with --savings-table")
-    parser.add_argument("--nodes", type=int, default=50_000, help="default: those of the reference graph")
-    parser.add_argument("--edges", type=int, default=5_000_000, help="default: those of the reference graph")
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; GCN with --savings-table")
+    found.add_argument("--nodes", type=int, default=50_000, help="default: those of the reference graph")
+    found.add_argument("--edges", type=int, default=5_000_000, help="default: those of the reference graph")
     known = ["edges", "sparse", "torch_sparse"]
-    parser.add_argument("--adjacencies", nargs="*", choices=known, default=known, help="of plain PyG")
-    parser.add_argument("--savings-table", action="store_true", help="our switches instead of plain PyG")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each contender")
-    parser.add_argument("--epochs", type=int, default=10, help="most timed epochs of a process")
-    parser.add_argument("--budget-s", type=float, default=30.0, help="seconds of timed epochs of a process")
-    parser.add_argument("--max-gib", type=float, default=16.0, help="memory that a process may allocate")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for the CSV files and the plot")
-    options = parser.parse_args(argv)
+    found.add_argument("--adjacencies", nargs="*", choices=known, default=known, help="of plain PyG")
+    found.add_argument("--savings-table", action="store_true", help="our switches instead of plain PyG")
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--rounds", type=int, default=3, help="processes of each contender")
+    found.add_argument("--epochs", type=int, default=10, help="most timed epochs of a process")
+    found.add_argument("--budget-s", type=float, default=30.0, help="seconds of timed epochs of a process")
+    found.add_argument("--max-gib", type=float, default=16.0, help="memory that a process may allocate")
+    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for the CSV files and the plot")
+    return found
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked."""
+    made = parser()
+    options = made.parse_args(argv)
     options.models = options.models or (["GCN"] if options.savings_table else list(MODELS))
     return options
 
@@ -309,7 +316,7 @@ def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     name = "savings" if options.savings_table else "epochs"
-    machine = facts(options.threads)
+    machine = provenance(options.threads)
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     start = time.perf_counter()
 

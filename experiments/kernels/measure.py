@@ -1,7 +1,7 @@
 """Our aggregation kernels and attention against torch, PyG and torch_sparse, in one interleaved run; table, CSV, plots.
 
-    python experiments/kernels/measure.py --out figures
-    python experiments/kernels/measure.py --graph reference --operations sum --features 128 --rounds 9
+    python -m experiments.kernels.measure --out figures
+    python -m experiments.kernels.measure --graph reference --operations sum --features 128 --rounds 9
 
 Every round runs each contender once and copies one large array to another, so that what disturbs the machine disturbs
 all of them. Medians over rounds; the README says what the columns mean.
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import cache_bytes, facts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 from torch_geometric.utils import scatter
 
+from experiments.machine import cache_bytes, provenance
 from pygdist.backends import SingleBackend, distribute
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency, Shard, power_law
@@ -408,23 +408,29 @@ def _finish(figure: Any, axes: Any, path: Path) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--graph", choices=["grid", "reference", "large", "all"], default="all")
-    parser.add_argument("--degrees", nargs="+", type=int, default=[10, 50, 500], help="of the grid")
-    parser.add_argument("--nodes", nargs="+", type=int, default=[400_000, 100_000, 10_000], help="one per degree")
-    parser.add_argument("--features", nargs="+", type=int, default=[32, 64, 128, 256, 602])
-    parser.add_argument("--operations", nargs="+", choices=[*PRODUCTS, *ATTENTION], default=[*PRODUCTS, *ATTENTION])
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--budget-s", type=float, default=10.0, help="of a contender in a setting, after 3 rounds")
-    parser.add_argument("--max-gib", type=float, default=8.0, help="a contender that needs more is not run")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for measure.csv and the plots")
-    options = parser.parse_args(argv)
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--graph", choices=["grid", "reference", "large", "all"], default="all")
+    found.add_argument("--degrees", nargs="+", type=int, default=[10, 50, 500], help="of the grid")
+    found.add_argument("--nodes", nargs="+", type=int, default=[400_000, 100_000, 10_000], help="one per degree")
+    found.add_argument("--features", nargs="+", type=int, default=[32, 64, 128, 256, 602])
+    found.add_argument("--operations", nargs="+", choices=[*PRODUCTS, *ATTENTION], default=[*PRODUCTS, *ATTENTION])
+    found.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--rounds", type=int, default=7)
+    found.add_argument("--budget-s", type=float, default=10.0, help="of a contender in a setting, after 3 rounds")
+    found.add_argument("--max-gib", type=float, default=8.0, help="a contender that needs more is not run")
+    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for measure.csv and the plots")
+    return found
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked."""
+    made = parser()
+    options = made.parse_args(argv)
     if len(options.degrees) != len(options.nodes):
-        parser.error("--nodes: give one number for each of --degrees")
+        made.error("--nodes: give one number for each of --degrees")
     return options
 
 
@@ -434,7 +440,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="Sparse")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    machine = facts(options.threads)
+    machine = provenance(options.threads)
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Full-graph training with plain PyG, nothing of pygdist in it: one contender of ``epochs.py``, in its own process.
 
-    python experiments/kernels/plain.py GRAPH --model GCN --adjacency edges --epochs 5
+    python -m experiments.kernels.plain GRAPH --model GCN --adjacency edges --epochs 5
 
 GRAPH is a folder of ``.npy`` arrays; prints one JSON line with the loss and the seconds of each epoch.
 """

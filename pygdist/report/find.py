@@ -16,6 +16,7 @@ from pygdist.report.values import Row, read_csv
 __all__ = ["Found", "Results", "find_results"]
 
 _RANKS = ".ranks.csv"
+_LEFT = ".files"  # what else a script left beside its table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Results:
 
 
 def find_results(folder: Path) -> Results:
-    """Read every description and every table below a folder; names that begin with a dot are left out.
+    """Read every description and every table below a folder; ``.*`` and folders ``*.files`` are left out.
 
     Raises:
         InputError: If there is nothing, or something cannot be read; names the file.
@@ -78,7 +79,8 @@ def find_results(folder: Path) -> Results:
 
 def _below(folder: Path, pattern: str) -> Iterator[Path]:
     for path in sorted(folder.rglob(pattern)):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith(".") or part.endswith(_LEFT) for part in parts):
             yield path
 
 
