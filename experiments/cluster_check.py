@@ -185,10 +185,11 @@ def main() -> int:
     table = Table(
         title="Payload over time, of a link's rate; largest deviation of the meter from the kernel's counters"
     )
-    for name in rows[0]:
+    shown = [name for name in rows[0] if name not in provenance(1)]
+    for name in shown:
         table.add_column(name)
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*(f"{row[name]:.3g}" if isinstance(row[name], float) else str(row[name]) for name in shown))
     Console(width=None if Console().is_terminal else 160).print(table)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "cluster-check.csv").open("w", newline="") as file:
