@@ -1,6 +1,7 @@
 """How neighbours arrive: one file per idea, behind :class:`Backend`; :func:`distribute` puts a model on one."""
 
 from pygdist.backends.base import Backend, backends, resolve_backend
+from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
 from pygdist.backends.routing import distribute, undistribute
 from pygdist.backends.savings import Savings
@@ -8,6 +9,7 @@ from pygdist.backends.single import SingleBackend
 
 __all__ = [
     "Backend",
+    "CacheBackend",
     "CommBackend",
     "Savings",
     "SingleBackend",

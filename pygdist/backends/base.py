@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.savings import Savings
@@ -113,6 +113,22 @@ class Backend(ABC):
 
     def begin_forward(self) -> None:  # noqa: B027 (a hook: most backends have nothing to do)
         """Called before each forward pass of the distributed model."""
+
+    def model_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the distributed model gets in place of what it is called with; for a backend with rows of its own."""
+        return args, kwargs
+
+    def model_output(self, output: Any) -> Any:
+        """What the caller of the distributed model gets: one row per owned node, whatever the backend added."""
+        return output
+
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer's ``forward``, called as ``forward(layer, *args, **kwargs)``; puts out as many rows as go in."""
+        return forward(layer, *args, **kwargs)
 
     def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
         """Called after each forward pass: let go of what only that pass needed."""

@@ -8,6 +8,7 @@ and what looks at all nodes: norms (:mod:`pygdist.nn.norms`) and aggregations th
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -89,7 +90,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         elif any(_uses(function, routed.replacements) for function in _functions(base)):
             module.__class__ = routed.normalising_class(base)
     model.__dict__[_HOOK] = (
-        model.register_forward_pre_hook(_BeginForward(backend)),
+        model.register_forward_pre_hook(_BeginForward(backend), with_kwargs=True),
         model.register_forward_hook(_EndForward(backend)),
     )
     return model
@@ -119,17 +120,22 @@ class _BeginForward:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _routing_of(self.backend).first_hop.begin_forward()
         self.backend.begin_forward()
+        return self.backend.model_inputs(module, args, kwargs)
 
 
-class _EndForward(_BeginForward):
+class _EndForward:
     """Forward hook on the model's root."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         _routing_of(self.backend).first_hop.end_forward()
         self.backend.end_forward()
+        return self.backend.model_output(output)
 
 
 class _Routing:
@@ -176,7 +182,7 @@ class _Routing:
             way = None if writes_hops(base) else cheaper_forward(base) or attention_forward(base)
             forward = bases[0].forward if way is None else _another_way(way, bases[0].forward)
             # torch.compile leaves layers as they are and compiles what is between them
-            body["forward"] = torch.compiler.disable(forward)
+            body["forward"] = torch.compiler.disable(_entered(forward))
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
         return self.classes[base]
 
@@ -277,6 +283,17 @@ def _with_gradient(value: Any) -> Any:
         return tuple(_with_gradient(part) for part in value)
     wanted = isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled()
     return value.detach().requires_grad_() if wanted and not value.requires_grad else value
+
+
+def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's ``forward``, run by its backend."""
+
+    @functools.wraps(forward)  # its parameters are looked at: which edge inputs it takes
+    def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
+        backend: Backend = getattr(type(self), _BACKEND)
+        return backend.run_layer(self, forward, args, kwargs)
+
+    return run
 
 
 def _another_way(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -150,6 +150,26 @@ class Communicator:
             if text:
                 raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
 
+    def swap(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
+        """Give a tensor to every rank and get one from every rank, of any length; for plans, not for gradients.
+
+        Args:
+            outgoing: One for each rank, the own one included, which is given back; equal in dtype and, but for the
+                first dimension, in shape, on all ranks.
+            label: Named when something goes wrong.
+        """
+        outgoing = [tensor.contiguous() for tensor in outgoing]
+        if self.world_size == 1:
+            return list(outgoing)
+        lengths = [torch.tensor([tensor.size(0)], device=self.device) for tensor in outgoing]
+        incoming = [torch.zeros_like(length) for length in lengths]
+        self.send_and_receive(lengths, incoming, f"{label}, lengths")
+        own = outgoing[self.rank]
+        found = [own.new_empty((int(length), *own.shape[1:])) for length in incoming]
+        self.send_and_receive(list(outgoing), found, label)
+        found[self.rank] = own
+        return found
+
     def send_to(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
         """Send contiguous tensors to one rank, which calls :meth:`receive_from`; for results, not for gradients."""
         self._one_sided(dist.send, "group_dst", rank, tensors, label)

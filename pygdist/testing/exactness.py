@@ -171,6 +171,7 @@ def assert_exact(
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     graphs: Iterable[str] = GRAPHS,
     num_nodes: int = 37,
+    num_layers: int = 2,
     seed: int = 0,
     tolerance: float = 1e-10,
     savings: Savings | None = None,
@@ -184,6 +185,7 @@ def assert_exact(
         world_sizes: Numbers of ranks; each is launched once.
         graphs: Kinds of :func:`~pygdist.testing.graphs.random_graph`.
         num_nodes: Nodes of each graph.
+        num_layers: Layers of each model; those of the suite that are whole models have as many as they have.
         seed: Everything is drawn from it.
         tolerance: Largest absolute difference allowed.
         savings: What :func:`~pygdist.distribute` gets.
@@ -211,7 +213,7 @@ def assert_exact(
                 store = folder / f"{kind}-{world_size}"
                 write_store(data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[])
                 jobs.append((kind, str(store)))
-            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, seed, savings)
+            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, num_layers, seed, savings)
             for rank, found in enumerate(ranks):
                 for (name, kind), (quantity, difference) in found.items():
                     worst[name] = max(worst.get(name, 0.0), difference)
@@ -232,6 +234,7 @@ def _check_exact(
     names: list[str],
     jobs: list[tuple[str, str]],
     num_nodes: int,
+    num_layers: int,
     seed: int,
     savings: Savings | None,
 ) -> dict[tuple[str, str], tuple[str, float]]:
@@ -243,10 +246,11 @@ def _check_exact(
         shard = Shard.load(store, rank)
         for name in names:
             num_features, num_classes = data.x.size(1), int(data.y.max()) + 1
-            reference = reference_step(build(name, num_features, num_classes), data)
+            made = partial(build, name, num_features, num_classes, num_layers=num_layers)
+            reference = reference_step(made(), data)
             bound = resolve_backend(backend)
             bound.bind(shard, communicator)
-            model = distribute(build(name, num_features, num_classes), backend=bound, savings=savings)
+            model = distribute(made(), backend=bound, savings=savings)
             differences = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id)
             quantity = max(differences, key=lambda key: differences[key].absolute)
             found[name, kind] = (quantity, differences[quantity].absolute)

@@ -6,6 +6,7 @@ them. The README's list of supported layers is generated from :data:`LAYERS` and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,18 +41,18 @@ class LayerCase:
 
 
 class Stack(nn.Module):
-    """Two layers with a non-linearity between them, each given the edge inputs that it takes."""
+    """Layers with a non-linearity between them, each given the edge inputs that it takes."""
 
-    def __init__(self, case: LayerCase, in_channels: int, out_channels: int) -> None:
+    def __init__(self, case: LayerCase, in_channels: int, out_channels: int, num_layers: int) -> None:
         super().__init__()
         self.takes = case.takes
         self.lin_in: nn.Module = nn.Identity()
         self.lin_out: nn.Module = nn.Identity()
         if "x_0" in case.takes:  # layers that mix in the first features keep one width
             self.lin_in, self.lin_out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
-            self.first, self.second = case.make(HIDDEN, HIDDEN), case.make(HIDDEN, HIDDEN)
-        else:
-            self.first, self.second = case.make(in_channels, HIDDEN), case.make(HIDDEN, out_channels)
+            in_channels = out_channels = HIDDEN
+        widths = [in_channels, *[HIDDEN] * (num_layers - 1), out_channels]
+        self.layers = nn.ModuleList(case.make(one, other) for one, other in itertools.pairwise(widths))
 
     def forward(
         self,
@@ -65,8 +66,9 @@ class Stack(nn.Module):
         extra = {name: given[name] for name in self.takes if name in given}
         x = self.lin_in(x)
         first = (x,) if "x_0" in self.takes else ()
-        hidden = self.first(x, *first, edge_index, **extra).tanh()
-        out: Tensor = self.lin_out(self.second(hidden, *first, edge_index, **extra))
+        for number, layer in enumerate(self.layers):
+            x = layer(x if number == 0 else x.tanh(), *first, edge_index, **extra)
+        out: Tensor = self.lin_out(x)
         return out
 
 
@@ -264,14 +266,15 @@ LAYERS: dict[str, LayerCase] = {
 }
 
 
-def build(name: str, in_channels: int, out_channels: int, *, seed: int = 0) -> nn.Module:
+def build(name: str, in_channels: int, out_channels: int, *, num_layers: int = 2, seed: int = 0) -> nn.Module:
     """The model of one case in float64, with parameters drawn from ``seed``.
 
-    Called as ``model(x, edge_index, edge_weight=..., edge_attr=...)``; gives ``(n, out_channels)``.
+    Called as ``model(x, edge_index, edge_weight=..., edge_attr=...)``; gives ``(n, out_channels)``. Cases that are
+    whole models have as many layers as they have, whatever ``num_layers`` says.
     """
     case = LAYERS[name]
     torch.manual_seed(seed)
-    model = case.make(in_channels, out_channels) if case.whole else Stack(case, in_channels, out_channels)
+    model = case.make(in_channels, out_channels) if case.whole else Stack(case, in_channels, out_channels, num_layers)
     model = model.double()
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         x, attr = torch.zeros(2, in_channels, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)

@@ -1,0 +1,27 @@
+"""``cache``: a rank computes all that its own nodes need, from the features on (DepCache of NeutronStar, Algorithm 2).
+
+Exact. Nothing is exchanged in a forward or backward pass; what several ranks need is computed by each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from pygdist.backends.recomputing import RecomputingBackend
+from pygdist.graph.neighbourhood import Neighbourhood
+
+__all__ = ["CacheBackend"]
+
+
+class CacheBackend(RecomputingBackend):
+    """Hold and compute the in-neighbourhood of L hops (DepCache; NeutronStar, SIGMOD 2022, Sec. 2.2, Algorithm 2)."""
+
+    name = "cache"
+
+    @override
+    def choose(self, found: Neighbourhood, num_hops: int) -> list[Tensor]:
+        place = torch.arange(found.n_id.numel())
+        own, halo = self.shard.num_owned, self.shard.num_halo
+        return [(place >= own) & (place < own + halo)] * num_hops

@@ -1,0 +1,186 @@
+"""What backends have in common that fetch rows from their owners, hop by hop, and hand a layer all that it reads.
+
+One differentiable exchange per hop, whatever the number of tensors that the layer reads from its neighbours; gradients
+flow back the same way and are summed at the owner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from pygdist.backends.base import Backend, Inner
+from pygdist.backends.layers import (
+    fuses,
+    layer_name,
+    neighbour_arguments,
+    norms_over_edges,
+    with_phantom_edge,
+)
+from pygdist.errors import InputError
+from pygdist.graph.identity import version_of
+
+__all__ = ["FetchingBackend"]
+
+
+class FetchingBackend(Backend):
+    """Fetches rows in every hop; which, a subclass may say in :meth:`halo_rows` and :meth:`joined`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # rows fetched for the layer that is running: GATv2 reads the same rows in edge_updater and in propagate
+        self._fetched_for: MessagePassing | None = None
+        self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._hop = 0
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        if norms := norms_over_edges(layer):
+            return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"
+        return None
+
+    @override
+    def begin_forward(self) -> None:
+        self._hop = 0
+        self._forget()
+
+    @override
+    def end_forward(self) -> None:
+        self._forget()
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        self._hop += 1
+        rows = self._with_sources(layer, kwargs, edges=False, fused=fuses(layer, edge_index, kwargs))
+        return self._run(layer, inner, edge_index, rows, edges=False)
+
+    @override
+    def edge_updater(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        rows = self._with_sources(layer, kwargs, edges=True, fused=False)
+        return self._run(layer, inner, edge_index, rows, edges=True)
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.halo_rows(x, label="node values")])
+
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        r"""Fetch rows from their owners; what a subclass with another wire format overrides.
+
+        Args:
+            x: Rows that this rank owns.
+            label: What they are, for messages.
+
+        Shapes:
+            ``x`` is :math:`(n, F)` or :math:`(n)`, the result :math:`(h, F)` or :math:`(h)`, in the order of the
+            shard's halo; differentiable, its backward gives the gradients of the copies back to the owners.
+        """
+        return self.communicator.exchange_rows(x, self.shard.plan, label=label)
+
+    def joined(self, x: Tensor, halo: Tensor) -> Tensor:
+        """One row for each source of the hop's edges, from this rank's rows and those that were fetched."""
+        return torch.cat([x, halo])
+
+    @property
+    def num_sources(self) -> int:
+        """Rows that the edges of the hop may start from."""
+        return self.shard.num_owned + self.shard.num_halo
+
+    @override
+    def unbind(self) -> None:
+        self._forget()
+        super().unbind()
+
+    def _run(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, rows: dict[str, Any], *, edges: bool
+    ) -> Tensor:
+        size = (self.num_sources, self.num_rows)
+        if edge_index.size(1) == 0:
+            return with_phantom_edge(layer, inner, size, rows, edges=edges)
+        return inner(edge_index, size=size, **rows)
+
+    @override
+    def _pickled_state(self) -> dict[str, Any]:
+        return {**super()._pickled_state(), "_fetched_for": None, "_fetched": {}}
+
+    def _forget(self) -> None:
+        self._fetched_for = None
+        self._fetched.clear()
+
+    def _with_sources(
+        self, layer: MessagePassing, kwargs: dict[str, Any], *, edges: bool, fused: bool
+    ) -> dict[str, Any]:
+        """The arguments of the hop, with (source rows, destination rows) where the layer reads its neighbours."""
+        if layer is not self._fetched_for:
+            self._forget()
+            self._fetched_for = layer
+        sources: dict[str, Tensor] = {}
+        for name in neighbour_arguments(layer, edges=edges):
+            value = kwargs.get(name)
+            value = value[0] if isinstance(value, (tuple, list)) else value
+            if isinstance(value, Tensor):
+                sources[name] = value
+        fetched = self._fetch(layer, sources)
+        out = dict(kwargs)
+        for name, rows in fetched.items():
+            value = kwargs[name]
+            if isinstance(value, (tuple, list)):
+                out[name] = (rows, value[1])
+            else:
+                # PyG's fused path multiplies the one tensor it gets; the message path looks both ends up
+                out[name] = rows if fused else (rows, value)
+        return out
+
+    def _fetch(self, layer: MessagePassing, sources: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Owned and halo rows of each tensor; those not fetched yet travel together, one exchange per dtype."""
+        missing: dict[torch.dtype, list[Tensor]] = {}
+        for name, value in sources.items():
+            self._check_rows(layer, name, value)
+            if self._known(value) is None and all(value is not other for other in missing.get(value.dtype, [])):
+                missing.setdefault(value.dtype, []).append(value)
+        known = any(self._known(value) is not None for value in sources.values())
+        for number, tensors in enumerate(missing.values()):
+            self._exchange(layer, tensors, keep=known or number > 0)
+        return {name: self._known(value) for name, value in sources.items()}  # type: ignore[misc]
+
+    def _exchange(self, layer: MessagePassing, tensors: list[Tensor], *, keep: bool) -> None:
+        # layers keep nodes in another dimension than the first (ARMA stacks, static graphs)
+        rows = [tensor.movedim(layer.node_dim, 0) for tensor in tensors]
+        flat = [row.reshape(row.size(0), math.prod(row.shape[1:])) for row in rows]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+        halo = self.halo_rows(packed, label=f"hop {self._hop} of {layer_name(layer)}")
+        if not keep:  # what an earlier hop of this layer fetched is not asked for again
+            self._fetched.clear()
+        for tensor, row, part in zip(tensors, rows, halo.split([f.size(1) for f in flat], dim=1), strict=True):
+            full = self.joined(row, part.reshape(part.size(0), *row.shape[1:]))
+            self._fetched[id(tensor)] = (tensor, version_of(tensor), full.movedim(0, layer.node_dim))
+
+    def _known(self, value: Tensor) -> Tensor | None:
+        entry = self._fetched.get(id(value))
+        if entry is None or entry[1] != version_of(value):
+            return None
+        # rows fetched under no_grad carry no gradient back
+        wanted = value.requires_grad and torch.is_grad_enabled()
+        return entry[2] if entry[2].requires_grad or not wanted else None
+
+    @property
+    def _has(self) -> str:
+        """How many rows a layer gets on this rank, for complaints."""
+        return f"owns {self.shard.num_owned} nodes"
+
+    def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
+        if value.size(layer.node_dim) != self.num_rows:
+            raise InputError(
+                f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
+                f"rank {self.shard.rank} {self._has}; a tensor that holds a row for every node "
+                "of the graph (an embedding table, say) cannot be distributed this way",
+                of_one_rank=True,
+            )

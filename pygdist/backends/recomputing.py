@@ -1,0 +1,324 @@
+"""The backend over rows that are computed again: what ``cache`` and ``hybrid`` do once it is said which rows these are.
+
+Exact, whatever is chosen: a replica's row is computed from the same numbers as its owner's, and the gradients of a
+rank's own loss go through its replicas into the parameters, or back to the owners of rows that were fetched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from pygdist.backends.base import Inner
+from pygdist.backends.fetched import FetchingBackend
+from pygdist.backends.replicas import Arrival, Rows, leading, make_rows
+from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
+
+__all__ = ["RecomputingBackend"]
+
+_MOST_KEPT = 16  # inputs of models that stay the same
+_TRIED = 2  # rows of the graph on which hops are counted
+
+
+class RecomputingBackend(FetchingBackend):
+    """Computes replicas of other ranks' rows, and fetches the rest; :meth:`choose` says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        self._by_hops: dict[int, Rows] = {}
+        self._hops: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._rows: Rows | None = None  # of the model that is running
+        self._entered: int | None = None  # the hop before which the running layer was entered
+        self._at = 0  # the hop that runs, or whose edge_updater runs
+        self._counted: int | None = None  # hops so far, while they are counted
+        # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
+        self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
+        self._leading: dict[tuple[int, int], tuple[Adjacency, Adjacency]] = {}
+
+    @abstractmethod
+    def choose(self, found: Neighbourhood, num_hops: int) -> list[Tensor]:
+        """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`."""
+
+    @override
+    def unbind(self) -> None:
+        super().unbind()
+        self._forget_graph()
+
+    @override
+    def _pickled_state(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        RecomputingBackend._forget_graph(fresh)
+        return {**super()._pickled_state(), **vars(fresh)}
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    @override
+    def model_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if model not in self._hops:
+            self._hops[model] = self._count(model, args, kwargs)
+        hops = self._hops[model]
+        if hops not in self._by_hops:
+            found = in_neighbourhood(self.shard, self.communicator, max(hops, 1))
+            self._by_hops[hops] = make_rows(self.shard, self.communicator, found, self.choose(found, hops))
+        self._rows = self._by_hops[hops]
+        return _mapped(model.forward, args, kwargs, self._extended)
+
+    @override
+    def model_output(self, output: Any) -> Any:
+        rows, self._rows = self._rows, None
+        return output if rows is None else _each(output, lambda out: _first(out, rows.num_rows, rows.num_owned))
+
+    @override
+    def end_forward(self) -> None:
+        super().end_forward()
+        self._entered = None
+
+    def _extended(self, name: str, value: Any) -> Any:
+        """An input of the model with what this rank has more than a rank of ``comm``."""
+        rows, shard = self._running, self.shard
+        if isinstance(value, Adjacency):
+            if value.csr() is not shard.adjacency.csr():
+                return value
+            return rows.adjacency if value.value is None else self._weighted(value.value)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if name.startswith("edge_"):
+            return self._grown(value, rows.edges) if value.size(0) == rows.num_own_edges else value
+        return self._grown(value, rows.inputs) if value.size(0) == rows.num_owned else value
+
+    def _weighted(self, weight: Tensor) -> Adjacency:
+        """The edges with weights, the same object for the same weights: what is derived from it is kept by that."""
+        grown = self._grown(weight, self._running.edges)
+        key = identity_of(grown)
+        if self._adjacency is None or self._adjacency[0] != key:
+            self._adjacency = (key, self._running.adjacency.with_value(grown))
+        return self._adjacency[1]
+
+    def _grown(self, value: Tensor, arrival: Arrival) -> Tensor:
+        """Own rows, then others'; fetched once if they stay the same."""
+        kept = fixable(value) and not (value.requires_grad and torch.is_grad_enabled())
+        key = (id(arrival), *identity_of(value))
+        if kept and key in self._inputs:
+            return self._inputs[key][1]
+        with torch.inference_mode(False):
+            arrived = self.communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
+            order = torch.argsort(arrival.position)
+            grown = torch.cat([value, arrived.index_select(0, order)])
+        if kept:
+            if len(self._inputs) >= _MOST_KEPT:
+                self._inputs.pop(next(iter(self._inputs)))
+            self._inputs[key] = (value.detach(), grown)
+        return grown
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Hops of a forward pass: on two nodes, in evaluation mode, with nothing exchanged."""
+        modes = {module: module.training for module in model.modules()}
+        own, edges = self.shard.num_owned, self.shard.adjacency.size(1)
+
+        def tried(name: str, value: Any) -> Any:
+            if isinstance(value, Adjacency):
+                return torch.arange(_TRIED, device=value.device).repeat(2, 1)
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            per_row = value.size(0) == (edges if name.startswith("edge_") else own)
+            return value.new_ones((_TRIED, *value.shape[1:])) if per_row else value
+
+        args, kwargs = _mapped(model.forward, args, kwargs, tried)
+        self._counted = 0
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                model.eval().forward(*args, **kwargs)
+            return self._counted
+        finally:
+            self._counted = None
+            self._hop = 0
+            self._forget()
+            self.routing.forget()  # layers and norms may have kept something of the two nodes
+            for module, training in modes.items():
+                module.training = training
+
+    # -- a layer ----------------------------------------------------------------------------------------------------
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
+        if self._counted is not None or self._entered is not None or not edges:
+            return forward(layer, *args, **kwargs)
+        rows, hop = self._running, self._hop + 1
+        num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
+        kept_edges = int(edges[0].csr().indptr[rows.computed[hop]])
+
+        def trimmed(name: str, value: Any) -> Any:
+            if isinstance(value, Adjacency):
+                return self._first_rows(value, hop)
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            if name.startswith("edge_") and value.size(0) == num_edges:
+                return value[:kept_edges]
+            return _first(value, rows.num_rows, num_rows, dim=_node_dim(layer, value))
+
+        args, kwargs = _mapped(forward, (layer, *args), kwargs, trimmed)
+        self._entered = hop
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            self._entered = None
+        missing = rows.num_rows - num_rows
+        return out if missing == 0 else _each(out, lambda one: _padded(layer, one, num_rows, missing))
+
+    def _first_rows(self, adjacency: Adjacency, hop: int) -> Adjacency:
+        """The edges that a hop and those after it need."""
+        rows = self._running
+        key = (id(adjacency), hop)
+        if key not in self._leading:
+            with torch.inference_mode(False):
+                made = leading(adjacency, rows.computed[hop - 1], rows.computed[hop], rows.num_sources[hop - 1])
+            if len(self._leading) >= _MOST_KEPT:
+                self._leading.pop(next(iter(self._leading)))
+            self._leading[key] = (adjacency, made)
+        return self._leading[key][1]
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        if self._counted is not None:
+            self._counted += 1
+            return inner(edge_index, size=size, **kwargs)
+        self._at = self._hop + 1
+        return super().propagate(layer, inner, edge_index, size, kwargs)
+
+    @override
+    def edge_updater(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        if self._counted is not None:
+            return inner(edge_index, size=size, **kwargs)
+        self._at = self._hop + 1
+        return super().edge_updater(layer, inner, edge_index, size, kwargs)
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    @override
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        rows = self._running
+        if not rows.exchanges[self._at - 1]:
+            return x.new_empty((0, *x.shape[1:]))
+        return self.communicator.exchange_rows(x[: rows.num_owned], rows.fetched[self._at - 1].plan, label=label)
+
+    @override
+    def joined(self, x: Tensor, halo: Tensor) -> Tensor:
+        position, missing = self._running.fetched[self._at - 1].position, self.num_sources - x.size(0)
+        if missing:
+            x = torch.cat([x, x.new_zeros((missing, *x.shape[1:]))])
+        return x.index_copy(0, position, halo) if position.numel() else x
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        if self._counted is not None:
+            return x
+        rows = self._running
+        arrival = rows.everything
+        arrived = self.communicator.exchange_rows(x[: rows.num_owned], arrival.plan, label="node values")
+        order = torch.argsort(arrival.position)
+        every = torch.cat([x[: rows.num_owned], arrived.index_select(0, order)])
+        return every if self._entered is None else every[: self.num_sources]
+
+    @override
+    def owned_rows(self, x: Tensor) -> Tensor:
+        return x if self._counted is not None else x[: self.shard.num_owned]
+
+    @override
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        return x if self._counted is not None else super().sum_over_ranks(x)
+
+    @override
+    def max_over_ranks(self, value: int) -> int:
+        return value if self._counted is not None else super().max_over_ranks(value)
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        if self._counted is not None:
+            return _TRIED
+        if self._rows is None:
+            return self.shard.num_owned
+        return self._rows.num_rows if self._entered is None else self._rows.computed[self._entered - 1]
+
+    @property
+    @override
+    def num_sources(self) -> int:
+        rows = self._running
+        return rows.n_id.numel() if self._entered is None else rows.num_sources[self._entered - 1]
+
+    @property
+    @override
+    def _has(self) -> str:
+        return f"computes {self.num_rows} nodes here"
+
+    @property
+    def _running(self) -> Rows:
+        return self._bound(self._rows)
+
+
+def _mapped(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    change: Callable[[str, Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, each changed by its name and value; those in tuples one by one."""
+    names = [name for name, one in inspect.signature(forward).parameters.items() if one.kind not in (2, 4)]
+    names += [""] * (len(args) - len(names))
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(changed(name, one) for one in value)
+        return change(name, value)
+
+    made = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
+    return made, {name: changed(name, value) for name, value in kwargs.items()}
+
+
+def _each(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Every tensor of an output changed."""
+    if isinstance(out, (tuple, list)):
+        return type(out)(_each(one, change) for one in out)
+    return change(out) if isinstance(out, Tensor) and not isinstance(out, Adjacency) else out
+
+
+def _first(value: Tensor, num_rows: int, wanted: int, dim: int = 0) -> Tensor:
+    """The first rows of a tensor with a row per node; any other as it is."""
+    return value.narrow(dim, 0, wanted) if num_rows != wanted and value.size(dim) == num_rows else value
+
+
+def _padded(layer: MessagePassing, out: Tensor, num_rows: int, missing: int) -> Tensor:
+    dim = _node_dim(layer, out)
+    if out.size(dim) != num_rows:
+        return out
+    shape = list(out.shape)
+    shape[dim] = missing
+    return torch.cat([out, out.new_zeros(shape)], dim=dim)
+
+
+def _node_dim(layer: MessagePassing, value: Tensor) -> int:
+    """Where a layer has its nodes; 0 in tensors without that dimension."""
+    return layer.node_dim if value.dim() >= max(2, abs(layer.node_dim)) else 0

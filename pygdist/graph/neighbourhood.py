@@ -1,0 +1,154 @@
+"""What lies within some hops of a rank's nodes: asked for from its owners, who answer with in-edges.
+
+A shard knows the in-edges of its own nodes. A backend that computes copies of others' rows needs theirs too, and
+so on, one hop after the other. Every rank makes every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.comm import Communicator, ExchangePlan
+from pygdist.graph.shard import Shard
+
+__all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbourhood:
+    """Nodes near those of a rank, and in-edges of those that are near enough.
+
+    Attributes:
+        n_id: Global ids: the shard's rows in their order (owned, then halo), then the others as they were met.
+        owner: The rank that owns each.
+        num_hops: How many hops away a node may be.
+        indptr: In-edges of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``; rows that are ``num_hops`` away or more
+            have none here.
+        index: Source of each edge, a position in ``n_id``; in its owner's order.
+        place: Position of each edge among those of the rank that owns its target.
+
+    Shapes:
+        ``n_id`` and ``owner`` are :math:`(N)`, ``indptr`` :math:`(N + 1)`, ``index`` and ``place`` :math:`(E)`; int64.
+    """
+
+    n_id: Tensor
+    owner: Tensor
+    num_hops: int
+    indptr: Tensor
+    index: Tensor
+    place: Tensor
+
+
+def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) -> Neighbourhood:
+    """The nodes within ``num_hops`` hops of a rank's own, against the direction of the edges.
+
+    Args:
+        shard: What the rank holds.
+        communicator: The ranks; each makes this call, with the same ``num_hops``.
+        num_hops: At least 1: sources of the rank's own edges, which the shard knows.
+    """
+    csr = shard.adjacency.csr()
+    counts = [shard.num_owned, *shard.plan.recv_counts]  # the halo is grouped by owner
+    owner = torch.repeat_interleave(torch.tensor([shard.rank, *range(shard.num_parts)]), torch.tensor(counts))
+    n_id = shard.n_id.cpu()
+    degrees, sources, places = [csr.indptr.diff().cpu()], [csr.index.long().cpu()], [torch.arange(csr.num_entries)]
+    done = shard.num_owned
+    for _ in range(num_hops - 1):
+        frontier = torch.arange(done, n_id.numel())
+        degree, ids, owners, place = _ask(shard, communicator, n_id[frontier], owner[frontier], owner)
+        n_id, owner, index = _met(n_id, owner, ids, owners)
+        degrees.append(degree)
+        sources.append(index)
+        places.append(place)
+        done += frontier.numel()
+    indptr = torch.zeros(n_id.numel() + 1, dtype=torch.int64)
+    known = torch.cat(degrees)
+    indptr[1 : known.numel() + 1] = known
+    return Neighbourhood(
+        n_id=n_id,
+        owner=owner,
+        num_hops=num_hops,
+        indptr=indptr.cumsum(0),
+        index=torch.cat(sources),
+        place=torch.cat(places),
+    )
+
+
+def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor) -> tuple[ExchangePlan, Tensor]:
+    """The plan that fetches rows of any nodes from their owners.
+
+    Args:
+        shard: What this rank holds.
+        communicator: The ranks; each makes this call.
+        n_id: Global ids of the rows that this rank wants, none twice and none of its own.
+        owner: Who owns each.
+
+    Returns:
+        The plan, and where each row that arrives stands in ``n_id``.
+    """
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
+    asked = communicator.swap(n_id[order].split(counts), label="plan of an exchange")
+    rows = [torch.searchsorted(shard.owned_id.cpu(), ids) for ids in asked]
+    plan = ExchangePlan(
+        send_index=torch.cat(rows).to(shard.n_id.device),
+        send_counts=tuple(part.numel() for part in rows),
+        recv_counts=tuple(counts),
+    )
+    return plan, order
+
+
+def _ask(
+    shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor, owner_of_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In-edges of nodes: number, sources, their owners, positions, in the order asked for."""
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
+    asked = communicator.swap(n_id[order].split(counts), label="in-edges, asked for")
+    csr = shard.adjacency.csr()
+    indptr, index, ids = csr.indptr.cpu(), csr.index.long().cpu(), shard.n_id.cpu()
+    degrees, edges = [], []
+    for wanted in asked:
+        rows = torch.searchsorted(shard.owned_id.cpu(), wanted)
+        degree = indptr[rows + 1] - indptr[rows]
+        place = _ranges(indptr[rows], degree)
+        source = index[place]
+        degrees.append(degree)
+        edges.append(torch.stack([ids[source], owner_of_rows[source], place], dim=1))
+    degree = torch.cat(communicator.swap(degrees, label="in-edges, numbers"))
+    found = torch.cat(communicator.swap(edges, label="in-edges"))
+    # back to the order asked for
+    start = torch.zeros(degree.numel() + 1, dtype=torch.int64)
+    torch.cumsum(degree, 0, out=start[1:])
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel())
+    found = found[_ranges(start[back], degree[back])]
+    return degree[back], found[:, 0], found[:, 1], found[:, 2]
+
+
+def _ranges(start: Tensor, length: Tensor) -> Tensor:
+    """``start[0], start[0] + 1, ...`` for ``length[0]`` numbers, then the same for the next, and so on."""
+    total = int(length.sum())
+    offset = start - (length.cumsum(0) - length)
+    return torch.repeat_interleave(offset, length, output_size=total) + torch.arange(total)
+
+
+def _met(n_id: Tensor, owner: Tensor, ids: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append the nodes of ``ids`` that are new; also the position of each of ``ids``."""
+    values, first = _unique(torch.cat([n_id, ids]))
+    new = first >= n_id.numel()
+    grown = torch.cat([n_id, values[new]])
+    owner = torch.cat([owner, torch.cat([owner, owners])[first[new]]])
+    by_id = torch.argsort(grown)
+    return grown, owner, by_id[torch.searchsorted(grown[by_id], ids.contiguous())]
+
+
+def _unique(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Different values, ascending, and where each stands first."""
+    ordered, order = torch.sort(values, stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first], order[is_first]

@@ -1,0 +1,120 @@
+"""``cache``: nothing travels once the inputs are there, and no row is computed that no later layer needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.nn import GCN, GCNConv, SAGEConv
+
+from pygdist.backends import CacheBackend, distribute
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, write_store
+from pygdist.testing import RankPool, assert_exact, random_graph
+
+
+def _bound(folder: str, rank: int) -> tuple[CacheBackend, Shard, Communicator]:
+    communicator = Communicator(dist.new_group())
+    shard = Shard.load(folder, rank)
+    backend = CacheBackend()
+    backend.bind(shard, communicator)
+    return backend, shard, communicator
+
+
+def _epochs(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
+    backend, shard, communicator = _bound(folder, rank)
+    torch.manual_seed(0)
+    model = distribute(GCN(5, 6, num_layers=3, out_channels=3).double(), backend=backend)
+    sent, calls = [], []
+    for _ in range(3):
+        communicator.meter.reset()
+        model(shard.x, shard.adjacency, edge_weight=shard.edge_weight).sum().backward()
+        traffic = communicator.meter.read()
+        sent.append(traffic.sent_bytes)
+        calls.append(traffic.calls)
+    return sent, calls
+
+
+def test_nothing_travels_after_the_first_epoch(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    for sent, calls in pool.run(_epochs, 3, str(tmp_path / "parts")):
+        assert sent[0] > 0
+        assert (sent[1:], calls[1:]) == ([0, 0], [0, 0])
+
+
+class Seen(SAGEConv):
+    """Notes how many rows it is given, and how many edges."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if x.size(0) != 2:  # hops are counted on two nodes
+            self.seen = (x.size(0), edge_index.size(1))
+        return super().forward(x, edge_index)
+
+
+def _rows(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]:
+    backend, shard, _ = _bound(folder, rank)
+    layers = [Seen(5, 6), Seen(6, 6), Seen(6, 3)]
+    model = distribute(_Chain(layers).double(), backend=backend)
+    out = model(shard.x, shard.adjacency)
+    assert out.shape == (shard.num_owned, 3)
+    return [layer.seen for layer in layers]
+
+
+class _Chain(nn.Module):
+    def __init__(self, layers: list[Seen]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return x
+
+
+def test_each_layer_gets_the_rows_that_it_and_later_ones_need(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("isolated", num_nodes=60)
+    write_store(data, parts[4], tmp_path / "parts", num_parts=4, method="x", arguments={}, notes=[])
+    source, target = data.edge_index
+    for rank, seen in enumerate(pool.run(_rows, 4, str(tmp_path / "parts"))):
+        out = torch.from_numpy(parts[4]) == rank  # nodes whose row is needed after the last layer
+        for rows, edges in reversed(seen):
+            assert edges == int(out[target].sum())
+            out = out.index_put((source[out[target]],), torch.tensor(True))
+            assert rows == int(out.sum())
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_models_of_other_depths(num_layers: int, pool: RankPool) -> None:
+    layers = ["GCNConv", "GATConv", "SAGEConv-max", "GINEConv", "TAGConv", "GCN2Conv", "BatchNorm", "SAGEConv-jk"]
+    assert_exact("cache", layers=layers, world_sizes=[3], num_layers=num_layers, pool=pool)
+
+
+class Residual(nn.Module):
+    """Rows of several depths meet; the second layer stands beside the first, not behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside, self.last = GCNConv(5, 5), GCNConv(5, 5), GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.last(x + self.first(x, edge_index) * self.beside(x, edge_index), edge_index)
+
+
+def _residual(rank: int, world_size: int, folder: str) -> float:
+    backend, shard, _ = _bound(folder, rank)
+    data, _ = random_graph("power-law")
+    torch.manual_seed(0)
+    model = Residual().double()
+    whole = model(data.x, data.edge_index)
+    ours = distribute(model, backend=backend)(shard.x, shard.adjacency)
+    return float((ours - whole[shard.owned_id]).detach().abs().max())
+
+
+def test_layers_beside_each_other(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law")
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_residual, 3, str(tmp_path / "parts"))) < 1e-12
