@@ -3,6 +3,7 @@
 from pygdist.backends.base import Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
+from pygdist.backends.hybrid import Costs, HybridBackend
 from pygdist.backends.routing import distribute, undistribute
 from pygdist.backends.savings import Savings
 from pygdist.backends.single import SingleBackend
@@ -11,6 +12,8 @@ __all__ = [
     "Backend",
     "CacheBackend",
     "CommBackend",
+    "Costs",
+    "HybridBackend",
     "Savings",
     "SingleBackend",
     "backends",

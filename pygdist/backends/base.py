@@ -130,6 +130,9 @@ class Backend(ABC):
         """Run a layer's ``forward``, called as ``forward(layer, *args, **kwargs)``; puts out as many rows as go in."""
         return forward(layer, *args, **kwargs)
 
+    def begin_hop(self) -> None:  # noqa: B027 (a hook, as above)
+        """Called before each :meth:`propagate`, also where what was kept of an earlier one stands for it."""
+
     def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
         """Called after each forward pass: let go of what only that pass needed."""
 

@@ -21,7 +21,7 @@ class CacheBackend(RecomputingBackend):
     name = "cache"
 
     @override
-    def choose(self, found: Neighbourhood, num_hops: int) -> list[Tensor]:
+    def choose(self, found: Neighbourhood, widths: tuple[int, ...]) -> list[Tensor]:
         place = torch.arange(found.n_id.numel())
         own, halo = self.shard.num_owned, self.shard.num_halo
-        return [(place >= own) & (place < own + halo)] * num_hops
+        return [(place >= own) & (place < own + halo)] * len(widths)

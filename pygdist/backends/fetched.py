@@ -50,6 +50,10 @@ class FetchingBackend(Backend):
         self._forget()
 
     @override
+    def begin_hop(self) -> None:
+        self._hop += 1
+
+    @override
     def end_forward(self) -> None:
         self._forget()
 
@@ -57,7 +61,6 @@ class FetchingBackend(Backend):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        self._hop += 1
         rows = self._with_sources(layer, kwargs, edges=False, fused=fuses(layer, edge_index, kwargs))
         return self._run(layer, inner, edge_index, rows, edges=False)
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from pygdist.backends.base import Inner
 from pygdist.backends.fetched import FetchingBackend
+from pygdist.backends.layers import neighbour_arguments
 from pygdist.backends.replicas import Arrival, Rows, leading, make_rows
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
@@ -38,20 +39,25 @@ class RecomputingBackend(FetchingBackend):
         self._forget_graph()
 
     def _forget_graph(self) -> None:
-        self._by_hops: dict[int, Rows] = {}
-        self._hops: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._by_widths: dict[tuple[int, ...], Rows] = {}
+        self._widths: dict[int, tuple[weakref.ref[nn.Module], tuple[int, ...]]] = {}  # of each model, by its id
         self._rows: Rows | None = None  # of the model that is running
         self._entered: int | None = None  # the hop before which the running layer was entered
         self._at = 0  # the hop that runs, or whose edge_updater runs
-        self._counted: int | None = None  # hops so far, while they are counted
+        self._counted: list[int] | None = None  # widths of the hops so far, while they are counted
         # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
         self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
         self._leading: dict[tuple[int, int], tuple[Adjacency, Adjacency]] = {}
 
     @abstractmethod
-    def choose(self, found: Neighbourhood, num_hops: int) -> list[Tensor]:
-        """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`."""
+    def choose(self, found: Neighbourhood, widths: tuple[int, ...]) -> list[Tensor]:
+        """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`.
+
+        Args:
+            found: The nodes around, as many hops away as the model has hops.
+            widths: How many values of a source each hop reads.
+        """
 
     @override
     def unbind(self) -> None:
@@ -70,13 +76,14 @@ class RecomputingBackend(FetchingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if model not in self._hops:
-            self._hops[model] = self._count(model, args, kwargs)
-        hops = self._hops[model]
-        if hops not in self._by_hops:
-            found = in_neighbourhood(self.shard, self.communicator, max(hops, 1))
-            self._by_hops[hops] = make_rows(self.shard, self.communicator, found, self.choose(found, hops))
-        self._rows = self._by_hops[hops]
+        known = self._widths.get(id(model))
+        if known is None or known[0]() is not model:
+            known = self._widths[id(model)] = (weakref.ref(model), self._count(model, args, kwargs))
+        widths = known[1]
+        if widths not in self._by_widths:
+            found = in_neighbourhood(self.shard, self.communicator, max(len(widths), 1))
+            self._by_widths[widths] = make_rows(self.shard, self.communicator, found, self.choose(found, widths))
+        self._rows = self._by_widths[widths]
         return _mapped(model.forward, args, kwargs, self._extended)
 
     @override
@@ -126,8 +133,8 @@ class RecomputingBackend(FetchingBackend):
             self._inputs[key] = (value.detach(), grown)
         return grown
 
-    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Hops of a forward pass: on two nodes, in evaluation mode, with nothing exchanged."""
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """The hops of a forward pass and their widths: on two nodes, in evaluation mode, with nothing exchanged."""
         modes = {module: module.training for module in model.modules()}
         own, edges = self.shard.num_owned, self.shard.adjacency.size(1)
 
@@ -140,11 +147,11 @@ class RecomputingBackend(FetchingBackend):
             return value.new_ones((_TRIED, *value.shape[1:])) if per_row else value
 
         args, kwargs = _mapped(model.forward, args, kwargs, tried)
-        self._counted = 0
+        self._counted = []
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 model.eval().forward(*args, **kwargs)
-            return self._counted
+            return tuple(self._counted)
         finally:
             self._counted = None
             self._hop = 0
@@ -201,9 +208,11 @@ class RecomputingBackend(FetchingBackend):
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         if self._counted is not None:
-            self._counted += 1
+            read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
+            rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
+            self._counted.append(sum(one.numel() // _TRIED for one in rows if isinstance(one, Tensor)))
             return inner(edge_index, size=size, **kwargs)
-        self._at = self._hop + 1
+        self._at = self._hop
         return super().propagate(layer, inner, edge_index, size, kwargs)
 
     @override
@@ -226,10 +235,13 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def joined(self, x: Tensor, halo: Tensor) -> Tensor:
-        position, missing = self._running.fetched[self._at - 1].position, self.num_sources - x.size(0)
+        rows, missing = self._running, self.num_sources - x.size(0)
         if missing:
             x = torch.cat([x, x.new_zeros((missing, *x.shape[1:]))])
-        return x.index_copy(0, position, halo) if position.numel() else x
+        if not rows.exchanges[self._at - 1]:
+            return x
+        # also with no rows: every rank takes part in the exchange of the backward pass
+        return x.index_copy(0, rows.fetched[self._at - 1].position, halo)
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:

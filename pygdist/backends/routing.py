@@ -262,6 +262,8 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
         if not backend.savings.no_input_gradient:
             kwargs = {key: _with_gradient(value) for key, value in kwargs.items()}
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
+        if name == "propagate":
+            backend.begin_hop()
         inner = partial(_aggregate, self, own, name, unseen)
         run = partial(getattr(backend, name), self, inner, edge_index, size, kwargs)
         try:

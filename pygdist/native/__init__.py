@@ -11,6 +11,7 @@ from __future__ import annotations
 from pygdist.native.library import (
     Isa,
     NativeCsr,
+    NativeDependencies,
     NativeEdges,
     NativePlacement,
     NativeText,
@@ -19,4 +20,14 @@ from pygdist.native.library import (
     set_isa,
 )
 
-__all__ = ["Isa", "NativeCsr", "NativeEdges", "NativePlacement", "NativeText", "Status", "load", "set_isa"]
+__all__ = [
+    "Isa",
+    "NativeCsr",
+    "NativeDependencies",
+    "NativeEdges",
+    "NativePlacement",
+    "NativeText",
+    "Status",
+    "load",
+    "set_isa",
+]

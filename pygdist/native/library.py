@@ -17,12 +17,12 @@ from pathlib import Path
 import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 
 __all__ = [
-    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeEdges", "NativePlacement", "NativeText", "Status", "load",
-    "set_isa",
+    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativePlacement",
+    "NativeText", "Status", "load", "set_isa",
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 6
+ABI_VERSION = 7
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -52,6 +52,27 @@ class NativeCsr(ctypes.Structure):
         ("value_bits", ctypes.c_int32),
         ("op", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+    )
+
+
+class NativeDependencies(ctypes.Structure):
+    """``pygdist_dependencies``: rows near a rank's own, and what computing and fetching them costs."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_owned", ctypes.c_int64),
+        ("num_halo", ctypes.c_int64),
+        ("indptr", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("width", ctypes.c_void_p),
+        ("vertex_s", ctypes.c_double),
+        ("edge_s", ctypes.c_double),
+        ("value_s", ctypes.c_double),
+        ("bytes_per_value", ctypes.c_double),
+        ("bytes_per_edge", ctypes.c_double),
+        ("max_bytes", ctypes.c_double),
+        ("share", ctypes.c_double),
+        ("num_hops", ctypes.c_int32),
     )
 
 
@@ -139,6 +160,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_fill_neighbours": (_EDGES, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_place_nodes": (_LONG, _LONG, _ARRAY, _ARRAY, _INT, _LONG, _INT, _REAL, _REAL, _ARRAY, _ARRAY),
     "pygdist_parse_edges": (ctypes.c_char_p, _LONG, ctypes.POINTER(NativeText), _ARRAY),
+    "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY),
     "pygdist_counting_sort": (_ARRAY, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),
 }

@@ -10,9 +10,13 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends import CommBackend, backends
-from pygdist.testing import LAYERS, RankPool, assert_exact
+from pygdist.backends import Backend, CommBackend, HybridBackend, backends
+from pygdist.testing import GRAPHS, LAYERS, RankPool, assert_exact
 
+#: Backends that need arguments.
+MADE: dict[str, Backend] = {"hybrid": HybridBackend(cache_ratio=0.5)}
+#: All kinds of graphs for `comm`; those that are built on the same fetching see the two that are hardest on plans.
+KINDS = {"cache": ("directed", "empty-part"), "hybrid": ("power-law", "no-train-part")}
 EXACT = [name for name in backends if backends[name].exact]
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
@@ -22,7 +26,8 @@ SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv
 def test_every_layer_equals_one_process(backend: str, world_size: int, pool: RankPool) -> None:
     if backend == "single" and world_size > 1:
         pytest.skip("single runs on one process by definition")
-    found = assert_exact(backend, world_sizes=[world_size], pool=pool)
+    graphs = KINDS.get(backend, GRAPHS)
+    found = assert_exact(MADE.get(backend, backend), world_sizes=[world_size], graphs=graphs, pool=pool)
     assert set(found) == set(LAYERS)
 
 

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 6
+#define PYGDIST_ABI_VERSION 7
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -186,6 +186,28 @@ PYGDIST_API int32_t pygdist_fill_neighbours(const pygdist_edges* edges, int64_t 
 PYGDIST_API int32_t pygdist_place_nodes(int64_t first, int64_t count, const int64_t* indptr, const int32_t* neighbour,
                                         int32_t num_parts, int64_t capacity, int32_t fennel, double alpha, double gamma,
                                         int64_t* load, int32_t* part);
+
+// What a rank knows of the rows near its own, and what it costs to compute one again or to fetch it.
+typedef struct pygdist_dependencies {
+  int64_t num_rows;        // owned, then halo, then those beyond
+  int64_t num_owned;
+  int64_t num_halo;        // sources of the edges of owned rows
+  const int64_t* indptr;   // num_rows + 1 offsets: in-edges of each row; rows num_hops away have none
+  const int64_t* index;    // source of each edge
+  const double* width;     // num_hops + 1 numbers: values of a row that hop k reads of its sources; the first is not used
+  double vertex_s;         // seconds of computing one value of a row, apart from its edges, forward and backward
+  double edge_s;           // seconds of aggregating one value over one edge
+  double value_s;          // seconds of fetching one value of a row, there and back
+  double bytes_per_value;  // memory of a value of a replica, and of one of its edges
+  double bytes_per_edge;
+  double max_bytes;        // of all replicas
+  double share;            // compute so many of the halo rows of each hop, the cheapest ones; negative: let costs decide
+  int32_t num_hops;
+} pygdist_dependencies;
+
+// chosen[(hop - 1) * num_halo + i]: halo row i is a replica before hop `hop`; else it is fetched. seconds[2 (hop - 1)]:
+// of computing these, each counted once, and after it of fetching the others.
+PYGDIST_API int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen, double* seconds);
 
 // Edges as text: an edge a line, ids in the first two columns, columns parted by blanks or a comma; `#` begins a comment.
 typedef struct pygdist_text {

@@ -1,0 +1,124 @@
+// Which rows of other ranks a rank computes again, and which it fetches: the greedy choice of NeutronStar, Algorithm 4.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "pygdist_native.h"
+
+namespace {
+
+// The rows below one dependency, level by level; those that are replicas already cost nothing, nor does what is below.
+class Subtree {
+ public:
+  Subtree(const pygdist_dependencies& given, std::vector<std::vector<uint8_t>>& replicas)
+      : given_(given), replicas_(replicas), seen_(given.num_rows, 0) {}
+
+  // Seconds to compute the row of `root` after hop `level` again, `limit` or more if it is at least that.
+  double cost(int64_t root, int32_t level, double limit) {
+    double seconds = 0;
+    walk(root, level, [&](int64_t row, int32_t at) {
+      if (at > 0) {
+        const double degree = static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]);
+        seconds += (given_.vertex_s + degree * given_.edge_s) * given_.width[at];
+      }
+      return seconds < limit;
+    });
+    return seconds;
+  }
+
+  // Makes replicas of all of it, if they take no more than `room` bytes, which become fewer. Whether it did.
+  bool keep(int64_t root, int32_t level, double& room) {
+    double bytes = 0;
+    kept_.clear();
+    walk(root, level, [&](int64_t row, int32_t at) {
+      bytes += given_.bytes_per_value * given_.width[at + 1];
+      if (at > 0) bytes += given_.bytes_per_edge * static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]);
+      kept_.push_back({row, at});
+      return bytes <= room;
+    });
+    if (bytes > room) return false;
+    for (const auto& [row, at] : kept_) replicas_[at][row] = 1;
+    room -= bytes;
+    return true;
+  }
+
+ private:
+  // Calls `visit(row, level)` for each new row, from `level` down to 0, until it says no. A row that is needed after hop
+  // k is needed, with the sources of its edges, after hop k - 1.
+  template <typename Visit>
+  void walk(int64_t root, int32_t level, Visit visit) {
+    frontier_.assign(1, root);
+    for (int32_t at = level; at >= 0; --at) {
+      ++round_;
+      next_.clear();
+      for (const int64_t row : frontier_) {
+        if (replicas_[at][row]) continue;
+        if (!visit(row, at)) return;
+        if (at == 0) continue;
+        reach(row);
+        for (int64_t edge = given_.indptr[row]; edge < given_.indptr[row + 1]; ++edge) reach(given_.index[edge]);
+      }
+      std::swap(frontier_, next_);
+    }
+  }
+
+  void reach(int64_t row) {
+    if (row < given_.num_owned || seen_[row] == round_) return;
+    seen_[row] = round_;
+    next_.push_back(row);
+  }
+
+  const pygdist_dependencies& given_;
+  std::vector<std::vector<uint8_t>>& replicas_;
+  std::vector<int64_t> seen_, frontier_, next_;
+  std::vector<std::pair<int64_t, int32_t>> kept_;
+  int64_t round_ = 0;
+};
+
+}  // namespace
+
+extern "C" {
+
+int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen, double* seconds) try {
+  const int64_t halo = given->num_halo;
+  std::vector<std::vector<uint8_t>> replicas(given->num_hops, std::vector<uint8_t>(given->num_rows, 0));
+  Subtree subtree(*given, replicas);
+  std::vector<double> cost(halo);
+  std::vector<int64_t> order(halo);
+  double room = given->max_bytes;
+  bool full = false;  // the algorithm ends with the first that does not fit
+  for (int32_t hop = 1; hop <= given->num_hops; ++hop) {
+    const double fetch = given->value_s * given->width[hop];
+    const bool by_share = given->share >= 0;
+    const int64_t most = by_share ? static_cast<int64_t>(given->share * static_cast<double>(halo) + 0.5) : halo;
+    const double limit = by_share ? std::numeric_limits<double>::infinity() : fetch;
+    uint8_t* mine = chosen + (hop - 1) * halo;
+    std::fill(mine, mine + halo, 0);
+    for (int64_t i = 0; i < halo; ++i) cost[i] = subtree.cost(given->num_owned + i, hop - 1, limit);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cost[a] < cost[b]; });
+    double again = 0;
+    int64_t taken = 0;
+    for (int64_t i = 0; i < halo && taken < most && !full; ++i) {
+      const int64_t row = given->num_owned + order[i];
+      const double now = subtree.cost(row, hop - 1, limit);
+      if (now >= limit) continue;
+      full = !subtree.keep(row, hop - 1, room);
+      if (full) break;
+      mine[order[i]] = 1;
+      again += now;
+      ++taken;
+    }
+    seconds[2 * (hop - 1)] = again;
+    seconds[2 * (hop - 1) + 1] = fetch * static_cast<double>(halo - taken);
+  }
+  return PYGDIST_OK;
+} catch (const std::bad_alloc&) {
+  return PYGDIST_NO_MEMORY;
+}
+
+}  // extern "C"
