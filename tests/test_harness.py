@@ -117,7 +117,8 @@ def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(tmp_path
 def test_real_trainings(tmp_path: Path) -> None:
     common = {"graph": "sbm", "graph_args": {"num_nodes": 500}, "model_args": MODEL, "epochs": 2, "seeds": (0,)}
     good = harness.Setting(name="two ranks", ranks=2, test=True, **common)
-    small = harness.Setting(name="no memory", ranks=2, max_gib=0.2, **common)
+    wide = {**MODEL, "hidden_channels": 20_000_000}  # 5 GB
+    small = harness.Setting(name="no memory", ranks=2, max_gib=2.0, **{**common, "model_args": wide})
     unknown = harness.Setting(name="no graph", **{**common, "graph": "nonsense"})
     late = harness.Setting(name="too late", ranks=2, timeout_s=0.5, **common)
     settings = [good, small, unknown, late]
@@ -143,7 +144,7 @@ def test_real_trainings(tmp_path: Path) -> None:
     with Progress(disable=True) as progress:
         again, slow = harness.measure(settings, out, "t", work=work, only=["too late"], console=progress)
     assert (again["setting"], again["epoch_s"], again["timeline"]) == ("two ranks", row["epoch_s"], row["timeline"])
-    assert slow["note"] == "seed 0: partition: did not end within 0.5 s"
+    assert "did not end within 0.5 s" in slow["note"]
     assert (out / row["timeline"]).is_file()
 
 

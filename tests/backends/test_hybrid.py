@@ -29,7 +29,7 @@ LAYERS = ["GCNConv", "GATConv", "SAGEConv-max", "GINEConv", "APPNP", "TAGConv", 
     ids=["ratio-0", "ratio-0.3", "ratio-0.7", "ratio-1", "costs"],
 )  # fmt: skip
 def test_any_choice_equals_one_process(backend: HybridBackend, num_layers: int, pool: RankPool) -> None:
-    assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["directed"], num_layers=num_layers, pool=pool)
+    assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], num_layers=num_layers, pool=pool)
 
 
 def _near(rng: np.random.Generator, owned: int, halo: int, beyond: int) -> Neighbourhood:

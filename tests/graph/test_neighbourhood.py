@@ -48,9 +48,9 @@ def _check(rank: int, world_size: int, folder: str, kind: str, num_hops: int) ->
     assert torch.equal(arrived[:, 0].long(), others[order])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_in_edges_of_nodes_near_by(world_size: int, tmp_path: Path, pool: RankPool) -> None:
-    for kind in ("directed", "isolated", "empty-part"):
+    for kind in ("directed", "empty-part"):
         data, parts = random_graph(kind)
         folder = tmp_path / kind
         write_store(data, parts[world_size], folder, num_parts=world_size, method=kind, arguments={}, notes=[])
