@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -130,6 +131,7 @@ def _start_server() -> None:
 
 
 def _body(args: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not everybody leaves Ctrl-C as it is
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)

@@ -87,7 +87,7 @@ def test_another_folder_is_replaced_on_request_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_what_is_interrupted_leaves_nothing_whole_looking(number: signal.Signals, tmp_path: Path) -> None:
-    process = start("generate", "products-like", "--scale=1", "--out=graph", folder=tmp_path)
+    process = start("generate", "products-like", "--scale=0.3", "--out=graph", folder=tmp_path)
     try:
         while not list(tmp_path.glob(".graph.tmp-*/edge_index.npy")):
             assert process.is_alive()
