@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import Adjacency, Shard
-from pygdist.graph.neighbourhood import Neighbourhood, fetch_plan
+from pygdist.graph.neighbourhood import Neighbourhood, fetch_plan, ranges
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
 
@@ -132,7 +132,7 @@ def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, ch
     degree = found.indptr.diff()[order]
     rows_with_edges = computed[min(1, len(chosen))]
     degree[rows_with_edges:] = 0
-    entries = _ranges(found.indptr[order], degree)
+    entries = ranges(found.indptr[order], degree)
     indptr = torch.zeros(computed[0] + 1, dtype=torch.int64)
     torch.cumsum(degree[: computed[0]], 0, out=indptr[1:])
     index = base[found.index[entries]]
@@ -204,9 +204,3 @@ def _on(rows: Rows, device: torch.device) -> Rows:
             **{name: getattr(rows, name).to(device) for name in ("inputs", "everything", "edges")},
         }
     )
-
-
-def _ranges(start: Tensor, length: Tensor) -> Tensor:
-    total = int(length.sum())
-    offset = start - (length.cumsum(0) - length)
-    return torch.repeat_interleave(offset, length, output_size=total) + torch.arange(total)

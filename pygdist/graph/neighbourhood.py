@@ -14,7 +14,7 @@ from torch import Tensor
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph.shard import Shard
 
-__all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood"]
+__all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood", "ranges"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _ask(
     for wanted in asked:
         rows = torch.searchsorted(shard.owned_id.cpu(), wanted)
         degree = indptr[rows + 1] - indptr[rows]
-        place = _ranges(indptr[rows], degree)
+        place = ranges(indptr[rows], degree)
         source = index[place]
         degrees.append(degree)
         edges.append(torch.stack([ids[source], owner_of_rows[source], place], dim=1))
@@ -125,11 +125,11 @@ def _ask(
     torch.cumsum(degree, 0, out=start[1:])
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel())
-    found = found[_ranges(start[back], degree[back])]
+    found = found[ranges(start[back], degree[back])]
     return degree[back], found[:, 0], found[:, 1], found[:, 2]
 
 
-def _ranges(start: Tensor, length: Tensor) -> Tensor:
+def ranges(start: Tensor, length: Tensor) -> Tensor:
     """``start[0], start[0] + 1, ...`` for ``length[0]`` numbers, then the same for the next, and so on."""
     total = int(length.sum())
     offset = start - (length.cumsum(0) - length)
