@@ -125,8 +125,7 @@ class RecomputingBackend(FetchingBackend):
             return self._inputs[key][1]
         with torch.inference_mode(False):
             arrived = self.communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
-            order = torch.argsort(arrival.position)
-            grown = torch.cat([value, arrived.index_select(0, order)])
+            grown = torch.cat([value, _in_order(arrived, arrival)])
         if kept:
             if len(self._inputs) >= _MOST_KEPT:
                 self._inputs.pop(next(iter(self._inputs)))
@@ -250,8 +249,7 @@ class RecomputingBackend(FetchingBackend):
         rows = self._running
         arrival = rows.everything
         arrived = self.communicator.exchange_rows(x[: rows.num_owned], arrival.plan, label="node values")
-        order = torch.argsort(arrival.position)
-        every = torch.cat([x[: rows.num_owned], arrived.index_select(0, order)])
+        every = torch.cat([x[: rows.num_owned], _in_order(arrived, arrival)])
         return every if self._entered is None else every[: self.num_sources]
 
     @override
@@ -289,6 +287,11 @@ class RecomputingBackend(FetchingBackend):
     @property
     def _running(self) -> Rows:
         return self._bound(self._rows)
+
+
+def _in_order(arrived: Tensor, arrival: Arrival) -> Tensor:
+    """Rows in the order of this rank, from that in which their owners send them."""
+    return arrived.index_select(0, torch.argsort(arrival.position))
 
 
 def _mapped(
