@@ -26,7 +26,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from pygdist.backends.base import Backend
 from pygdist.backends.layers import hooked, is_linear, stand_in, writes_hops
 from pygdist.graph import Adjacency
-from pygdist.kernels import edge_softmax, gat, gatv2_scores, sddmm, spmm
+from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
 __all__ = ["UNSEEN", "AttentionHop", "Unweighted", "attention_forward", "attention_hop"]
 
@@ -145,14 +145,8 @@ def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: N
 def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | Unweighted) -> Tensor:
     if isinstance(alpha, Unweighted):
         dtype = torch.promote_types(x[0].dtype, alpha.source.dtype)  # they differ under autocast
-        out = gat(
-            adjacency.csr(),
-            x[0].to(dtype),
-            alpha.source.to(dtype),
-            alpha.target.to(dtype),
-            negative_slope=layer.negative_slope,
-            transposed=adjacency.transposed,
-        )
+        rows = (x[0].to(dtype), alpha.source.to(dtype), alpha.target.to(dtype))
+        out = adjacency.attend(*rows, layer.negative_slope)
         # the backward pass needs the result, which the next step of a model may overwrite
         last = layer.concat and layer.bias is None and layer.res is None
         return out.clone() if last and out.requires_grad else out

@@ -48,8 +48,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str] = ""
-    exact: ClassVar[bool] = True
-    approximation: ClassVar[str] = ""
+    exact: bool = True
+    approximation: str = ""
     placement: ClassVar[Placement] = "nodes"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

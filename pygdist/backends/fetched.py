@@ -7,32 +7,54 @@ flow back the same way and are summed at the owner.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from pygdist.backends.attention import Unweighted, attention_hop
 from pygdist.backends.base import Backend, Inner
+from pygdist.backends.chunks import Arrival
 from pygdist.backends.layers import (
+    fused_arguments,
     fuses,
     layer_name,
     neighbour_arguments,
     norms_over_edges,
     with_phantom_edge,
 )
+from pygdist.backends.overlap import ChunkedAdjacency, Hop
+from pygdist.comm import ExchangePlan
 from pygdist.errors import InputError
+from pygdist.graph import Adjacency
 from pygdist.graph.identity import version_of
 
-__all__ = ["FetchingBackend"]
+__all__ = ["FetchingBackend", "WireDtype"]
+
+WireDtype: TypeAlias = Literal["bfloat16"]
 
 
 class FetchingBackend(Backend):
-    """Fetches rows in every hop; which, a subclass may say in :meth:`halo_rows` and :meth:`joined`."""
+    """Fetches rows in every hop; which, a subclass may say in :meth:`halo_rows` and :meth:`joined`.
 
-    def __init__(self) -> None:
+    Args:
+        ring: Exchange with one peer after the other, so that chunks arrive in turns and no rank is sent to by all at
+            once (NeutronStar, Sec. 4.3); without, with all at once.
+        overlap: Aggregate each chunk while the next one travels, and in the backward pass send gradients while others
+            are computed; without, a hop waits until all rows are here. Either way layers whose neighbours cannot be
+            taken piece by piece wait: messages of PyG, GATv2, Transformer, LSTM.
+        wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
+    """
+
+    def __init__(self, *, ring: bool = True, overlap: bool = True, wire_dtype: WireDtype | None = None) -> None:
         super().__init__()
+        if wire_dtype not in (None, *get_args(WireDtype)):
+            raise InputError(f"wire_dtype is {wire_dtype!r}, expected {' or '.join(get_args(WireDtype))} or nothing")
+        self.ring, self.overlap, self.wire_dtype = ring, overlap, wire_dtype
+        if wire_dtype is not None:
+            self.exact, self.approximation = False, f"rows and gradients travel as {wire_dtype}"
         # rows fetched for the layer that is running: GATv2 reads the same rows in edge_updater and in propagate
         self._fetched_for: MessagePassing | None = None
         self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -61,6 +83,9 @@ class FetchingBackend(Backend):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
+        hop = self._hop_in_chunks(layer, edge_index, kwargs)
+        if hop is not None and isinstance(edge_index, Adjacency):
+            return inner(ChunkedAdjacency.over(edge_index, hop), size=size, **kwargs)
         rows = self._with_sources(layer, kwargs, edges=False, fused=fuses(layer, edge_index, kwargs))
         return self._run(layer, inner, edge_index, rows, edges=False)
 
@@ -73,7 +98,8 @@ class FetchingBackend(Backend):
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.halo_rows(x, label="node values")])
+        plan = self.shard.plan
+        return torch.cat([x, self.communicator.exchange_rows(x, plan, label="node values")])
 
     def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
         r"""Fetch rows from their owners; what a subclass with another wire format overrides.
@@ -86,7 +112,11 @@ class FetchingBackend(Backend):
             ``x`` is :math:`(n, F)` or :math:`(n)`, the result :math:`(h, F)` or :math:`(h)`, in the order of the
             shard's halo; differentiable, its backward gives the gradients of the copies back to the owners.
         """
-        return self.communicator.exchange_rows(x, self.shard.plan, label=label)
+        return self._exchanged(x, self.shard.plan, label)
+
+    def arrival(self) -> Arrival | None:
+        """What arrives for the hop that runs, so that it can be aggregated in chunks; ``None`` to fetch it whole."""
+        return None
 
     def joined(self, x: Tensor, halo: Tensor) -> Tensor:
         """One row for each source of the hop's edges, from this rank's rows and those that were fetched."""
@@ -101,6 +131,40 @@ class FetchingBackend(Backend):
     def unbind(self) -> None:
         self._forget()
         super().unbind()
+
+    def _exchanged(self, x: Tensor, plan: ExchangePlan, label: str) -> Tensor:
+        return self.communicator.exchange_rows(x, plan, label=label, ring=self.ring, wire=self._wire)
+
+    @property
+    def _wire(self) -> torch.dtype | None:
+        return None if self.wire_dtype is None else getattr(torch, self.wire_dtype)
+
+    def _hop_in_chunks(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> Hop | None:
+        """How to run a hop in chunks, if its aggregation can be taken piece by piece."""
+        x = kwargs.get("x")
+        x = x[0] if isinstance(x, (tuple, list)) else x
+        if not isinstance(x, Tensor) or not isinstance(edge_index, Adjacency) or self._known(x) is not None:
+            return None
+        if isinstance(kwargs.get("alpha"), Unweighted):
+            by_piece = (
+                self.savings.fused_attention and attention_hop(layer, "propagate", edge_index, kwargs) is not None
+            )
+        else:
+            by_piece = fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None
+        arrival = self.arrival() if by_piece else None
+        if arrival is None:
+            return None
+        self._check_rows(layer, "x", x)
+        label = f"hop {self._hop} of {layer_name(layer)}"
+        return Hop(
+            communicator=self.communicator,
+            arrival=arrival,
+            label=label,
+            ring=self.ring,
+            overlap=self.overlap,
+            wire=self._wire,
+            whole=lambda rows: self.joined(rows, self.halo_rows(rows, label=label)),
+        )
 
     def _run(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, rows: dict[str, Any], *, edges: bool

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from pygdist.backends.fetched import WireDtype
 from pygdist.backends.recomputing import RecomputingBackend
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
@@ -58,14 +59,24 @@ class HybridBackend(RecomputingBackend):
             ``comm``, 1 is ``cache``.
         costs: What decides where no share is given.
         memory_gib: Most memory that replicas may take on a rank; no limit by default.
+        ring: As for ``comm``, and so the next two.
+        overlap: Aggregate while rows travel.
+        wire_dtype: ``"bfloat16"`` to halve the bytes.
     """
 
     name = "hybrid"
 
     def __init__(
-        self, cache_ratio: float | None = None, costs: Costs | None = None, memory_gib: float | None = None
+        self,
+        cache_ratio: float | None = None,
+        costs: Costs | None = None,
+        memory_gib: float | None = None,
+        *,
+        ring: bool = True,
+        overlap: bool = True,
+        wire_dtype: WireDtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype)
         if cache_ratio is None and costs is None:
             raise InputError("backend 'hybrid' does not measure costs by itself yet: give it cache_ratio, or costs")
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:

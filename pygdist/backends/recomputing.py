@@ -10,7 +10,7 @@ import inspect
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Inner
-from pygdist.backends.fetched import FetchingBackend
+from pygdist.backends.chunks import Arrival
+from pygdist.backends.fetched import FetchingBackend, WireDtype
 from pygdist.backends.layers import neighbour_arguments
-from pygdist.backends.replicas import Arrival, Rows, leading, make_rows
+from pygdist.backends.replicas import Rows, leading, make_rows
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
@@ -28,18 +30,20 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 __all__ = ["RecomputingBackend"]
 
 _MOST_KEPT = 16  # inputs of models that stay the same
+_Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
 _TRIED = 2  # rows of the graph on which hops are counted
 
 
 class RecomputingBackend(FetchingBackend):
     """Computes replicas of other ranks' rows, and fetches the rest; :meth:`choose` says which."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, ring: bool = True, overlap: bool = True, wire_dtype: WireDtype | None = None) -> None:
+        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype)
         self._forget_graph()
 
     def _forget_graph(self) -> None:
         self._by_widths: dict[tuple[int, ...], Rows] = {}
+        self._by_arguments: dict[tuple[object, ...], list[_Kind]] = {}  # what the arguments of a call are
         self._widths: dict[int, tuple[weakref.ref[nn.Module], tuple[int, ...]]] = {}  # of each model, by its id
         self._rows: Rows | None = None  # of the model that is running
         self._entered: int | None = None  # the hop before which the running layer was entered
@@ -76,15 +80,50 @@ class RecomputingBackend(FetchingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kinds = self._kinds(model, args, kwargs)
         known = self._widths.get(id(model))
         if known is None or known[0]() is not model:
-            known = self._widths[id(model)] = (weakref.ref(model), self._count(model, args, kwargs))
+            known = self._widths[id(model)] = (weakref.ref(model), self._count(model, args, kwargs, kinds))
         widths = known[1]
         if widths not in self._by_widths:
             found = in_neighbourhood(self.shard, self.communicator, max(len(widths), 1))
             self._by_widths[widths] = make_rows(self.shard, self.communicator, found, self.choose(found, widths))
         self._rows = self._by_widths[widths]
-        return _mapped(model.forward, args, kwargs, self._extended)
+        kind = iter(kinds)
+        return _mapped(model.forward, args, kwargs, lambda name, value: self._extended(name, value, next(kind)))
+
+    def _kinds(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Kind]:
+        """Which arguments of the model hold a row per node, and which a row per edge, in the order of :func:`_mapped`.
+
+        Told by their length, and by all ranks together: class weights may be as long as one rank's nodes are many.
+        """
+        shard = self.shard
+        expected = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
+        looks: list[tuple[str, Literal["node", "edge"], int | None]] = []
+        fits: list[bool] = []
+
+        def look(name: str, value: Any) -> Any:
+            kind: Literal["node", "edge"] = "edge" if name.startswith("edge_") else "node"
+            rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
+            looks.append((name, kind, value.dim() if rows else None))
+            fits.append(rows and value.size(0) == expected[kind])
+            return value
+
+        _mapped(model.forward, args, kwargs, look)
+        key = tuple(looks)
+        if key not in self._by_arguments:
+            everywhere = self.communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
+            self._by_arguments[key] = [
+                kind if fit else None for (_, kind, _), fit in zip(looks, everywhere, strict=True)
+            ]
+        for (name, kind, _), known, fit in zip(looks, self._by_arguments[key], fits, strict=True):
+            if known is not None and not fit:
+                raise InputError(
+                    f"argument '{name or type(model).__name__}' of the model held a row for each {kind} of the rank "
+                    f"before, {expected[kind]}; now it has another number on rank {shard.rank}",
+                    of_one_rank=True,
+                )
+        return self._by_arguments[key]
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -96,18 +135,12 @@ class RecomputingBackend(FetchingBackend):
         super().end_forward()
         self._entered = None
 
-    def _extended(self, name: str, value: Any) -> Any:
+    def _extended(self, name: str, value: Any, kind: _Kind) -> Any:
         """An input of the model with what this rank has more than a rank of ``comm``."""
         rows, shard = self._running, self.shard
-        if isinstance(value, Adjacency):
-            if value.csr() is not shard.adjacency.csr():
-                return value
+        if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
             return rows.adjacency if value.value is None else self._weighted(value.value)
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        if name.startswith("edge_"):
-            return self._grown(value, rows.edges) if value.size(0) == rows.num_own_edges else value
-        return self._grown(value, rows.inputs) if value.size(0) == rows.num_owned else value
+        return value if kind is None else self._grown(value, rows.edges if kind == "edge" else rows.inputs)
 
     def _weighted(self, weight: Tensor) -> Adjacency:
         """The edges with weights, the same object for the same weights: what is derived from it is kept by that."""
@@ -132,18 +165,18 @@ class RecomputingBackend(FetchingBackend):
             self._inputs[key] = (value.detach(), grown)
         return grown
 
-    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    def _count(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[_Kind]
+    ) -> tuple[int, ...]:
         """The hops of a forward pass and their widths: on two nodes, in evaluation mode, with nothing exchanged."""
         modes = {module: module.training for module in model.modules()}
-        own, edges = self.shard.num_owned, self.shard.adjacency.size(1)
+        kind = iter(kinds)
 
         def tried(name: str, value: Any) -> Any:
+            rows = next(kind) is not None
             if isinstance(value, Adjacency):
                 return torch.arange(_TRIED, device=value.device).repeat(2, 1)
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return value
-            per_row = value.size(0) == (edges if name.startswith("edge_") else own)
-            return value.new_ones((_TRIED, *value.shape[1:])) if per_row else value
+            return value.new_ones((_TRIED, *value.shape[1:])) if rows else value
 
         args, kwargs = _mapped(model.forward, args, kwargs, tried)
         self._counted = []
@@ -230,7 +263,12 @@ class RecomputingBackend(FetchingBackend):
         rows = self._running
         if not rows.exchanges[self._at - 1]:
             return x.new_empty((0, *x.shape[1:]))
-        return self.communicator.exchange_rows(x[: rows.num_owned], rows.fetched[self._at - 1].plan, label=label)
+        return self._exchanged(x[: rows.num_owned], rows.fetched[self._at - 1].plan, label)
+
+    @override
+    def arrival(self) -> Arrival | None:
+        rows = self._running
+        return rows.fetched[self._at - 1] if rows.exchanges[self._at - 1] else None
 
     @override
     def joined(self, x: Tensor, halo: Tensor) -> Tensor:

@@ -16,30 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pygdist.backends.chunks import Arrival
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.neighbourhood import Neighbourhood, fetch_plan, ranges
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
 
-__all__ = ["Arrival", "Rows", "leading", "make_rows", "replicas_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """Rows that are fetched at once, and where they belong.
-
-    Attributes:
-        plan: Who sends what.
-        position: Of each row that arrives, among the rows of this rank; ``(h,)`` int64.
-    """
-
-    plan: ExchangePlan
-    position: Tensor
-
-    def to(self, device: torch.device) -> Arrival:
-        """The same on ``device``."""
-        return Arrival(plan=self.plan.to(device), position=self.position.to(device))
+__all__ = ["Rows", "leading", "make_rows", "replicas_of"]
 
 
 @dataclass(frozen=True, kw_only=True)

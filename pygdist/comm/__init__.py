@@ -1,9 +1,23 @@
 """How tensors travel between ranks: differentiable exchanges, the traffic meter and the watchdog."""
 
-from pygdist.comm.communicator import Communicator
+from pygdist.comm.buffers import Buffers
+from pygdist.comm.communicator import Communicator, describe_rows
 from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
+from pygdist.comm.transfer import Transfer
 from pygdist.comm.watchdog import Place, Watchdog
 
-__all__ = ["Communicator", "ExchangePlan", "Place", "Recorder", "Span", "Traffic", "TrafficMeter", "Watchdog"]
+__all__ = [
+    "Buffers",
+    "Communicator",
+    "ExchangePlan",
+    "Place",
+    "Recorder",
+    "Span",
+    "Traffic",
+    "TrafficMeter",
+    "Transfer",
+    "Watchdog",
+    "describe_rows",
+]

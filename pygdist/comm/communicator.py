@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, recorded
+from pygdist.comm.transfer import Transfer
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "describe_rows"]
 
 _LABEL_BYTES = 128
 
@@ -60,29 +62,34 @@ class Communicator:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.meter = TrafficMeter()
+        self.buffers = Buffers()
         self.recorder: Recorder | None = None
         self.epoch = 0
         self.check_order = check_order
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self.timeout = datetime.timedelta(seconds=timeout_s)
         self._watchdog = watchdog
         self._calls = 0
-        self._nccl = group is not None and dist.get_backend(group) == "nccl"
-        if group is not None and self._nccl:
+        self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
+        if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
     @property
     def device(self) -> torch.device:
         """Where tensors that are no rows of a model must be to travel."""
-        return torch.device("cuda" if self._nccl else "cpu")
+        return torch.device("cuda" if self.is_nccl else "cpu")
 
-    def exchange_rows(self, x: Tensor, plan: ExchangePlan, *, label: str = "rows") -> Tensor:
+    def exchange_rows(
+        self, x: Tensor, plan: ExchangePlan, *, label: str = "rows", ring: bool = False, wire: torch.dtype | None = None
+    ) -> Tensor:
         r"""Fetch the halo rows of one hop from their owners. Exact; one call, its backward is one call.
 
         Args:
             x: Rows that this rank owns.
             plan: Which of them go where.
             label: Named when something goes wrong.
+            ring: One peer after the other (:class:`~pygdist.comm.Transfer`) instead of all at once.
+            wire: Rows and gradients travel in this dtype; half the bytes, and no longer exact.
 
         Shapes:
             ``x`` is :math:`(n, *)`, the result :math:`(h, *)` with :math:`h` = ``plan.num_received``, in rank order.
@@ -91,29 +98,54 @@ class Communicator:
         """
         if self.world_size == 1:
             return x.new_empty((0, *x.shape[1:]))
-        result: Tensor = _ExchangeRows.apply(x, self, plan, label)  # type: ignore[no-untyped-call]
+        result: Tensor = _ExchangeRows.apply(x, self, plan, label, ring, wire)  # type: ignore[no-untyped-call]
         return result
 
-    def return_rows(self, halo: Tensor, plan: ExchangePlan, *, num_owned: int, label: str = "rows") -> Tensor:
+    def return_rows(
+        self,
+        halo: Tensor,
+        plan: ExchangePlan,
+        *,
+        num_owned: int,
+        label: str = "rows",
+        ring: bool = False,
+        wire: torch.dtype | None = None,
+    ) -> Tensor:
         r"""Give halo rows back to their owners, who add them up: the adjoint and backward of :meth:`exchange_rows`.
 
         Shapes:
             ``halo`` is :math:`(h, *)`, the result :math:`(n, *)` with :math:`n` = ``num_owned``. The copies of a row
-            are added in rank order, so that runs repeat bit for bit.
+            are added in one order, so that runs repeat bit for bit.
         """
         out = halo.new_zeros((num_owned, *halo.shape[1:]))
         if self.world_size == 1:
             return out
-        arrived = halo.new_empty((plan.num_sent, *halo.shape[1:]))
-        parts = list(arrived.split(list(plan.send_counts)))
-        self.send_and_receive(list(halo.contiguous().split(list(plan.recv_counts))), parts, label)
-        with recorded(self.recorder, "unpack", label):
-            for peer, rows in enumerate(parts):
-                # rank by rank: no row repeats within a peer, so plain indexed writes add up in a fixed order
-                if rows.numel():
-                    index = plan.send_index_of(peer)
-                    out[index] = out[index] + rows
+        if wire is not None and wire != halo.dtype:
+            halo = self.buffers.get("gradients sent", halo.size(0), halo, wire).copy_(halo)
+        parts = halo.contiguous().split(list(plan.recv_counts))
+        arrived = self.buffers.get("gradients received", plan.num_sent, halo)
+        transfer = Transfer(self, arrived.split(list(plan.send_counts)), label, ring=ring, back=True)
+        for peer in transfer.targets:
+            transfer.give(peer, parts[peer])
+        for peer in transfer.sources:
+            self.add_rows(out, transfer.take(peer), plan.send_index_of(peer), label)
+        transfer.finish()
         return out
+
+    def pack(self, x: Tensor, index: Tensor, label: str, wire: torch.dtype | None = None) -> Tensor:
+        """The rows ``index`` of ``x``, side by side in memory that the next call of this shape uses again."""
+        with recorded(self.recorder, "pack", label):
+            buffer = self.buffers.get("rows sent", index.numel(), x, wire)
+            if buffer.dtype == x.dtype:
+                return torch.index_select(x, 0, index, out=buffer)
+            return buffer.copy_(x.index_select(0, index))
+
+    def add_rows(self, out: Tensor, rows: Tensor, index: Tensor, label: str) -> None:
+        """Add ``rows`` to the rows ``index`` of ``out``, none of which comes twice."""
+        with recorded(self.recorder, "unpack", label):
+            if rows.numel():
+                # no row repeats, so plain indexed writes add up in a fixed order
+                out[index] = out[index] + rows
 
     def sum_over_ranks(self, x: Tensor, *, label: str = "sum") -> Tensor:
         """The sum of ``x`` over all ranks, on every rank; the backward sums the gradients in the same way."""
@@ -128,12 +160,12 @@ class Communicator:
         if self.world_size == 1:
             return own[None].cpu()
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._announce("gather numbers")
+        self.announce("gather numbers")
         try:
             dist.all_gather(rows, own, group=self.group)
         except RuntimeError as error:
-            raise self._lost("gather numbers", error) from error
-        self._done()
+            raise self.lost("gather numbers", error) from error
+        self.done()
         return torch.stack(rows).cpu()
 
     def agree(self, error: str | None) -> None:
@@ -186,65 +218,37 @@ class Communicator:
                 if tensor.numel():
                     op(tensor.view(-1).view(torch.uint8), group=self.group, **{end: rank})
         except RuntimeError as error:
-            raise self._lost(label, error, rank) from error
-        self._done()
+            raise self.lost(label, error, rank) from error
+        self.done()
 
     # -- what the autograd functions call -------------------------------------------------------------------------
 
-    def send_and_receive(self, outgoing: list[Tensor], incoming: list[Tensor], label: str) -> None:
+    def send_and_receive(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:
         """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every p, all pairs posted at once."""
-        self._announce(label)
-        device = incoming[0].device
-        with self.meter.call(device):
-            asked: int | None = None
-            try:
-                with recorded(self.recorder, "send", label):
-                    posted = self._post(outgoing, incoming)
-                with recorded(self.recorder, "wait", label):
-                    for peer, work in posted:
-                        asked = peer
-                        work.wait() if self._nccl else work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._lost(label, error, asked) from error
-        self._done()
+        transfer = Transfer(self, incoming, label, ring=False)
+        for peer in transfer.targets:
+            transfer.give(peer, outgoing[peer])
+        transfer.finish()
 
     def reduce_in_place(self, x: Tensor, label: str) -> None:
         """Sum the contiguous tensor ``x`` over all ranks into itself."""
-        self._announce(label)
-        with self.meter.call(x.device), recorded(self.recorder, "reduce", label):
+        self.announce(label)
+        self.meter.total.calls += 1
+        with self.meter.waiting(x.device), recorded(self.recorder, "reduce", label):
             try:
                 dist.all_reduce(x, group=self.group)
             except RuntimeError as error:
-                raise self._lost(label, error) from error
+                raise self.lost(label, error) from error
         # what a ring all-reduce sends per rank
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         self.meter.sent(num_bytes)
         self.meter.received(num_bytes)
-        self._done()
-
-    def _post(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[tuple[int | None, Any]]:
-        ranks = range(1, self.world_size)
-        receives = [(self.rank - step) % self.world_size for step in ranks]
-        sends = [(self.rank + step) % self.world_size for step in ranks]
-        # as bytes: every dtype travels on every transport
-        todo: list[tuple[Callable[..., Any], int, Tensor]] = []
-        todo += [(dist.irecv, peer, incoming[peer].view(torch.uint8)) for peer in receives if incoming[peer].numel()]
-        todo += [(dist.isend, peer, outgoing[peer].view(torch.uint8)) for peer in sends if outgoing[peer].numel()]
-        for op, _, tensor in todo:
-            (self.meter.sent if op is dist.isend else self.meter.received)(tensor.numel())
-        if not todo:
-            return []
-        if self._nccl:
-            ops = [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, peer, tensor in todo]
-            return [(None, work) for work in dist.batch_isend_irecv(ops)]
-        return [
-            (peer, op(tensor, group=self.group, **{"group_dst" if op is dist.isend else "group_src": peer}))
-            for op, peer, tensor in todo
-        ]
+        self.done()
 
     # -- order, place, loss ---------------------------------------------------------------------------------------
 
-    def _announce(self, label: str) -> None:
+    def announce(self, label: str) -> None:
+        """Say that this rank is about to exchange ``label``; the first thing in every exchange."""
         self._calls += 1
         if self._watchdog is not None:
             self._watchdog.enter(self.epoch, label)
@@ -254,11 +258,13 @@ class Communicator:
                 said = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
                 raise RuntimeError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {said}")
 
-    def _done(self) -> None:
+    def done(self) -> None:
+        """Say that the exchange is over."""
         if self._watchdog is not None:
             self._watchdog.leave()
 
-    def _lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
+    def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
+        """What to raise where the transport failed: which exchange, and which rank is to blame."""
         where = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
         who = "" if peer is None else f" with rank {peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -274,30 +280,43 @@ class Communicator:
         try:
             dist.all_gather(rows, own, group=self.group)
         except RuntimeError as error:
-            raise self._lost("agreement", error) from error
+            raise self.lost("agreement", error) from error
         return [bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, communicator: Communicator, plan: ExchangePlan, label: str) -> Tensor:
-        ctx.communicator, ctx.plan, ctx.label, ctx.num_rows = communicator, plan, label, x.size(0)
-        with recorded(communicator.recorder, "pack", label):
-            packed = x.detach().index_select(0, plan.send_index)  # the one copy: each peer's rows end up contiguous
-        halo = x.new_empty((plan.num_received, *x.shape[1:]))
-        communicator.send_and_receive(
-            list(packed.split(list(plan.send_counts))),
-            list(halo.split(list(plan.recv_counts))),
-            f"{label}, forward, {_describe(x)}",
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        communicator: Communicator,
+        plan: ExchangePlan,
+        label: str,
+        ring: bool,
+        wire: torch.dtype | None,
+    ) -> Tensor:
+        ctx.communicator, ctx.plan, ctx.label, ctx.num_rows, ctx.travel = (
+            communicator,
+            plan,
+            label,
+            x.size(0),
+            (ring, wire),
         )
-        return halo
+        packed = communicator.pack(x.detach(), plan.send_index, label, wire).split(list(plan.send_counts))
+        halo = x.new_empty((plan.num_received, *x.shape[1:]), dtype=wire)
+        label = f"{label}, forward, {describe_rows(x)}"
+        transfer = Transfer(communicator, halo.split(list(plan.recv_counts)), label, ring=ring)
+        for peer in transfer.targets:
+            transfer.give(peer, packed[peer])
+        transfer.finish()
+        return halo.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        out = ctx.communicator.return_rows(
-            grad, ctx.plan, num_owned=ctx.num_rows, label=f"{ctx.label}, backward, {_describe(grad)}"
-        )
-        return out, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ring, wire = ctx.travel
+        label = f"{ctx.label}, backward, {describe_rows(grad)}"
+        out = ctx.communicator.return_rows(grad, ctx.plan, num_owned=ctx.num_rows, label=label, ring=ring, wire=wire)
+        return out, None, None, None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -305,16 +324,16 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, communicator: Communicator, label: str) -> Tensor:
         ctx.communicator, ctx.label = communicator, label
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        communicator.reduce_in_place(out, f"{label}, forward, {_describe(x[None])}")
+        communicator.reduce_in_place(out, f"{label}, forward, {describe_rows(x[None])}")
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {_describe(grad[None])}")
+        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}")
         return grad, None, None
 
 
-def _describe(x: Tensor) -> str:
+def describe_rows(x: Tensor) -> str:
     """Width and dtype, which must be equal on all ranks (the number of rows need not be)."""
     return f"{'x'.join(map(str, x.shape[1:])) or '1'} {str(x.dtype).removeprefix('torch.')}"

@@ -53,9 +53,8 @@ class TrafficMeter:
         self.total.received_bytes += num_bytes
 
     @contextmanager
-    def call(self, device: torch.device) -> Iterator[None]:
-        """Count one collective call and the time spent in it."""
-        self.total.calls += 1
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Count the time spent inside as blocked in an exchange."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -10,9 +10,9 @@ from torch_geometric import EdgeIndex
 from torch_geometric.edge_index import SortOrder
 
 from pygdist.graph.identity import fixable, identity_of
-from pygdist.kernels import CSR, spmm, transpose
+from pygdist.kernels import CSR, gat, spmm, transpose
 
-__all__ = ["Adjacency"]
+__all__ = ["Adjacency", "Reduce"]
 
 Reduce = Literal["sum", "add", "mean", "max", "min"]
 
@@ -43,6 +43,7 @@ class Adjacency(EdgeIndex):
     _transposed_value: tuple[Tensor, tuple[object, ...], Tensor] | None = None
     _edge_value: Tensor | None = None
     _origin: Adjacency | None = None  # keeps what is made on demand, for every copy with other weights
+    _derived: dict[str, Any] | None = None
 
     @staticmethod
     def __new__(
@@ -96,7 +97,7 @@ class Adjacency(EdgeIndex):
     @property
     def _data(self) -> Tensor:
         """The edge list, under the name by which PyG's code knows it."""
-        owner = self if self._origin is None else self._origin
+        owner = self.origin
         if owner._edges is None:
             with torch.inference_mode(False):
                 edges = torch.empty((2, owner._csr.num_entries), dtype=torch.int64, device=owner._csr.indptr.device)
@@ -107,7 +108,7 @@ class Adjacency(EdgeIndex):
 
     @_data.setter
     def _data(self, edges: Tensor) -> None:  # PyG sets what an operation gave back unchanged
-        (self if self._origin is None else self._origin)._edges = edges
+        self.origin._edges = edges
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,8 +133,21 @@ class Adjacency(EdgeIndex):
     def with_value(self, value: Tensor | None) -> Adjacency:
         """The same edges with other weights; shares what is made on demand."""
         out = Adjacency.from_csr(self._csr, value)
-        out._origin = self if self._origin is None else self._origin
+        out._origin = self.origin
         return out
+
+    @property
+    def origin(self) -> Adjacency:
+        """The adjacency that :meth:`with_value` started from; keeps what is made on demand."""
+        return self if self._origin is None else self._origin
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """What a backend made of the edges, kept as long as they are; the same for every copy with other weights."""
+        owner = self.origin
+        if owner._derived is None:
+            owner._derived = {}
+        return owner._derived
 
     def csr(self) -> CSR:
         """The edges by destination as :class:`~pygdist.kernels.CSR`."""
@@ -141,7 +155,7 @@ class Adjacency(EdgeIndex):
 
     def transposed(self) -> CSR:
         """The edges by source, made once and kept with the adjacency that :meth:`with_value` started from."""
-        owner = self if self._origin is None else self._origin
+        owner = self.origin
         if owner._transposed is None:
             with torch.inference_mode(False):
                 csr, made = owner._csr, transpose(owner._csr)
@@ -153,7 +167,7 @@ class Adjacency(EdgeIndex):
 
     def _transposed_weight(self, value: Tensor) -> Tensor:
         """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
-        owner = self if self._origin is None else self._origin
+        owner = self.origin
         kept = owner._transposed_value
         identity = identity_of(value)
         if kept is None or kept[1] != identity:
@@ -197,6 +211,10 @@ class Adjacency(EdgeIndex):
             transposed_weight=(lambda: self._transposed_weight(value)) if fixed else None,  # type: ignore[arg-type]
         )
         return out.transpose(0, 1) if stacked else out
+
+    def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
+        """Aggregate source rows with the weights of GAT; see :func:`pygdist.kernels.gat`."""
+        return gat(self._csr, x, source, target, negative_slope=negative_slope, transposed=self.transposed)
 
     def __matmul__(self, other: Tensor) -> Tensor:
         """Like :meth:`matmul`."""

@@ -26,11 +26,13 @@ __all__ = [
     "sddmm",
     "share_ties",
     "spmm",
+    "spmm_into",
     "sum_edges",
     "transpose",
 ]
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_ONTO = 4
 _NO_MEMORY = 3
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
@@ -40,6 +42,12 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
     out = x.new_empty(csr.num_rows, x.shape[1])
     _call("pygdist_spmm", csr, weight, x, _REDUCE_CODES[reduce], x, out, op=op)
     return out
+
+
+def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
+    """Write the sums of the messages of each row into ``out``, or add them to it."""
+    op = "copy" if weight is None else "mul"
+    _call("pygdist_spmm", csr, weight, x, _ONTO if onto else _REDUCE_CODES["sum"], x, out, op=op)
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ __all__ = [
     "sddmm",
     "share_ties",
     "spmm",
+    "spmm_into",
     "sum_edges",
 ]
 
@@ -54,6 +55,12 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
         groups = zip(x.chunk(weight.shape[1], dim=1), values.unbind(1), strict=True)
         out = torch.cat([_product(csr, part, value) for part, value in groups], dim=1)
     return out / csr.indptr.diff().clamp(min=1).unsqueeze(-1) if reduce == "mean" else out
+
+
+def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
+    """Write the sums of the messages of each row into ``out``, or add them to it."""
+    found = spmm(csr, x, weight, "copy" if weight is None else "mul", "sum")
+    _ = out.add_(found) if onto else out.copy_(found)
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
@@ -133,13 +140,18 @@ def sum_edges(csr: CSR, values: Tensor) -> Tensor:
 def gat(
     csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums weighted by the softmax of additive scores; the gradient needs the largest score and the denominator."""
+    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``."""
     row = csr.row_index().long()
-    alpha, largest, total = _softmax(csr, row, _additive(csr, row, source, target, None), slope)
-    out = spmm(csr, x, alpha / total.index_select(0, row), "mul", "sum")
-    facts = torch.stack([largest, 1 / total, torch.zeros_like(total)], dim=-1)
-    above = x.new_zeros(out.shape if graded else (0, 0))  # for the native gradient alone
-    return out, above, facts if graded else x.new_empty(0, 0, 0)
+    scores = _additive(csr, row, source, target, None)
+    weights, largest, total = _softmax(csr, row, scores, slope)
+    alpha = weights / total.index_select(0, row)
+    out = spmm(csr, x, alpha, "mul", "sum")
+    if not graded:
+        return out, x.new_empty(0, 0), x.new_empty(0, 0, 0)
+    alpha_above = alpha * (scores > 0)
+    filled = (csr.indptr.diff() > 0).unsqueeze(-1)  # a row without edges has no largest score
+    facts = [largest.where(filled, 0), filled / total, torch.zeros_like(total).index_add_(0, row, alpha_above)]
+    return out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
 
 
 def gat_grad(
@@ -159,12 +171,13 @@ def gat_grad(
     shift, scale = facts[..., 0].index_select(0, column), facts[..., 1].index_select(0, column)
     scores = _additive(transposed, row.long(), target, source, None)
     alpha = (torch.nn.functional.leaky_relu(scores, slope) - shift).exp() * scale
-    gradient = sddmm(transposed, grad, x, heads) - _head_sums(grad * out, heads).index_select(0, column)
+    dot = _head_sums(grad * out, heads)
+    gradient = sddmm(transposed, grad, x, heads) - dot.index_select(0, column)
     gradient = alpha * torch.where(scores > 0, gradient, gradient * slope)
     return (
         spmm(transposed, grad, alpha, "mul", "sum"),
         torch.zeros_like(source).index_add_(0, row, gradient),
-        torch.zeros_like(target).index_add_(0, column, gradient),
+        (1 - slope) * (_head_sums(grad * above, heads) - dot * facts[..., 2]),  # without any edge: see gat.cpp
     )
 
 

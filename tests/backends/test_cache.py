@@ -118,3 +118,30 @@ def test_layers_beside_each_other(tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law")
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
     assert max(pool.run(_residual, 3, str(tmp_path / "parts"))) < 1e-12
+
+
+class Weighted(GCN):
+    """Scales classes by a tensor that says nothing of nodes."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, class_weight: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x, edge_index)
+        return out * class_weight.sum()
+
+
+def _as_long_as_one_rank(rank: int, world_size: int, folder: str) -> tuple[float, int]:
+    backend, shard, communicator = _bound(folder, rank)
+    model = distribute(Weighted(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    length = int(communicator.gather([shard.num_owned])[0])
+    weight = torch.arange(length, dtype=torch.float64)
+    out = model(shard.x, shard.adjacency, weight)
+    plain = model(shard.x, shard.adjacency, weight.sum()[None])
+    return float((out - plain).abs().max()), int(length == shard.num_owned)
+
+
+def test_an_argument_as_long_as_one_rank_s_nodes_holds_no_row_per_node(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("isolated", num_nodes=60)
+    part = (torch.arange(60) > 10).long() + (torch.arange(60) > 30).long()
+    write_store(data, part, tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    found = pool.run(_as_long_as_one_rank, 3, str(tmp_path / "parts"))
+    assert [same for _, same in found] == [1, 0, 0]
+    assert max(difference for difference, _ in found) == 0

@@ -251,8 +251,8 @@ int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* inde
 }
 
 int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out) {
-  if (reduce < PYGDIST_SUM || reduce > PYGDIST_MIN) return PYGDIST_BAD_REDUCE;
-  if (!pygdist::known_types(*csr, reduce == PYGDIST_SUM || reduce == PYGDIST_MEAN)) return PYGDIST_BAD_TYPE;
+  if (reduce < PYGDIST_SUM || reduce > PYGDIST_ONTO) return PYGDIST_BAD_REDUCE;
+  if (!pygdist::known_types(*csr, reduce != PYGDIST_MAX && reduce != PYGDIST_MIN)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.reduce = reduce;
   job.x = x;

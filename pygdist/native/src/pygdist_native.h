@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 7
+#define PYGDIST_ABI_VERSION 8
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -32,7 +32,14 @@ typedef struct pygdist_csr {
   int32_t num_threads;
 } pygdist_csr;
 
-typedef enum pygdist_reduce { PYGDIST_SUM = 0, PYGDIST_MEAN = 1, PYGDIST_MAX = 2, PYGDIST_MIN = 3 } pygdist_reduce;
+// ONTO is a sum that is added to what the result holds.
+typedef enum pygdist_reduce {
+  PYGDIST_SUM = 0,
+  PYGDIST_MEAN = 1,
+  PYGDIST_MAX = 2,
+  PYGDIST_MIN = 3,
+  PYGDIST_ONTO = 4,
+} pygdist_reduce;
 
 // The message of an entry (i, j): x[j], weight_ij * x[j], or weight_ij + x[j].
 typedef enum pygdist_op { PYGDIST_COPY = 0, PYGDIST_MUL = 1, PYGDIST_ADD = 2 } pygdist_op;

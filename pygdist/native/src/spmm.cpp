@@ -68,11 +68,12 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
   T* const result = static_cast<T*>(job.result) + row * view.features;
   const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   if (begin == end) {
-    __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
+    if constexpr (Reduce != PYGDIST_ONTO) __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
     return;
   }
   const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
-  constexpr Widths kWidths = Reduce == PYGDIST_SUM ? Widths::kAny : Widths::kPowersOfTwo;
+  constexpr bool kOnto = Reduce == PYGDIST_ONTO;
+  constexpr Widths kWidths = kOnto || Reduce == PYGDIST_SUM ? Widths::kAny : Widths::kPowersOfTwo;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T, kWidths>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
@@ -80,7 +81,10 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
       const T* source = view.row_of(x, begin);
       Value value = edge_value<Op>(view, begin, head);
       const Value* const values = Op == PYGDIST_COPY ? nullptr : view.weight + head;
-      for (int k = 0; k < Tile::Count; ++k) total[k] = message<Op>(tile.load(source, k), value);
+      for (int k = 0; k < Tile::Count; ++k) {
+        total[k] = message<Op>(tile.load(source, k), value);
+        if constexpr (kOnto) total[k] += tile.load(result, k);
+      }
       for (int64_t e = begin + 1; e < end; ++e) {
         tile.prefetch(view.row_ahead(x, e));
         source = view.row_of(x, e);
@@ -89,7 +93,13 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
           total[k] = combine<Reduce>(total[k], message<Op>(tile.load(source, k), value));
         }
       }
-      for (int k = 0; k < Tile::Count; ++k) tile.store(result, k, total[k] / divisor);
+      for (int k = 0; k < Tile::Count; ++k) {
+        if constexpr (kOnto) {
+          tile.store_own(result, k, total[k]);
+        } else {
+          tile.store(result, k, total[k] / divisor);
+        }
+      }
     });
   });
 }
@@ -219,7 +229,7 @@ void spmm_rows(const Job& job, int64_t begin, int64_t end) {
       plain ? spmm_row<Reduce, Op, Plain>(view, job, row) : spmm_row<Reduce, Op, General>(view, job, row);
     }
   };
-  if constexpr (Reduce == PYGDIST_SUM) {
+  if constexpr (Reduce == PYGDIST_SUM || Reduce == PYGDIST_ONTO) {
     if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
   }
   with_view(job, rows);
@@ -238,6 +248,7 @@ void spmm(const Job& job, int64_t begin, int64_t end) {
   switch (job.reduce) {
     case PYGDIST_MAX: return spmm_reduce<PYGDIST_MAX>(job, begin, end);
     case PYGDIST_MIN: return spmm_reduce<PYGDIST_MIN>(job, begin, end);
+    case PYGDIST_ONTO: return spmm_reduce<PYGDIST_ONTO>(job, begin, end);
     default: return spmm_reduce<PYGDIST_SUM>(job, begin, end);
   }
 }

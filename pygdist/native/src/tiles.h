@@ -83,10 +83,22 @@ struct Tile {
   using V = Vector<Computed<T>, L>;
 
   int64_t first;
+  int64_t own = 0;  // columns before it belong to the tile before
 
   inline V load(const T* row, int k) const { return load_vector<L>(row + first + k * Lanes); }
 
   inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + k * Lanes, value); }
+
+  // The same for what is added to a row: columns that two tiles cover must not get it twice.
+  inline void store_own(T* row, int k, const V& value) const {
+    const int64_t column = first + k * Lanes;
+    if (column >= own) return store(row, k, value);
+    T lanes[Lanes];
+    store_vector<Lanes>(lanes, value);
+    for (int lane = 0; lane < Lanes; ++lane) {
+      if (column + lane >= own) row[column + lane] = lanes[lane];
+    }
+  }
 
   // Brings the tile's part of a row that is needed soon into the cache.
   inline void prefetch(const T* row) const {
@@ -114,7 +126,7 @@ inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) 
     const bool fewer_reach = last - first <= kFewer * Lanes;
     if (fewer_reach || last - begin < kWidth) return cover<T, W, Lanes, kFewer>(begin, first, last, body);
   }
-  body(Tile<T, Lanes, Count>{last - kWidth});
+  body(Tile<T, Lanes, Count>{last - kWidth, first});
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1. Fewer columns than a vector has lanes use a narrower

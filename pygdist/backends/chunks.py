@@ -1,0 +1,137 @@
+"""A hop's edges in chunks by where their sources come from, so that each is aggregated when its rows are here.
+
+The in-edges whose sources arrive from rank *j* are one chunk (NeutronStar, Sec. 4.3), those whose sources this rank
+holds are another, which needs nothing to arrive. Columns of a chunk count the rows of its rank as they arrive, so that
+rows are aggregated where they lie, and gradients are written where they leave from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.comm import ExchangePlan
+from pygdist.graph.identity import fixable, identity_of
+from pygdist.kernels import CSR, transpose
+from pygdist.kernels.csr import narrowest
+
+__all__ = ["Arrival", "Chunk", "Chunks", "split_by_source"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows that are fetched at once, and where they belong.
+
+    Attributes:
+        plan: Who sends what.
+        position: Of each row that arrives, among the rows of this rank; ``(h,)`` int64.
+    """
+
+    plan: ExchangePlan
+    position: Tensor
+
+    def to(self, device: torch.device) -> Arrival:
+        """The same on ``device``."""
+        return Arrival(plan=self.plan.to(device), position=self.position.to(device))
+
+    def positions_of(self, peer: int) -> Tensor:
+        """Where the rows of ``peer`` belong."""
+        start = sum(self.plan.recv_counts[:peer])
+        return self.position[start : start + self.plan.recv_counts[peer]]
+
+
+class Chunk:
+    """Some of the edges of a hop.
+
+    Args:
+        csr: Destinations by the rows that arrive; ``csr.perm`` is the place of each entry among all edges of the hop.
+    """
+
+    def __init__(self, csr: CSR) -> None:
+        self.csr = csr
+        self._transposed: CSR | None = None
+        self._values: dict[bool, tuple[Tensor, tuple[object, ...], Tensor]] = {}
+
+    @property
+    def filled(self) -> Tensor:
+        """Which destinations have an edge here; ``(n, 1)`` bool."""
+        return (self.csr.indptr.diff() > 0).unsqueeze(-1)
+
+    @property
+    def transposed(self) -> CSR:
+        """The edges by source; made once."""
+        if self._transposed is None:
+            with torch.inference_mode(False):
+                self._transposed = transpose(CSR(self.csr.indptr, self.csr.index, self.csr.num_cols))
+        return self._transposed
+
+    def values(self, value: Tensor | None, *, transposed: bool = False) -> Tensor | None:
+        """Those of the edges' values that belong here, ``(edges, 1)``; kept while ``value`` stays the same."""
+        if value is None:
+            return None
+        known = self._values.get(transposed)
+        if known is not None and known[1] == identity_of(value):
+            return known[2]
+        order = self.csr.perm
+        assert order is not None
+        if transposed:
+            perm = self.transposed.perm
+            assert perm is not None
+            order = order.index_select(0, perm)
+        with torch.inference_mode(False):
+            found = value.detach().index_select(0, order).unsqueeze(1)
+        if fixable(value):
+            self._values[transposed] = (value.detach(), identity_of(value), found)
+        return found
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The edges of a hop.
+
+    Attributes:
+        num_rows: Destinations.
+        degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
+        local: Edges whose sources this rank holds; columns are its rows.
+        remote: By rank: edges whose sources arrive from it, where there are any.
+    """
+
+    num_rows: int
+    degree: Tensor
+    local: Chunk
+    remote: dict[int, Chunk]
+
+
+def split_by_source(csr: CSR, num_local: int, arrival: Arrival) -> Chunks:
+    """Sort the edges of a hop into chunks; their order within a destination stays.
+
+    Args:
+        csr: Destinations by sources; ``csr.perm`` is not used.
+        num_local: Rows that this rank holds; all other columns that occur arrive.
+        arrival: What arrives.
+    """
+    device = csr.index.device
+    chunk_of = torch.zeros(csr.num_cols, dtype=torch.int16, device=device)
+    column = torch.arange(csr.num_cols, dtype=csr.index.dtype, device=device)
+    for rank, count in enumerate(arrival.plan.recv_counts):
+        places = arrival.positions_of(rank)
+        chunk_of[places] = rank + 1
+        column[places] = torch.arange(count, dtype=csr.index.dtype, device=device)
+    row, kind = csr.row_index(), chunk_of[csr.index.long()]
+
+    def chunk(number: int, width: int) -> Chunk:
+        entries = (kind == number).nonzero().squeeze(1)
+        indptr = torch.zeros(csr.num_rows + 1, dtype=torch.int64, device=device)
+        torch.cumsum(torch.bincount(row[entries], minlength=csr.num_rows), 0, out=indptr[1:])
+        index = column[csr.index[entries].long()]
+        return Chunk(CSR(indptr, index, width, entries.to(narrowest(csr.num_entries))))
+
+    counts = enumerate(arrival.plan.recv_counts)
+    return Chunks(
+        num_rows=csr.num_rows,
+        degree=csr.indptr.diff().clamp(min=1).unsqueeze(-1),
+        local=chunk(0, num_local),
+        remote={rank: chunk(rank + 1, count) for rank, count in counts if count},
+    )

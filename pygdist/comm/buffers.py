@@ -1,0 +1,48 @@
+"""Memory for rows that travel, used again in every exchange of the same shape instead of asked for anew."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """Tensors by what they are for and by their shape; at most one exchange is under way, so nobody else has them.
+
+    Who hands one on, to be kept beyond the exchange, must copy it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, use: str, num_rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for ``num_rows`` rows as wide as those of ``like``; what is in it is left from the last time.
+
+        Args:
+            use: Two tensors of different use are never the same memory.
+            num_rows: How many.
+            like: Tells width, device and, unless given, dtype.
+            dtype: Of the values.
+        """
+        dtype = dtype or like.dtype
+        key = (use, num_rows, like.shape[1:], dtype, like.device)
+        if key not in self._kept:
+            with torch.inference_mode(False):  # training uses what evaluation may have asked for first
+                self._kept[key] = torch.empty((num_rows, *like.shape[1:]), dtype=dtype, device=like.device)
+        return self._kept[key]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory that is held."""
+        return list(self._kept.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._kept.clear()

@@ -1,0 +1,106 @@
+"""The kernels piece by piece, for a hop whose edges come in chunks; no gradients, for use inside autograd functions.
+
+Matrices carry no permutation: edge values are in the order of the entries, ``(E, 1)``. Rows are contiguous and of one
+dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pygdist.kernels._choose import kernels_for
+from pygdist.kernels.csr import CSR
+
+__all__ = ["GatPart", "extremum_grad", "gat_grad", "gat_part", "merge_gat", "spmm_into", "tie_counts"]
+
+GatPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""The result for some edges of each row, its part with positive scores, and three numbers for each row and head."""
+
+
+def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *, onto: bool = False) -> None:
+    r"""Write the weighted sum of each row's sources into ``out``, or add it to what is there (``onto``).
+
+    Shapes:
+        ``out`` is :math:`(N, F)`, ``x`` :math:`(M, F)`, ``weight`` :math:`(E, 1)`.
+    """
+    if not out.is_contiguous():
+        raise ValueError("out must be contiguous: it is written in place")
+    if out.shape != (csr.num_rows, x.shape[1]) or x.shape[0] != csr.num_cols or out.dtype != x.dtype:
+        raise ValueError(
+            f"a matrix of {csr.num_rows} by {csr.num_cols} takes x {tuple(x.shape)} {x.dtype} to "
+            f"({csr.num_rows}, {x.shape[1]}), got out {tuple(out.shape)} {out.dtype}"
+        )
+    kernels_for(x).spmm_into(out, CSR(csr.indptr, csr.index, csr.num_cols), x, weight, onto=onto)
+
+
+def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
+    """How many entries of each row attain its maximum or minimum ``out``, value by value."""
+    op = "copy" if weight is None else "mul"
+    plain = CSR(csr.indptr, csr.index, csr.num_cols)
+    share = kernels_for(x).share_ties(plain, x, weight, op, out, torch.ones_like(out))
+    # an extremum of 0 has one share more; where nothing attains it, 1 / 0
+    return torch.where(share.isinf(), 0, (1 / share).round() - (out == 0).to(out.dtype))
+
+
+def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, out: Tensor, share: Tensor) -> Tensor:
+    """The gradient of ``x``, from the share that each entry gets which attains its row's extremum."""
+    op = "copy" if weight is None else "mul"
+    found: Tensor = kernels_for(x).extremum_grad(transposed, x, weight, op, out, share)
+    return found
+
+
+def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float) -> GatPart:
+    """What :func:`pygdist.kernels.gat` computes, for some of the edges, and what merging and gradients need of it."""
+    plain = CSR(csr.indptr, csr.index, csr.num_cols)
+    found: GatPart = kernels_for(x).gat(plain, x, source, target, slope, True)
+    return found
+
+
+def merge_gat(first: GatPart, second: GatPart) -> GatPart:
+    """The result over the edges of both, by the running maximum and sum of exponentials (softmax piece by piece)."""
+    (out, above, facts), (out2, above2, facts2) = first, second
+    # facts are the largest score, one over the sum of exponentials (0 without edges), and the share of positive scores
+    shift, shift2 = (part[..., 0].where(part[..., 1] > 0, float("-inf")) for part in (facts, facts2))
+    largest = torch.maximum(shift, shift2)
+    weights = []
+    for part, own in ((facts, shift), (facts2, shift2)):
+        total = torch.where(part[..., 1] > 0, 1 / part[..., 1], 0)
+        weights.append(torch.where(total > 0, total * (own - largest).exp(), 0))
+    scale = 1 / (weights[0] + weights[1])
+    share, share2 = (torch.where(scale.isinf(), 0, weight * scale) for weight in weights)
+    heads = share.shape[1]
+
+    def mixed(one: Tensor, other: Tensor) -> Tensor:
+        shape = (one.shape[0], heads, -1)
+        return (one.view(shape) * share.unsqueeze(-1) + other.view(shape) * share2.unsqueeze(-1)).view(one.shape)
+
+    merged = torch.stack(
+        [
+            largest.where(~scale.isinf(), 0),
+            scale.where(~scale.isinf(), 0),
+            facts[..., 2] * share + facts2[..., 2] * share2,
+        ],
+        dim=-1,
+    )
+    return mixed(out, out2), mixed(above, above2), merged
+
+
+def gat_grad(
+    transposed: CSR,
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    slope: float,
+    out: Tensor,
+    above: Tensor,
+    facts: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``x`` and ``source`` by the edges given, and that of ``target`` by all edges of each row."""
+    found: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat_grad(
+        transposed, x, source, target, slope, out, above, facts, grad
+    )
+    return found

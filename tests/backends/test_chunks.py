@@ -1,0 +1,198 @@
+"""Aggregation in chunks: the same as whole for every switch, in the order of the chunks, with no memory asked for anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as pyg
+from torch import Tensor
+
+from pygdist.backends import CommBackend, HybridBackend, distribute
+from pygdist.backends.chunks import Arrival, split_by_source
+from pygdist.comm import Communicator, ExchangePlan, Recorder
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.kernels import CSR, gat, spmm
+from pygdist.kernels.chunked import gat_part, merge_gat, spmm_into, tie_counts
+from pygdist.native import load
+from pygdist.testing import RankPool, assert_exact, random_graph
+
+# by piece: sums, means, extrema and GAT; whole: scores of GATv2, messages with edge attributes, an LSTM
+LAYERS = [
+    "GCNConv", "SAGEConv-mean", "SAGEConv-max", "SAGEConv-min", "GINConv", "GraphConv", "ARMAConv", "GATConv",
+    "GATConv-edges", "GATv2Conv", "GINEConv", "SAGEConv-lstm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ring", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_switch_equals_one_process(ring: bool, overlap: bool, pool: RankPool) -> None:
+    backend = CommBackend(ring=ring, overlap=overlap)
+    assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
+
+
+@pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+def test_replicas_beside_chunks(pool: RankPool) -> None:
+    backend = HybridBackend(cache_ratio=0.4)
+    assert_exact(backend, layers=LAYERS, world_sizes=[4], graphs=["power-law"], num_layers=2, pool=pool)
+
+
+def test_half_the_bytes_are_not_exact_and_say_so(pool: RankPool) -> None:
+    backend = CommBackend(wire_dtype="bfloat16")
+    assert not backend.exact
+    assert backend.approximation == "rows and gradients travel as bfloat16"
+    with pytest.raises(AssertionError, match="differences beyond"):
+        assert_exact(backend, layers=["GCNConv"], world_sizes=[2], graphs=["power-law"], pool=pool)
+    near = assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool, tolerance=0.05)
+    assert max(near.values()) > 1e-4
+    with pytest.raises(InputError, match="wire_dtype is 'int8', expected bfloat16 or nothing"):
+        CommBackend(wire_dtype="int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 16, 33, 64, 100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_added_to_what_is_there(width: int, dtype: torch.dtype, weighted: bool) -> None:
+    csr, x, weight = _case(width, dtype)
+    before = torch.randn(csr.num_rows, width, dtype=dtype)
+    found = before.clone()
+    spmm_into(found, csr, x, weight if weighted else None, onto=True)
+    expected = before + spmm(csr, x, weight.squeeze(1) if weighted else None)
+    torch.testing.assert_close(found, expected)
+    spmm_into(found, csr, x, weight if weighted else None)
+    torch.testing.assert_close(found, expected - before)
+
+
+def _case(width: int, dtype: torch.dtype) -> tuple[CSR, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    row, col = (torch.randint(0, bound, (200,), generator=generator) for bound in (50, 40))
+    sorted_csr = CSR.from_coo(row, col, num_rows=50, num_cols=40)  # some rows are empty
+    csr = CSR(sorted_csr.indptr, sorted_csr.index, 40)
+    return csr, torch.randn(40, width, dtype=dtype), torch.randn(200, 1, dtype=dtype)
+
+
+def _pieces(csr: CSR) -> dict[int, tuple[CSR, Tensor]]:
+    """Columns 0 to 9 are here; 10 to 39 arrive from ranks 1 to 3, their order reversed."""
+    plan = ExchangePlan(
+        send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0, 0), recv_counts=(0, 12, 0, 18)
+    )
+    chunks = split_by_source(csr, 10, Arrival(plan=plan, position=torch.arange(39, 9, -1)))
+    columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
+    found = {0: chunks.local, **chunks.remote}
+    assert found.keys() == columns.keys()
+    return {rank: (chunk.csr, columns[rank]) for rank, chunk in found.items()}
+
+
+def test_chunks_hold_every_edge_once_in_its_order() -> None:
+    csr, _, _ = _case(1, torch.float64)
+    row, seen = csr.row_index(), []
+    for part, columns in _pieces(csr).values():
+        assert part.perm is not None
+        assert torch.equal(columns[part.index.long()], csr.index[part.perm.long()].long())
+        assert torch.equal(part.row_index(), row[part.perm.long()])
+        seen.append(part.perm)
+    assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(csr.num_entries))
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_the_softmax_is_merged_piece_by_piece(scale: float) -> None:
+    """Also where the exponentials of one piece are nothing beside those of another."""
+    csr, x, _ = _case(8, torch.float64)
+    source, target = scale * torch.randn(40, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
+    merged = None
+    for part, columns in _pieces(csr).values():
+        piece = gat_part(part, x[columns], source[columns].contiguous(), target, 0.2)
+        merged = piece if merged is None else merge_gat(merged, piece)
+    assert merged is not None
+    torch.testing.assert_close(merged[0], gat(csr, x.view(40, 2, 4), source, target).flatten(1))
+    for found, expected in zip(merged, gat_part(csr, x, source, target, 0.2), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_ties_are_counted_over_all_pieces() -> None:
+    csr, _, _ = _case(1, torch.float32)
+    x = torch.randint(-1, 2, (40, 5)).float()  # many ties, and zeros
+    out = spmm(csr, x, None, "max")
+    lifted = x[csr.index.long()] == out.repeat_interleave(csr.indptr.diff(), dim=0)
+    expected = torch.zeros_like(out).index_add_(0, csr.row_index().long(), lifted.float())
+    found = sum(tie_counts(part, x[columns].contiguous(), None, out) for part, columns in _pieces(csr).values())
+    assert torch.equal(found, expected)
+
+
+def _store(folder: Path, world_size: int) -> str:
+    data, parts = random_graph("power-law", num_nodes=200, seed=1)
+    write_store(data, parts[world_size], folder, num_parts=world_size, method="test", arguments={}, notes=[])
+    return str(folder)
+
+
+HIDDEN, CLASSES, HEADS = 8, 5, 2
+
+
+def _model(name: str, num_features: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    arguments = {"heads": HEADS} if name == "GAT" else {}
+    made: torch.nn.Module = getattr(pyg, name)(num_features, HIDDEN, 3, CLASSES, **arguments)
+    return made
+
+
+def _check_epochs(rank: int, world_size: int, store: str, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each of four epochs held, did and sent on this rank."""
+    shard, backend = Shard.load(store, rank), CommBackend(**arguments)
+    backend.bind(shard, Communicator(dist.new_group()))
+    communicator, x = backend.communicator, shard.x.float()
+    model = distribute(_model(name, x.size(1)), backend=backend)
+    epochs = []
+    for _ in range(4):
+        communicator.recorder = Recorder()
+        communicator.meter.reset()
+        model(x, shard.adjacency).sum().backward()
+        epochs.append(
+            {
+                "memory": [tensor.data_ptr() for tensor in communicator.buffers.tensors],
+                "spans": [(span.kind, span.label) for span in communicator.recorder.spans],
+                "sent": communicator.meter.total.sent_bytes,
+                "halo": shard.num_halo,
+            }
+        )
+    return epochs
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_memory_is_asked_for_anew(tmp_path: Path, overlap: bool, pool: RankPool) -> None:
+    for epochs in pool.run(_check_epochs, 3, _store(tmp_path, 3), "GCN", {"overlap": overlap}):
+        assert epochs[0]["memory"]
+        assert epochs[1]["memory"] == epochs[2]["memory"] == epochs[3]["memory"]
+
+
+def test_own_rows_are_aggregated_before_the_first_wait_only_where_they_overlap(tmp_path: Path, pool: RankPool) -> None:
+    store = _store(tmp_path, 3)
+    for overlap in (True, False):
+        for epochs in pool.run(_check_epochs, 3, store, "GCN", {"overlap": overlap}):
+            spans = epochs[-1]["spans"]
+            waits = [number for number, (kind, label) in enumerate(spans) if kind == "wait" and "forward" in label]
+            first = spans.index(("aggregate", "own rows"))
+            assert (first < waits[0]) == overlap
+
+
+@pytest.mark.parametrize(("wire", "size"), [(None, 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        # what the first layer reads of its neighbours is fixed: its sums are kept, and nothing travels for it
+        ("GCN", [HIDDEN, CLASSES]),
+        ("GIN", [HIDDEN, CLASSES]),
+        ("GraphSAGE", [HIDDEN, CLASSES]),
+        ("GAT", [HEADS, HIDDEN, HEADS, HIDDEN, HEADS, HEADS * CLASSES]),  # scores, then rows
+    ],
+)
+def test_bytes_of_an_epoch_are_what_halo_rows_and_widths_say(
+    name: str, widths: list[int], wire: str | None, size: int, tmp_path: Path, pool: RankPool
+) -> None:
+    found = pool.run(_check_epochs, 3, _store(tmp_path, 3), name, {"wire_dtype": wire})
+    halo = sum(epochs[0]["halo"] for epochs in found)
+    there_and_back = 2
+    assert sum(epochs[-1]["sent"] for epochs in found) == there_and_back * halo * size * sum(widths)

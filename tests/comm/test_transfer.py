@@ -1,0 +1,76 @@
+"""Exchanges under way: what arrives is what was sent, in whatever order ranks are ready, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pygdist.comm import Communicator, Recorder, Transfer
+from pygdist.testing import RankPool
+
+
+def _rows(source: int, target: int, number: int) -> torch.Tensor:
+    """Of different lengths, some none."""
+    return torch.full(((source + 2 * target) % 4, 3), float(100 * number + 10 * source + target))
+
+
+def _check_transfers(rank: int, world_size: int, ring: bool, back: bool) -> None:
+    communicator = Communicator(dist.new_group(), check_order=True)
+    for number in range(3):
+        incoming = [torch.empty_like(_rows(peer, rank, number)) for peer in range(world_size)]
+        transfer = Transfer(communicator, incoming, f"exchange {number}", ring=ring, back=back)
+        assert sorted(transfer.targets) == sorted(transfer.sources) == [r for r in range(world_size) if r != rank]
+        for target in transfer.targets:
+            time.sleep(0.01 * rank)  # ranks are ready at different times
+            transfer.give(target, _rows(rank, target, number))
+        for source in transfer.sources[: number + 1]:  # the rest is taken by finish()
+            assert torch.equal(transfer.take(source), _rows(source, rank, number))
+        transfer.finish()
+        for source in transfer.sources:
+            assert torch.equal(incoming[source], _rows(source, rank, number))
+    sent = sum(_rows(rank, peer, 0).nbytes for peer in range(world_size) if peer != rank)
+    assert communicator.meter.total.sent_bytes == 3 * sent
+    assert communicator.meter.total.calls == 3
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+def test_all_that_is_given_arrives(ring: bool, back: bool, pool: RankPool) -> None:
+    pool.run(_check_transfers, 4, ring, back)
+
+
+def _check_order(rank: int, world_size: int) -> list[list[int]]:
+    transfer = Transfer(Communicator(dist.new_group()), [torch.empty(0)] * world_size, "nothing")
+    transfer.finish()
+    return [transfer.targets, transfer.sources]
+
+
+def test_the_ring(pool: RankPool) -> None:
+    """In every step each rank is sent to by one other, the one that it takes rows from (NeutronStar, Sec. 4.3)."""
+    orders = pool.run(_check_order, 4)
+    for step in range(3):
+        targets = {rank: orders[rank][0][step] for rank in range(4)}
+        assert sorted(targets.values()) == [0, 1, 2, 3]
+        assert all(orders[target][1][step] == rank for rank, target in targets.items())
+
+
+def _check_overlap(rank: int, world_size: int) -> float:
+    """Rows that arrived while this rank did something else are not waited for."""
+    communicator = Communicator(dist.new_group())
+    communicator.recorder = Recorder()
+    rows = [torch.ones(1_000_000) for _ in range(world_size)]
+    transfer = Transfer(communicator, [torch.empty_like(one) for one in rows], "rows")
+    for target in transfer.targets:
+        transfer.give(target, rows[target])
+    time.sleep(1.0)
+    start = time.perf_counter()
+    transfer.finish()
+    assert {span.kind for span in communicator.recorder.spans} == {"send", "wait"}
+    return time.perf_counter() - start
+
+
+def test_rows_travel_meanwhile(pool: RankPool) -> None:
+    assert max(pool.run(_check_overlap, 2)) < 0.5
