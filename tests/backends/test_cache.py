@@ -139,7 +139,7 @@ def _as_long_as_one_rank(rank: int, world_size: int, folder: str) -> tuple[float
 
 
 def test_an_argument_as_long_as_one_rank_s_nodes_holds_no_row_per_node(tmp_path: Path, pool: RankPool) -> None:
-    data, parts = random_graph("isolated", num_nodes=60)
+    data, _ = random_graph("isolated", num_nodes=60)
     part = (torch.arange(60) > 10).long() + (torch.arange(60) > 30).long()
     write_store(data, part, tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
     found = pool.run(_as_long_as_one_rank, 3, str(tmp_path / "parts"))

@@ -1,4 +1,4 @@
-"""Aggregation in chunks: the same as whole for every switch, in the order of the chunks, with no memory asked for anew."""
+"""Aggregation in chunks: the same as whole for every switch, in their order, with no memory asked for anew."""
 
 from __future__ import annotations
 
