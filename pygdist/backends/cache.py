@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from pygdist.backends.recomputing import RecomputingBackend
+from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.graph.neighbourhood import Neighbourhood
 
 __all__ = ["CacheBackend"]
@@ -20,8 +20,11 @@ class CacheBackend(RecomputingBackend):
 
     name = "cache"
 
+    def __init__(self) -> None:
+        super().__init__()  # nothing travels in an epoch: how does not matter
+
     @override
-    def choose(self, found: Neighbourhood, widths: tuple[int, ...]) -> list[Tensor]:
+    def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         place = torch.arange(found.n_id.numel())
         own, halo = self.shard.num_owned, self.shard.num_halo
         return [(place >= own) & (place < own + halo)] * len(widths)

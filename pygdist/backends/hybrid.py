@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from pygdist.backends.fetched import WireDtype
-from pygdist.backends.recomputing import RecomputingBackend
+from pygdist.backends.plans import Expected, expected_epoch, load_plan, plan_key, save_plan
+from pygdist.backends.probe import HopCosts, probe_exchange, probe_reduce
+from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, load
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 _GIB = 2**30
 _BYTES_PER_VALUE = 3 * 4  # a row, its gradient and what the layer keeps for it
 _BYTES_PER_EDGE = 2 * 8  # in both orders
+_FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost, congestion adds to it
+_SIMILAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +51,43 @@ class Costs:
     edge: float
     value: float
 
+    def by_hop(self, widths: tuple[int, ...]) -> HopCosts:
+        """The same for hops of these widths, as Eqs. 1 and 2 have it: nothing for features, which are there."""
+        return HopCosts(
+            row=(0.0, *(self.vertex * width for width in widths)),
+            edge=tuple(self.edge * width for width in widths),
+            fetch=tuple(self.value * width for width in widths),
+        )
+
     def __post_init__(self) -> None:
         if not all(0 <= cost < math.inf for cost in (self.vertex, self.edge, self.value)):
             raise InputError(f"costs: expected seconds, no negative numbers, got {self}")
 
 
+_EVEN = Costs(vertex=1.0, edge=1.0, value=0.0)  # the cheapest are those with the fewest edges below them
+
+
 class HybridBackend(RecomputingBackend):
     """Compute some remote rows again and fetch the others (NeutronStar, SIGMOD 2022, Sec. 3, Algorithm 4).
+
+    With neither share nor costs given they are measured at the first forward pass: what the model's hops cost on some
+    of the rank's own rows and edges, and what rows cost on the network. Of the greedy choices by these costs, and by
+    half and twice what rows cost, of ``comm`` and of ``cache``, the one with the shortest expected epoch is taken. It
+    is kept beside the partitioned graph, in ``plans``; a run with the same model, device and ranks takes it from there,
+    as long as the network is as fast as it was.
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
             ``comm``, 1 is ``cache``.
-        costs: What decides where no share is given.
+        costs: What decides where no share is given, instead of what is measured.
         memory_gib: Most memory that replicas may take on a rank; no limit by default.
+        replan: Measure and choose anew even if a plan is kept.
         ring: As for ``comm``, and so the next two.
         overlap: Aggregate while rows travel.
         wire_dtype: ``"bfloat16"`` to halve the bytes.
+
+    Attributes:
+        expected: What an epoch is expected to take, once that is known.
     """
 
     name = "hybrid"
@@ -71,32 +97,86 @@ class HybridBackend(RecomputingBackend):
         cache_ratio: float | None = None,
         costs: Costs | None = None,
         memory_gib: float | None = None,
+        replan: bool = False,
         *,
         ring: bool = True,
         overlap: bool = True,
         wire_dtype: WireDtype | None = None,
     ) -> None:
         super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype)
-        if cache_ratio is None and costs is None:
-            raise InputError("backend 'hybrid' does not measure costs by itself yet: give it cache_ratio, or costs")
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:
             raise InputError(f"cache_ratio is {cache_ratio}, expected a share from 0 to 1")
         if memory_gib is not None and memory_gib < 0:
             raise InputError(f"memory_gib is {memory_gib}, expected no negative number")
-        self.cache_ratio, self.costs, self.memory_gib = cache_ratio, costs, memory_gib
+        self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
+        self.expected: Expected | None = None
 
     @override
-    def choose(self, found: Neighbourhood, widths: tuple[int, ...]) -> list[Tensor]:
-        own, halo, hops = self.shard.num_owned, self.shard.num_halo, len(widths)
-        chosen, seconds = _chosen(found, own, halo, widths, self.costs, self.cache_ratio, self.memory_gib)
-        shares = ", ".join(f"hop {hop + 1}: {chosen[hop].mean() if halo else 0:.0%}" for hop in range(hops))
-        log.info("rank %d computes remote rows again, %s", self.shard.rank, shares)
+    def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
+        if self.cache_ratio is not None:
+            return self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
         if self.costs is not None:
-            again, fetch = seconds.sum(axis=0)
-            log.info(
-                "rank %d expects %.3g s an epoch for that, and %.3g s to fetch others", self.shard.rank, again, fetch
+            return self._greedy(found, widths, self.costs.by_hop(widths), None)
+        return self._measured(found, widths, probe)
+
+    def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
+        shard, communicator = self.shard, self.communicator
+        if communicator.world_size == 1 or not widths:
+            return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
+        start = time.perf_counter()
+        value_s, latency_s = probe_exchange(communicator, shard.plan, shard.x.new_empty(0, 1), self._wire)
+        facts = {
+            "widths": list(widths), "ranks": communicator.world_size, "device": _device(shard.n_id.device),
+            "threads": torch.get_num_threads(), "memory_gib": self.memory_gib, "overlap": self.overlap,
+            "wire_dtype": self.wire_dtype, "savings": asdict(self.savings), "model": repr(probe.model),
+        }  # fmt: skip
+        key = plan_key(facts)
+        folder = None if shard.folder is None else shard.folder / "plans"
+        kept = None if self.replan else load_plan(communicator, folder, key, len(widths), found.n_id.numel())
+        if kept is not None and _similar(kept[1]["value_s"], value_s):
+            self.expected = Expected(**kept[1]["expected"])
+            if communicator.rank == 0:
+                log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
+            return kept[0]
+
+        row, edge = probe.measure()
+        costs = HopCosts(row=row, edge=edge, fetch=tuple(value_s * width for width in widths))
+        gradients = sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
+        other_s = probe_reduce(communicator, gradients)
+        probed = time.perf_counter()
+        candidates: dict[str, list[Tensor]] = {}
+        for factor in _FACTORS:
+            scaled = replace(costs, fetch=tuple(seconds * factor for seconds in costs.fetch))
+            candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(found, widths, scaled, None)
+        candidates["all fetched"] = [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
+        candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
+        expected = {
+            name: expected_epoch(
+                communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
+                latency_s=latency_s, other_s=other_s, overlap=self.overlap,
             )
-        masks = torch.zeros((hops, found.n_id.numel()), dtype=torch.bool)
+            for name, chosen in candidates.items()
+        }  # fmt: skip
+        name = min(expected, key=lambda one: expected[one].epoch_s)
+        self.expected, chosen = expected[name], candidates[name]
+        if communicator.rank == 0:
+            log.info(
+                "measured in %.2g s, planned in %.2g s: %s (%s)",
+                probed - start, time.perf_counter() - probed, _described(self.expected), name,
+            )  # fmt: skip
+            for other, figures in expected.items():
+                log.info("  %s: %.3g s an epoch", other, figures.epoch_s)
+        if folder is not None:
+            measured = {"value_s": value_s, "latency_s": latency_s, "costs": costs.to_dict(), "choice": name}
+            save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
+        return chosen
+
+    def _greedy(
+        self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts, share: float | None
+    ) -> list[Tensor]:
+        own, halo = self.shard.num_owned, self.shard.num_halo
+        chosen = _chosen(found, own, halo, widths, costs, share, self.memory_gib)[0]
+        masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
         masks[:, own : own + halo] = torch.from_numpy(chosen.astype(bool))
         return list(masks)
 
@@ -106,7 +186,7 @@ def _chosen(
     num_owned: int,
     num_halo: int,
     widths: tuple[int, ...],
-    costs: Costs | None,
+    costs: HopCosts,
     share: float | None,
     memory_gib: float | None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -119,19 +199,20 @@ def _chosen(
         )
     chosen, seconds = np.zeros((len(widths), num_halo), dtype=np.uint8), np.zeros((len(widths), 2))
     indptr, index = found.indptr.numpy(), found.index.numpy()
-    width = np.array([0, *widths], dtype=np.float64)
-    costs = costs or Costs(vertex=1.0, edge=1.0, value=0.0)
+    row, edge, fetch = (
+        np.array(part, dtype=np.float64) for part in (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch))
+    )
+    row_bytes = np.array([*widths, 0], dtype=np.float64) * _BYTES_PER_VALUE
     given = NativeDependencies(
         num_rows=found.n_id.numel(),
         num_owned=num_owned,
         num_halo=num_halo,
         indptr=indptr.ctypes.data,
         index=index.ctypes.data,
-        width=width.ctypes.data,
-        vertex_s=costs.vertex,
-        edge_s=costs.edge,
-        value_s=costs.value,
-        bytes_per_value=_BYTES_PER_VALUE,
+        row_s=row.ctypes.data,
+        edge_s=edge.ctypes.data,
+        fetch_s=fetch.ctypes.data,
+        row_bytes=row_bytes.ctypes.data,
         bytes_per_edge=_BYTES_PER_EDGE,
         max_bytes=math.inf if memory_gib is None else memory_gib * _GIB,
         share=-1.0 if share is None else share,
@@ -141,3 +222,17 @@ def _chosen(
     if status != 0:
         raise MemoryError("not enough memory to choose what is computed again")
     return chosen, seconds
+
+
+def _described(expected: Expected) -> str:
+    shares = ", ".join(f"hop {hop}: {share:.0%}" for hop, share in enumerate(expected.computed, 1))
+    return f"remote rows computed again, {shares}; {expected.epoch_s:.3g} s an epoch expected"
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _similar(before: float, now: float) -> bool:
+    """Whether a network is as fast as it was, as far as a short measurement can tell."""
+    return max(before, now) <= _SIMILAR * min(before, now) or max(before, now) == 0

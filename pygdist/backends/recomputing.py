@@ -6,10 +6,13 @@ rank's own loss go through its replicas into the parameters, or back to the owne
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,17 +24,46 @@ from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
 from pygdist.backends.layers import neighbour_arguments
+from pygdist.backends.probe import Clock, small_part, total
 from pygdist.backends.replicas import Rows, leading, make_rows
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 
-__all__ = ["RecomputingBackend"]
+__all__ = ["Probe", "RecomputingBackend"]
 
 _MOST_KEPT = 16  # inputs of models that stay the same
 _Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
 _TRIED = 2  # rows of the graph on which hops are counted
+_WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The model that a choice is made for.
+
+    Attributes:
+        model: It.
+        measure: Times it on some of this rank's rows and edges: seconds for a row between hops (one more than there are
+            hops) and for an edge in each hop, the same on all ranks. All of them make the call at the same time.
+    """
+
+    model: nn.Module
+    measure: Callable[[], tuple[tuple[float, ...], tuple[float, ...]]]
+
+
+@dataclass
+class _Alone:
+    """A model that runs on a graph of the rank's own: how many rows it has, and what is noted of its hops."""
+
+    num_rows: int
+    clock: Clock | None = None
+    widths: list[int] = field(default_factory=list)
+
+    def run(self, hop: int, inner: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:
+        """A hop, timed if there is a clock."""
+        return inner(**kwargs) if self.clock is None else self.clock.timed(hop, inner, kwargs)
 
 
 class RecomputingBackend(FetchingBackend):
@@ -48,19 +80,20 @@ class RecomputingBackend(FetchingBackend):
         self._rows: Rows | None = None  # of the model that is running
         self._entered: int | None = None  # the hop before which the running layer was entered
         self._at = 0  # the hop that runs, or whose edge_updater runs
-        self._counted: list[int] | None = None  # widths of the hops so far, while they are counted
+        self._alone: _Alone | None = None  # while the model runs on a graph of this rank's own, to be looked at
         # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
         self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
         self._leading: dict[tuple[int, int], tuple[Adjacency, Adjacency]] = {}
 
     @abstractmethod
-    def choose(self, found: Neighbourhood, widths: tuple[int, ...]) -> list[Tensor]:
+    def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`.
 
         Args:
             found: The nodes around, as many hops away as the model has hops.
             widths: How many values of a source each hop reads.
+            probe: The model, and what measures its hops.
         """
 
     @override
@@ -87,7 +120,9 @@ class RecomputingBackend(FetchingBackend):
         widths = known[1]
         if widths not in self._by_widths:
             found = in_neighbourhood(self.shard, self.communicator, max(len(widths), 1))
-            self._by_widths[widths] = make_rows(self.shard, self.communicator, found, self.choose(found, widths))
+            measure = partial(self._probe, model, args, kwargs, kinds, len(widths))
+            chosen = self.choose(found, widths, Probe(model, measure))
+            self._by_widths[widths] = make_rows(self.shard, self.communicator, found, chosen)
         self._rows = self._by_widths[widths]
         kind = iter(kinds)
         return _mapped(model.forward, args, kwargs, lambda name, value: self._extended(name, value, next(kind)))
@@ -169,7 +204,6 @@ class RecomputingBackend(FetchingBackend):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[_Kind]
     ) -> tuple[int, ...]:
         """The hops of a forward pass and their widths: on two nodes, in evaluation mode, with nothing exchanged."""
-        modes = {module: module.training for module in model.modules()}
         kind = iter(kinds)
 
         def tried(name: str, value: Any) -> Any:
@@ -179,18 +213,68 @@ class RecomputingBackend(FetchingBackend):
             return value.new_ones((_TRIED, *value.shape[1:])) if rows else value
 
         args, kwargs = _mapped(model.forward, args, kwargs, tried)
-        self._counted = []
+        with torch.no_grad(), self._by_itself(model, _Alone(_TRIED), training=False) as alone:
+            model.forward(*args, **kwargs)
+        return tuple(alone.widths)
+
+    def _probe(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[_Kind], num_hops: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of a row between hops and of an edge in each hop: on some of this rank's rows and edges.
+
+        The model trains there, forward and backward, a few times; the first times it makes what it keeps.
+        """
+        part = small_part(self.shard.adjacency)
+        num_rows, num_edges, kind = part.num_dst, part.size(1), iter(kinds)
+
+        def cut(name: str, value: Any) -> Any:
+            of = next(kind)
+            if isinstance(value, Adjacency):
+                return part if value.value is None else part.with_value(value.value[:num_edges])
+            return value if of is None else value[: num_rows if of == "node" else num_edges]
+
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = _mapped(model.forward, args, kwargs, cut)
+            parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+            clock = Clock(self.shard.n_id.device)
+            with self._by_itself(model, _Alone(num_rows, clock), training=True):
+
+                def step() -> Tensor:
+                    self._hop = 0
+                    self.routing.first_hop.begin_forward()
+                    return total(model.forward(*args, **kwargs))
+
+                rounds: list[tuple[list[float], ...]] = [([0.0] * (num_hops + 1), [0.0] * num_hops)]
+                if num_rows and num_edges:
+                    rounds = [clock.seconds(step, parameters, num_hops) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+        between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
+        counts = self.communicator.gather([float(num_rows), float(num_edges), *between, *inside]).sum(0)
+        rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
+        return (
+            tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
+            tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
+        )
+
+    @contextlib.contextmanager
+    def _by_itself(self, model: nn.Module, alone: _Alone, *, training: bool) -> Iterator[_Alone]:
+        """The model on a graph of this rank's own, with nothing exchanged; afterwards all is as it was."""
+        modes = {module: module.training for module in model.modules()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._alone = alone
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                model.eval().forward(*args, **kwargs)
-            return tuple(self._counted)
+            with torch.random.fork_rng(devices=[]):
+                model.train(training)
+                yield alone
         finally:
-            self._counted = None
+            self._alone = None
             self._hop = 0
             self._forget()
-            self.routing.forget()  # layers and norms may have kept something of the two nodes
-            for module, training in modes.items():
-                module.training = training
+            self.routing.forget()  # layers and norms may have kept something of that graph
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            for module, was in modes.items():
+                module.training = was
 
     # -- a layer ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +283,7 @@ class RecomputingBackend(FetchingBackend):
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
-        if self._counted is not None or self._entered is not None or not edges:
+        if self._alone is not None or self._entered is not None or not edges:
             return forward(layer, *args, **kwargs)
         rows, hop = self._running, self._hop + 1
         num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
@@ -239,11 +323,11 @@ class RecomputingBackend(FetchingBackend):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        if self._counted is not None:
+        if self._alone is not None:
             read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
             rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
-            self._counted.append(sum(one.numel() // _TRIED for one in rows if isinstance(one, Tensor)))
-            return inner(edge_index, size=size, **kwargs)
+            self._alone.widths.append(sum(one.numel() // _TRIED for one in rows if isinstance(one, Tensor)))
+            return self._alone.run(self._hop, partial(inner, edge_index, size=size), kwargs)
         self._at = self._hop
         return super().propagate(layer, inner, edge_index, size, kwargs)
 
@@ -251,8 +335,8 @@ class RecomputingBackend(FetchingBackend):
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        if self._counted is not None:
-            return inner(edge_index, size=size, **kwargs)
+        if self._alone is not None:
+            return self._alone.run(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
         self._at = self._hop + 1
         return super().edge_updater(layer, inner, edge_index, size, kwargs)
 
@@ -282,7 +366,7 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        if self._counted is not None:
+        if self._alone is not None:
             return x
         rows = self._running
         arrival = rows.everything
@@ -292,21 +376,21 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def owned_rows(self, x: Tensor) -> Tensor:
-        return x if self._counted is not None else x[: self.shard.num_owned]
+        return x if self._alone is not None else x[: self.shard.num_owned]
 
     @override
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return x if self._counted is not None else super().sum_over_ranks(x)
+        return x if self._alone is not None else super().sum_over_ranks(x)
 
     @override
     def max_over_ranks(self, value: int) -> int:
-        return value if self._counted is not None else super().max_over_ranks(value)
+        return value if self._alone is not None else super().max_over_ranks(value)
 
     @property
     @override
     def num_rows(self) -> int:
-        if self._counted is not None:
-            return _TRIED
+        if self._alone is not None:
+            return self._alone.num_rows
         if self._rows is None:
             return self.shard.num_owned
         return self._rows.num_rows if self._entered is None else self._rows.computed[self._entered - 1]

@@ -37,6 +37,7 @@ class Shard:
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
         counts: Labelled nodes of the whole graph by mask name.
+        folder: Where the partitioned graph is kept; ``None`` if it is in memory alone.
     """
 
     # no dataclass: Lightning's precision plugins copy those field by field in every step, memory maps included
@@ -63,6 +64,7 @@ class Shard:
         num_classes: int,
         multi_label: bool,
         counts: Mapping[str, int],
+        folder: Path | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -72,6 +74,7 @@ class Shard:
         self.edge_weight, self.edge_attr, self.edge_type = edge_weight, edge_attr, edge_type
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
+        self.folder = folder
 
     def __repr__(self) -> str:
         return (
@@ -103,10 +106,12 @@ class Shard:
                 "those of one hop (placement nodes): partition with --hops 1"
             )
         arrays = open_part(folder, rank, num_parts=num_parts)
-        return Shard.from_arrays(arrays, meta, rank)
+        return Shard.from_arrays(arrays, meta, rank, folder=Path(folder))
 
     @staticmethod
-    def from_arrays(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int) -> Shard:
+    def from_arrays(
+        arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int, *, folder: Path | None = None
+    ) -> Shard:
         """A shard over the arrays of one part, as :func:`pygdist.graph.store.open_part` gives them."""
         indptr, n_id = _tensor(arrays["indptr"]), _tensor(arrays["n_id"])
         num_owned = indptr.numel() - 1
@@ -134,6 +139,7 @@ class Shard:
             num_classes=int(meta["num_classes"]),
             multi_label=bool(meta["multi_label"]),
             counts={mask: int(meta["counts"].get(mask, 0)) for mask in MASKS},
+            folder=folder,
             **optional,  # type: ignore[arg-type]
         )
 

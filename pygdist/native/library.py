@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 8
+ABI_VERSION = 9
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -64,11 +64,10 @@ class NativeDependencies(ctypes.Structure):
         ("num_halo", ctypes.c_int64),
         ("indptr", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
-        ("width", ctypes.c_void_p),
-        ("vertex_s", ctypes.c_double),
-        ("edge_s", ctypes.c_double),
-        ("value_s", ctypes.c_double),
-        ("bytes_per_value", ctypes.c_double),
+        ("row_s", ctypes.c_void_p),
+        ("edge_s", ctypes.c_void_p),
+        ("fetch_s", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_void_p),
         ("bytes_per_edge", ctypes.c_double),
         ("max_bytes", ctypes.c_double),
         ("share", ctypes.c_double),

@@ -75,7 +75,11 @@ def test_register_generator(monkeypatch: pytest.MonkeyPatch) -> None:
         register_generator("three", triangle)
 
 
-@pytest.mark.parametrize("dataset", [f"{__name__}.Graphs", Graphs, f"{__name__}.triangle", triangle], ids=["path", "class", "function path", "function"])
+@pytest.mark.parametrize(
+    "dataset",
+    [f"{__name__}.Graphs", Graphs, f"{__name__}.triangle", triangle],
+    ids=["path", "class", "function path", "function"],
+)
 def test_datasets_and_functions(dataset: Any) -> None:
     assert same(load_graph(dataset), triangle())
 

@@ -21,10 +21,8 @@ class Subtree {
   double cost(int64_t root, int32_t level, double limit) {
     double seconds = 0;
     walk(root, level, [&](int64_t row, int32_t at) {
-      if (at > 0) {
-        const double degree = static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]);
-        seconds += (given_.vertex_s + degree * given_.edge_s) * given_.width[at];
-      }
+      seconds += given_.row_s[at];
+      if (at > 0) seconds += static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]) * given_.edge_s[at];
       return seconds < limit;
     });
     return seconds;
@@ -35,7 +33,7 @@ class Subtree {
     double bytes = 0;
     kept_.clear();
     walk(root, level, [&](int64_t row, int32_t at) {
-      bytes += given_.bytes_per_value * given_.width[at + 1];
+      bytes += given_.row_bytes[at];
       if (at > 0) bytes += given_.bytes_per_edge * static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]);
       kept_.push_back({row, at});
       return bytes <= room;
@@ -92,7 +90,7 @@ int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* 
   double room = given->max_bytes;
   bool full = false;  // the algorithm ends with the first that does not fit
   for (int32_t hop = 1; hop <= given->num_hops; ++hop) {
-    const double fetch = given->value_s * given->width[hop];
+    const double fetch = given->fetch_s[hop];
     const bool by_share = given->share >= 0;
     const int64_t most = by_share ? static_cast<int64_t>(given->share * static_cast<double>(halo) + 0.5) : halo;
     const double limit = by_share ? std::numeric_limits<double>::infinity() : fetch;

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 8
+#define PYGDIST_ABI_VERSION 9
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -201,12 +201,12 @@ typedef struct pygdist_dependencies {
   int64_t num_halo;        // sources of the edges of owned rows
   const int64_t* indptr;   // num_rows + 1 offsets: in-edges of each row; rows num_hops away have none
   const int64_t* index;    // source of each edge
-  const double* width;     // num_hops + 1 numbers: values of a row that hop k reads of its sources; the first is not used
-  double vertex_s;         // seconds of computing one value of a row, apart from its edges, forward and backward
-  double edge_s;           // seconds of aggregating one value over one edge
-  double value_s;          // seconds of fetching one value of a row, there and back
-  double bytes_per_value;  // memory of a value of a replica, and of one of its edges
-  double bytes_per_edge;
+  // By hop, num_hops + 1 numbers each; seconds are forward and backward together.
+  const double* row_s;     // what becomes of a row between hop k (the start, for 0) and the next
+  const double* edge_s;    // aggregating over an edge in hop k; the first is not used
+  const double* fetch_s;   // fetching a row for hop k; the first is not used
+  const double* row_bytes; // memory of a row after hop k
+  double bytes_per_edge;   // memory of an edge of a replica
   double max_bytes;        // of all replicas
   double share;            // compute so many of the halo rows of each hop, the cheapest ones; negative: let costs decide
   int32_t num_hops;

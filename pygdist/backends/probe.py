@@ -1,0 +1,196 @@
+"""What a model's hops cost on this device, and rows on this network: measured, on little (NeutronStar, Sec. 3).
+
+The paper's T_v and T_e are seconds per value, the same in every layer. Here a forward and backward pass is timed in and
+between hops, so each has its own: a layer of 600 features costs more than its width says, and a hop whose sums are kept
+(:class:`~pygdist.backends.Savings`) costs nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygdist.comm import Communicator, ExchangePlan
+from pygdist.graph import Adjacency
+from pygdist.kernels import CSR
+
+__all__ = ["Clock", "HopCosts", "probe_exchange", "probe_reduce", "small_part", "total"]
+
+_MOST_ROWS, _MOST_EDGES = 30_000, 300_000  # of the graph that a model is timed on: beyond most caches, soon done
+_WIDTH = 32  # of the rows that travel while the network is measured
+_FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
+_LONG_ENOUGH_S = 0.05  # token buckets and the kernel's buffers hide the rate of a link for the first milliseconds
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopCosts:
+    """Seconds, forward and backward together, by hop.
+
+    Attributes:
+        row: ``row[l]`` for each row between hop ``l`` (0 for the start) and the next (the end).
+        edge: ``edge[l - 1]`` for each edge in hop ``l``.
+        fetch: ``fetch[l - 1]`` for each row that is fetched for hop ``l``.
+    """
+
+    row: tuple[float, ...]
+    edge: tuple[float, ...]
+    fetch: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """For JSON."""
+        return {name: list(values) for name, values in asdict(self).items()}
+
+
+class Clock:
+    """Tells the time that a model spends in each hop from that between hops, forward and backward.
+
+    Args:
+        device: Where the model runs; on CUDA each reading waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[float, int | None]] = []  # when, and the hop that runs from then on, or none
+
+    def timed(self, hop: int, run: Callable[..., Tensor], kwargs: Mapping[str, Any]) -> Tensor:
+        """``run(**kwargs)`` as (a part of) hop number ``hop``, from 1."""
+        inside = {name: self._both(value, hop, leaves=True) for name, value in kwargs.items()}
+        self._mark(hop)
+        out = run(**inside)
+        self._mark(None)
+        marked: Tensor = self._both(out, hop, leaves=False)
+        return marked
+
+    def seconds(self, step: Callable[[], Tensor], parameters: list[Tensor], num_hops: int) -> tuple[list[float], ...]:
+        """Seconds between hops (``num_hops + 1`` of them) and in hops, of one forward and backward pass."""
+        between, inside = [0.0] * (num_hops + 1), [0.0] * num_hops
+        for backward in (False, True):
+            self._marks = []
+            self._mark(None)
+            if not backward:
+                out = step()
+            elif out.requires_grad and parameters:
+                torch.autograd.grad(out, parameters, allow_unused=True)
+            self._mark(None)
+            at = num_hops if backward else 0  # the hop after which we are
+            for (start, hop), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+                if hop is None:
+                    between[at] += end - start
+                else:
+                    inside[hop - 1] += end - start
+                    at = hop - 1 if backward else hop
+        return between, inside
+
+    def _both(self, value: Any, hop: int, *, leaves: bool) -> Any:
+        """Marks where the gradient enters a hop, by its result, and where it leaves, by what the hop reads."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._both(one, hop, leaves=leaves) for one in value)
+        if isinstance(value, Tensor) and value.requires_grad:
+            return _Mark.apply(value, self, None if leaves else hop)  # type: ignore[no-untyped-call]
+        return value
+
+    def _mark(self, hop: int | None) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._marks.append((time.perf_counter(), hop))
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, hop: int | None) -> Tensor:
+        ctx.clock, ctx.hop = clock, hop
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock._mark(ctx.hop)
+        return grad, None, None
+
+
+def small_part(adjacency: Adjacency) -> Adjacency:
+    """The edges into some of the rows, from wherever their sources fall among these."""
+    csr = adjacency.csr()
+    num_rows = min(csr.num_rows, _MOST_ROWS, int(torch.searchsorted(csr.indptr, _MOST_EDGES)))
+    end = int(csr.indptr[num_rows])
+    index = csr.index[:end] % max(num_rows, 1)
+    return Adjacency.from_csr(CSR(csr.indptr[: num_rows + 1], index, num_rows))
+
+
+def total(out: Any) -> Tensor:
+    """The sum of all that a model puts out."""
+    if isinstance(out, (tuple, list)):
+        return torch.stack([total(one) for one in out]).sum()
+    return out.sum() if isinstance(out, Tensor) and out.is_floating_point() else torch.zeros(())
+
+
+def probe_exchange(
+    communicator: Communicator, plan: ExchangePlan, like: Tensor, wire: Any = None
+) -> tuple[float, float]:
+    """What the network takes: rows are fetched and given back, as many as the plan has or a clock needs.
+
+    Args:
+        communicator: The ranks; each makes this call.
+        plan: Who fetches from whom.
+        like: Tells dtype and device of the rows.
+        wire: The dtype in which they travel.
+
+    Returns:
+        Seconds for each value on the busiest rank, there and back, and seconds for each exchange whatever its size.
+    """
+    if communicator.world_size == 1:
+        return 0.0, 0.0
+    latency = _exchanged(communicator, _at_most(plan, 0), like, wire)[0]
+    rows = _FIRST_ROWS
+    while True:
+        part = _at_most(plan, rows)
+        taken, values = _exchanged(communicator, part, like, wire)
+        whole = int(communicator.gather([float(max(plan.send_counts + plan.recv_counts) > rows)]).max()) == 0
+        if taken >= _LONG_ENOUGH_S or whole:
+            return (max(taken - latency, 0.0) / values if values else 0.0), latency
+        rows *= 4
+
+
+def probe_reduce(communicator: Communicator, num_bytes: int) -> float:
+    """Seconds to sum so many bytes of gradients over all ranks; each makes this call."""
+    if communicator.world_size == 1 or num_bytes == 0:
+        return 0.0
+    memory = torch.zeros(num_bytes // 4, device=communicator.device)
+    taken = []
+    for _ in range(_ROUNDS):
+        communicator.gather([])  # all begin at once
+        start = time.perf_counter()
+        communicator.reduce_in_place(memory, "gradients, timed")
+        taken.append(time.perf_counter() - start)
+    return float(communicator.gather([statistics.median(taken)]).max())
+
+
+def _at_most(plan: ExchangePlan, rows: int) -> ExchangePlan:
+    """The plan with no more than so many rows for each pair of ranks."""
+    send = tuple(min(count, rows) for count in plan.send_counts)
+    index = [plan.send_index_of(peer)[:count] for peer, count in enumerate(send)]
+    return ExchangePlan(
+        send_index=torch.cat(index), send_counts=send, recv_counts=tuple(min(count, rows) for count in plan.recv_counts)
+    )
+
+
+def _exchanged(communicator: Communicator, plan: ExchangePlan, like: Tensor, wire: Any) -> tuple[float, int]:
+    """Seconds of the slowest rank, and values of the busiest."""
+    num_rows = int(plan.send_index.max()) + 1 if plan.num_sent else 0
+    x = like.new_ones(num_rows, _WIDTH)
+    taken = []
+    for _ in range(_ROUNDS):
+        communicator.gather([])
+        start = time.perf_counter()
+        halo = communicator.exchange_rows(x, plan, label="rows, timed", wire=wire)
+        communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", wire=wire)
+        taken.append(time.perf_counter() - start)
+    moved = max(plan.num_sent, plan.num_received) * _WIDTH
+    seconds, values = communicator.gather([statistics.median(taken), float(moved)]).amax(0).tolist()
+    return seconds, int(values)
