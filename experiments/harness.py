@@ -239,7 +239,8 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     """One training in processes of its own, and what it showed; a note in place of figures if it failed."""
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
-        "link_bytes": None, "epochs": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0, "timeline": "",
+        "link_bytes": None, "epochs": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
+        "expected_epoch_s": None, "timeline": "",
         **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
@@ -372,7 +373,7 @@ def _read(run: dict[str, Any], folder: Path) -> None:
     for path in sorted(folder.rglob("metrics.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                for figure in ("val_acc", "test_acc", "gradient_bytes"):
+                for figure in ("val_acc", "test_acc", "gradient_bytes", "expected_epoch_s"):
                     if value := row.get(figure) or row.get(figure.replace("_acc", "_f1")):
                         run[figure] = float(value)
 
@@ -423,6 +424,8 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "first_epoch_s": _of(statistics.median, [max(rank["epoch_s"] for rank in ranks) for ranks in epochs
                                                  if ranks[0]["epoch"] == 0]),
     }  # fmt: skip
+    expected = [run["expected_epoch_s"] for run in good if run.get("expected_epoch_s") is not None]
+    row["expected_epoch_s"] = _of(statistics.median, expected)
     for figure in ("compute_s", "exchange_s"):
         for best, which in ((max, "max"), (min, "min")):
             values = [best(rank[figure] for rank in ranks) for ranks in counted]

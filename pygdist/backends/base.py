@@ -191,6 +191,11 @@ class Backend(ABC):
         return 0 if self.routing is None else int(self.routing.first_hop.kept_bytes)
 
     @property
+    def expected_epoch_s(self) -> float | None:
+        """Seconds that an epoch was expected to take when it was planned, the same on all ranks; or ``None``."""
+        return None
+
+    @property
     def _num_ranks(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
 

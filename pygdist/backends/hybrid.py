@@ -119,6 +119,11 @@ class HybridBackend(RecomputingBackend):
             return self._greedy(found, widths, self.costs.by_hop(widths), None)
         return self._measured(found, widths, probe)
 
+    @property
+    @override
+    def expected_epoch_s(self) -> float | None:
+        return None if self.expected is None else self.expected.epoch_s
+
     def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         shard, communicator = self.shard, self.communicator
         if communicator.world_size == 1 or not widths:

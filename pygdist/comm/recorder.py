@@ -15,7 +15,8 @@ class Span:
     """Something that a rank did.
 
     Attributes:
-        kind: ``pack``, ``send``, ``wait``, ``unpack``, ``reduce``, or what a caller adds.
+        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or what a caller adds; these follow
+            one another. ``travel`` is an exchange from its beginning to its end, whatever the rank does meanwhile.
         label: Of which exchange.
         start: Nanoseconds on this machine's monotonic clock.
         end: The same.

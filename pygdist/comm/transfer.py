@@ -7,6 +7,7 @@ chunks arrive one after the other instead of all at the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pygdist.comm.recorder import recorded
+from pygdist.comm.recorder import Span, recorded
 
 if TYPE_CHECKING:
     from pygdist.comm.communicator import Communicator
@@ -69,6 +70,7 @@ class Transfer:
         self._sends: dict[int, list[Any]] = {}
         self._posted = 0  # of the targets
         self._asked: int | None = None
+        self._began = time.monotonic_ns()
         communicator.announce(label)
         communicator.meter.total.calls += 1
         if not communicator.is_nccl:
@@ -94,6 +96,9 @@ class Transfer:
         for rank, works in self._sends.items():
             self._wait(works, rank)
         self._sends.clear()
+        if self._communicator.recorder is not None:
+            end = time.monotonic_ns()
+            self._communicator.recorder.spans.append(Span("travel", self._label, self._began, end))
         self._communicator.done()
 
     def _post(self, steps: int) -> None:

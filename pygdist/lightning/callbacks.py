@@ -39,6 +39,7 @@ class ExchangeMonitor(pl.Callback):
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
+    ``expected_epoch_s``           what a backend that plans (``hybrid``) expected of ``epoch_s``
     =============================  ==================================================================
 
     The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
@@ -99,6 +100,8 @@ class ExchangeMonitor(pl.Callback):
             "kept_mib_total": total[6],
         }
         figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
+        if pl_module.backend.expected_epoch_s is not None:
+            figures["expected_epoch_s"] = pl_module.backend.expected_epoch_s
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
             figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         # figures about ranks, reduced already: rank 0 logs them as they are

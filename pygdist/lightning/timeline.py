@@ -19,7 +19,8 @@ from pygdist.lightning.classifier import NodeClassifier
 __all__ = ["Timeline", "clock_offset"]
 
 _COLOURS = {
-    "compute": "C0", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5", "reduce": "C4",
+    "compute": "C0", "aggregate": "C9", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5", "reduce": "C4",
+    "travel": "0.6",
 }  # fmt: skip
 _PINGS = 9
 
@@ -28,9 +29,10 @@ class Timeline(pl.Callback):
     """Records what every rank did in some training epochs, and writes it as a picture and as a Chrome trace.
 
     A rank *packs* the rows that it sends, *sends* (hands them to the transport), *waits* until all of its own and
-    others' rows are through, and *unpacks* gradients that come back; the rest of an epoch is *compute*, DDP's averaging
-    of gradients included. Times are those of each machine's monotonic clock, aligned with rank 0's when training
-    starts. On CUDA they are times of the host, which runs ahead of the device.
+    others' rows are through, and *unpacks* gradients that come back; it *aggregates* what needs no rows or has them;
+    the rest of an epoch is *compute*, DDP's averaging of gradients included. On a line of its own stands while rows
+    *travel*: what a rank does meanwhile costs no time of its own. Times are those of each machine's monotonic clock,
+    aligned with rank 0's when training starts. On CUDA they are times of the host, which runs ahead of the device.
 
     Args:
         path: The trace, which Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open; rank 0 writes it when
@@ -114,6 +116,9 @@ def with_compute(spans: Sequence[Span], start: int, end: int, label: str) -> lis
     """Spans inside an epoch, and the gaps between them as ``compute``."""
     found, at = [], start
     for span in sorted(spans, key=lambda one: one.start):
+        if span.kind == "travel":
+            found.append(span)
+            continue
         if span.start > at:
             found.append(Span("compute", label, at, span.start))
         found.append(span)
@@ -131,7 +136,8 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events += [
             {
-                "ph": "X", "name": span.kind, "cat": span.kind, "pid": rank, "tid": 0, "ts": (span.start - first) / 1e3,
+                "ph": "X", "name": span.kind, "cat": span.kind, "pid": rank,
+                "tid": int(span.kind == "travel"), "ts": (span.start - first) / 1e3,
                 "dur": (span.end - span.start) / 1e3, "args": {"of": span.label},
             }
             for span in spans
@@ -140,7 +146,7 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
-    """A line for each rank, a colour for each kind."""
+    """A line for each rank, a colour for each kind; a thin one below it for what travels meanwhile."""
     from matplotlib.figure import Figure  # without pyplot: the user's choice of a window system is not touched
     from matplotlib.patches import Patch
 
@@ -150,7 +156,8 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
     for rank, spans in enumerate(by_rank):
         for kind, colour in _COLOURS.items():
             bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in spans if one.kind == kind]
-            axis.broken_barh(bars, (rank - 0.4, 0.8), facecolors=colour)
+            place = (rank + 0.28, 0.12) if kind == "travel" else (rank - 0.4, 0.64)
+            axis.broken_barh(bars, place, facecolors=colour)
     kinds = [kind for kind in _COLOURS if any(one.kind == kind for spans in by_rank for one in spans)]
     axis.legend(
         handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],

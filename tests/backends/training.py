@@ -35,7 +35,9 @@ class Columns(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "pygdist" and "spmm" in func.name():
-            self.found.append(out.size(1))
+            into = "into" in func.name()
+            # a hop in chunks writes into memory that it has: for each rank whose rows it reads, and for its own
+            self.found.append(args[0].size(1) if into else out.size(1))
         return out
 
     def take(self) -> list[int]:

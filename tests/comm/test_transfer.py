@@ -68,7 +68,7 @@ def _check_overlap(rank: int, world_size: int) -> float:
     time.sleep(1.0)
     start = time.perf_counter()
     transfer.finish()
-    assert {span.kind for span in communicator.recorder.spans} == {"send", "wait"}
+    assert {span.kind for span in communicator.recorder.spans} == {"send", "wait", "travel"}
     return time.perf_counter() - start
 
 

@@ -32,12 +32,15 @@ def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> N
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
     for rank in range(3):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-        assert {event["name"] for event in mine} == {"compute", "pack", "send", "wait", "unpack"}
+        assert {event["name"] for event in mine} == {"compute", "aggregate", "pack", "send", "wait", "unpack", "travel"}
         assert {event["args"]["of"] for event in mine if event["name"] == "compute"} == {"epoch 1", "epoch 2"}
         # what is fixed travelled in epoch 0: the second layer's rows go forward and their gradients back
-        labels = [event["args"]["of"] for event in mine if event["name"] == "wait"]
+        labels = [event["args"]["of"] for event in mine if event["name"] == "travel"]
         assert ["backward" in label for label in labels] == [False, True, False, True]
-        for one, following in itertools.pairwise(mine):
+        waits = {event["args"]["of"] for event in mine if event["name"] == "wait"}
+        assert waits <= set(labels)
+        assert {event["tid"] for event in mine if event["name"] == "travel"} == {1}
+        for one, following in itertools.pairwise([event for event in mine if event["name"] != "travel"]):
             assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
 
@@ -50,6 +53,9 @@ def test_gaps_are_compute() -> None:
         ("compute", 70, 80),
     ]  # fmt: skip
     assert with_compute([], 5, 5, "epoch 0") == []
+    travel = Span("travel", "a", 15, 70)  # that something travels is no reason not to compute
+    assert travel in with_compute([*spans, travel], 0, 80, "epoch 0")
+    assert len(with_compute([*spans, travel], 0, 80, "epoch 0")) == len(found) + 1
 
 
 @pytest.mark.parametrize("options", [{"first_epoch": -1}, {"epochs": 0}])
