@@ -243,8 +243,13 @@ class FetchingBackend(Backend):
         """How many rows a layer gets on this rank, for complaints."""
         return f"owns {self.shard.num_owned} nodes"
 
+    @property
+    def num_local(self) -> int:
+        """Rows of this rank that the running hop may read; more than :attr:`num_rows` where it computes fewer."""
+        return self.num_rows
+
     def _check_rows(self, layer: MessagePassing, name: str, value: Tensor) -> None:
-        if value.size(layer.node_dim) != self.num_rows:
+        if value.size(layer.node_dim) != self.num_local:
             raise InputError(
                 f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(layer.node_dim)} rows, but "
                 f"rank {self.shard.rank} {self._has}; a tensor that holds a row for every node "

@@ -145,7 +145,9 @@ class HybridBackend(RecomputingBackend):
             return kept[0]
 
         row, edge = probe.measure()
-        costs = HopCosts(row=row, edge=edge, fetch=tuple(value_s * width for width in widths))
+        # a hop that did not run is kept: its rows are fetched once, not in every epoch
+        fetch = tuple(value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, edge, strict=True))
+        costs = HopCosts(row=row, edge=edge, fetch=fetch)
         gradients = sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
         other_s = probe_reduce(communicator, gradients)
         probed = time.perf_counter()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import Linear, MessagePassing
+from torch_geometric.nn import GCNConv, GINConv, GINEConv, GraphConv, Linear, MessagePassing, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 
 from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = [
+    "computes_fewer",
     "fused_adjacency",
     "fused_arguments",
     "fuses",
@@ -161,6 +162,32 @@ def hooked_module(module: nn.Module) -> bool:
     """Whether somebody registered a hook on the module itself."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
+
+
+def computes_fewer(layer: MessagePassing) -> Literal["rows", "pairs"] | None:
+    """How a layer of one hop can be told to compute only the first of the rows that it reads.
+
+    ``"rows"``: it uses its rows for nothing but messages, so edges with fewer destinations are enough. ``"pairs"``: it
+    takes rows of sources and of destinations. ``None``: it has to compute as many as it is given.
+    """
+    for classes, how in _FEWER.items():
+        known = next((cls for cls in classes if isinstance(layer, cls)), None)
+        if known is not None:
+            written = _written(type(layer), known, ("forward", "message", "aggregate", "update"))
+            return how if written and not writes_hops(type(layer)) else None
+    return None
+
+
+def _written(cls: type, known: type, names: tuple[str, ...]) -> bool:
+    """Whether a class, or that which stands for it, has these methods of a layer of PyG's."""
+    own = [one for one in cls.__mro__ if not one.__name__.startswith("Distributed")]
+    return own[0] is known or all(getattr(own[0], name) is getattr(known, name) for name in names)
+
+
+_FEWER: dict[tuple[type[MessagePassing], ...], Literal["rows", "pairs"]] = {
+    (GCNConv,): "rows",
+    (SAGEConv, GraphConv, GINConv, GINEConv): "pairs",
+}
 
 
 def layer_name(layer: MessagePassing) -> str:

@@ -7,6 +7,7 @@ between hops, so each has its own: a layer of 600 features costs more than its w
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -57,14 +58,19 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[float, int | None]] = []  # when, and the hop that runs from then on, or none
+        # when, the hop that runs from then on, if any, and after which hop that is
+        self._marks: list[tuple[float, int | None, int]] = []
+
+    def begin(self, hop: int) -> None:
+        """A hop begins, which may be kept and so take no time: what follows comes after it."""
+        self._mark(None, hop)
 
     def timed(self, hop: int, run: Callable[..., Tensor], kwargs: Mapping[str, Any]) -> Tensor:
         """``run(**kwargs)`` as (a part of) hop number ``hop``, from 1."""
         inside = {name: self._both(value, hop, leaves=True) for name, value in kwargs.items()}
-        self._mark(hop)
+        self._mark(hop, hop)
         out = run(**inside)
-        self._mark(None)
+        self._mark(None, hop)
         marked: Tensor = self._both(out, hop, leaves=False)
         return marked
 
@@ -73,19 +79,17 @@ class Clock:
         between, inside = [0.0] * (num_hops + 1), [0.0] * num_hops
         for backward in (False, True):
             self._marks = []
-            self._mark(None)
+            self._mark(None, num_hops if backward else 0)
             if not backward:
                 out = step()
             elif out.requires_grad and parameters:
                 torch.autograd.grad(out, parameters, allow_unused=True)
-            self._mark(None)
-            at = num_hops if backward else 0  # the hop after which we are
-            for (start, hop), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            self._mark(None, 0)
+            for (start, hop, after), (end, _, _) in itertools.pairwise(self._marks):
                 if hop is None:
-                    between[at] += end - start
+                    between[after] += end - start
                 else:
                     inside[hop - 1] += end - start
-                    at = hop - 1 if backward else hop
         return between, inside
 
     def _both(self, value: Any, hop: int, *, leaves: bool) -> Any:
@@ -93,24 +97,25 @@ class Clock:
         if isinstance(value, (tuple, list)):
             return type(value)(self._both(one, hop, leaves=leaves) for one in value)
         if isinstance(value, Tensor) and value.requires_grad:
-            return _Mark.apply(value, self, None if leaves else hop)  # type: ignore[no-untyped-call]
+            mark = (None, hop - 1) if leaves else (hop, hop)
+            return _Mark.apply(value, self, mark)  # type: ignore[no-untyped-call]
         return value
 
-    def _mark(self, hop: int | None) -> None:
+    def _mark(self, hop: int | None, after: int) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._marks.append((time.perf_counter(), hop))
+        self._marks.append((time.perf_counter(), hop, after))
 
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, hop: int | None) -> Tensor:
-        ctx.clock, ctx.hop = clock, hop
+    def forward(ctx: Any, x: Tensor, clock: Clock, mark: tuple[int | None, int]) -> Tensor:
+        ctx.clock, ctx.mark = clock, mark
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.clock._mark(ctx.hop)
+        ctx.clock._mark(*ctx.mark)
         return grad, None, None
 
 

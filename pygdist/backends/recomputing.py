@@ -23,7 +23,7 @@ from typing_extensions import override
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
-from pygdist.backends.layers import neighbour_arguments
+from pygdist.backends.layers import computes_fewer, neighbour_arguments
 from pygdist.backends.probe import Clock, small_part, total
 from pygdist.backends.replicas import Rows, leading, make_rows
 from pygdist.errors import InputError
@@ -33,7 +33,7 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 
 __all__ = ["Probe", "RecomputingBackend"]
 
-_MOST_KEPT = 16  # inputs of models that stay the same
+_MOST_KEPT = 64  # inputs of models that stay the same, and edges of layers
 _Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
 _TRIED = 2  # rows of the graph on which hops are counted
 _WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
@@ -78,13 +78,15 @@ class RecomputingBackend(FetchingBackend):
         self._by_arguments: dict[tuple[object, ...], list[_Kind]] = {}  # what the arguments of a call are
         self._widths: dict[int, tuple[weakref.ref[nn.Module], tuple[int, ...]]] = {}  # of each model, by its id
         self._rows: Rows | None = None  # of the model that is running
-        self._entered: int | None = None  # the hop before which the running layer was entered
+        self._entered: int | None = None  # the hop with which the running layer begins
+        self._computes = 0  # the rows that it computes
         self._at = 0  # the hop that runs, or whose edge_updater runs
         self._alone: _Alone | None = None  # while the model runs on a graph of this rank's own, to be looked at
         # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
         self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
-        self._leading: dict[tuple[int, int], tuple[Adjacency, Adjacency]] = {}
+        self._leading: dict[tuple[int, int, int], tuple[Adjacency, Adjacency]] = {}
+        self._hops_of: dict[int, tuple[weakref.ref[MessagePassing], int]] = {}  # of each layer, by its id
 
     @abstractmethod
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
@@ -164,6 +166,12 @@ class RecomputingBackend(FetchingBackend):
     def model_output(self, output: Any) -> Any:
         rows, self._rows = self._rows, None
         return output if rows is None else _each(output, lambda out: _first(out, rows.num_rows, rows.num_owned))
+
+    @override
+    def begin_hop(self) -> None:
+        super().begin_hop()
+        if self._alone is not None and self._alone.clock is not None:
+            self._alone.clock.begin(self._hop)
 
     @override
     def end_forward(self) -> None:
@@ -282,38 +290,49 @@ class RecomputingBackend(FetchingBackend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._alone is not None:
+            before = self._hop
+            out = forward(layer, *args, **kwargs)
+            self._hops_of[id(layer)] = (weakref.ref(layer), self._hop - before)
+            return out
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
-        if self._alone is not None or self._entered is not None or not edges:
+        if self._entered is not None or not edges:
             return forward(layer, *args, **kwargs)
         rows, hop = self._running, self._hop + 1
         num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
         kept_edges = int(edges[0].csr().indptr[rows.computed[hop]])
+        # a layer of several hops needs all its rows to the last one
+        counted = self._hops_of.get(id(layer))
+        one_hop = counted is not None and counted[0]() is layer and counted[1] == 1
+        fewer = computes_fewer(layer) if one_hop and args and isinstance(args[0], Tensor) else None
+        num_computed = num_rows if fewer is None else rows.computed[hop]
 
         def trimmed(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
-                return self._first_rows(value, hop)
+                return self._first_rows(value, hop, num_computed)
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
             if name.startswith("edge_") and value.size(0) == num_edges:
                 return value[:kept_edges]
-            return _first(value, rows.num_rows, num_rows, dim=_node_dim(layer, value))
+            value = _first(value, rows.num_rows, num_rows, dim=_node_dim(layer, value))
+            pair = fewer == "pairs" and name == "x" and num_computed < num_rows
+            return (value, value[:num_computed]) if pair else value
 
         args, kwargs = _mapped(forward, (layer, *args), kwargs, trimmed)
-        self._entered = hop
+        self._entered, self._computes = hop, num_computed
         try:
             out = forward(*args, **kwargs)
         finally:
             self._entered = None
-        missing = rows.num_rows - num_rows
-        return out if missing == 0 else _each(out, lambda one: _padded(layer, one, num_rows, missing))
+        return _each(out, lambda one: _padded(layer, one, (num_rows, num_computed), rows.num_rows))
 
-    def _first_rows(self, adjacency: Adjacency, hop: int) -> Adjacency:
-        """The edges that a hop and those after it need."""
+    def _first_rows(self, adjacency: Adjacency, hop: int, num_rows: int) -> Adjacency:
+        """The edges that a hop and those after it need, into the first ``num_rows`` rows."""
         rows = self._running
-        key = (id(adjacency), hop)
+        key = (id(adjacency), hop, num_rows)
         if key not in self._leading:
             with torch.inference_mode(False):
-                made = leading(adjacency, rows.computed[hop - 1], rows.computed[hop], rows.num_sources[hop - 1])
+                made = leading(adjacency, num_rows, rows.computed[hop], rows.num_sources[hop - 1])
             if len(self._leading) >= _MOST_KEPT:
                 self._leading.pop(next(iter(self._leading)))
             self._leading[key] = (adjacency, made)
@@ -393,7 +412,12 @@ class RecomputingBackend(FetchingBackend):
             return self._alone.num_rows
         if self._rows is None:
             return self.shard.num_owned
-        return self._rows.num_rows if self._entered is None else self._rows.computed[self._entered - 1]
+        return self._rows.num_rows if self._entered is None else self._computes
+
+    @property
+    @override
+    def num_local(self) -> int:
+        return self.num_rows if self._entered is None else self._running.computed[self._entered - 1]
 
     @property
     @override
@@ -447,12 +471,13 @@ def _first(value: Tensor, num_rows: int, wanted: int, dim: int = 0) -> Tensor:
     return value.narrow(dim, 0, wanted) if num_rows != wanted and value.size(dim) == num_rows else value
 
 
-def _padded(layer: MessagePassing, out: Tensor, num_rows: int, missing: int) -> Tensor:
+def _padded(layer: MessagePassing, out: Tensor, computed: tuple[int, int], num_rows: int) -> Tensor:
+    """The rows that a layer computed, and zeros for the others."""
     dim = _node_dim(layer, out)
-    if out.size(dim) != num_rows:
+    if out.size(dim) not in computed or out.size(dim) == num_rows:
         return out
     shape = list(out.shape)
-    shape[dim] = missing
+    shape[dim] = num_rows - out.size(dim)
     return torch.cat([out, out.new_zeros(shape)], dim=dim)
 
 

@@ -301,6 +301,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _another_way(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``way`` in the place of a layer's ``forward``, which runs where ``way`` returns ``None``."""
 
+    @functools.wraps(own)
     def forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
         backend: Backend = getattr(type(self), _BACKEND)
         result = way(backend, self, own, *args, **kwargs)

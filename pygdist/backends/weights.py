@@ -67,6 +67,8 @@ def _where_usable(
 ) -> Tensor | None:
     if not (backend.savings.cheaper_side and _usable(layer, x, edge_index)):
         return None
+    if not isinstance(x, Tensor) and way not in _TAKE_PAIRS:
+        return None
     return way(backend, layer, own, x, edge_index, *args, **kwargs)
 
 
@@ -127,7 +129,7 @@ def _arma(
 
 
 def _sage(
-    backend: Backend, layer: SAGEConv, own: Forward, x: Tensor, edge_index: Tensor, size: Any = None
+    backend: Backend, layer: SAGEConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None
 ) -> Tensor | None:
     if layer.project:  # by a layer that is not linear
         return None
@@ -139,7 +141,7 @@ def _graph(
     backend: Backend,
     layer: GraphConv,
     own: Forward,
-    x: Tensor,
+    x: Any,
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
     size: Any = None,
@@ -153,29 +155,34 @@ def _neighbours_first(
     layer: MessagePassing,
     names: tuple[str, str | None],
     own: Forward,
-    x: Tensor,
+    x: Any,
     edge_weight: Tensor | None,
     *args: Any,
     size: Any,
 ) -> Tensor | None:
     """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
-    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
+    rows = _rows(x)
+    if layer.out_channels >= rows.size(-1) or _fixed(backend, layer, rows, edge_weight):
         return None
+    if not isinstance(x, Tensor):  # fewer rows are computed than read: the other weight is for those alone
+        lin = getattr(layer, names[0])
+        twin = stand_in(layer, **{names[0]: partial(_plus, bias=lin.bias)})
+        return own(twin, (functional.linear(rows, lin.weight), x[1]), *args, size=size)
     lins = {name: getattr(layer, name) for name in names if name is not None}
     products = functional.linear(x, torch.cat([lin.weight for lin in lins.values()])).split(layer.out_channels, dim=1)
     twin = stand_in(layer, **{name: partial(_plus, bias=lin.bias) for name, lin in lins.items()})
     return own(twin, (products[0], products[-1]), *args, size=size)
 
 
-def _gin(
-    backend: Backend, layer: GINConv, own: Forward, x: Tensor, edge_index: Tensor, size: Any = None
-) -> Tensor | None:
+def _gin(backend: Backend, layer: GINConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
-    found = _first_linear(layer.nn)
-    if found is None or found[0].weight.size(0) >= x.size(-1) or _fixed(backend, layer, x, None):
+    found, rows = _first_linear(layer.nn), _rows(x)
+    if found is None or found[0].weight.size(0) >= rows.size(-1) or _fixed(backend, layer, rows, None):
         return None
     first, rest = found
-    return own(stand_in(layer, nn=rest), functional.linear(x, first.weight), edge_index, size=size)
+    product = functional.linear(rows, first.weight)
+    given = product if isinstance(x, Tensor) else (product, functional.linear(x[1], first.weight))
+    return own(stand_in(layer, nn=rest), given, edge_index, size=size)
 
 
 def _first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
@@ -203,6 +210,15 @@ _WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
 }
 
 
+_TAKE_PAIRS = (_gin, _graph, _sage)
+
+
+def _rows(x: Any) -> Tensor:
+    """The rows of the sources."""
+    rows: Tensor = x[0] if isinstance(x, tuple) else x
+    return rows
+
+
 def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
     # autocast gives products in half precision, and adds the bias there
     return out if bias is None else out + bias.to(out.dtype)
@@ -227,9 +243,9 @@ def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
     lins = [module for name, module in layer.named_children() if name.startswith("lin")]
     lins = [lin for module in lins for lin in (module if isinstance(module, nn.ModuleList) else [module])]
     return (
-        isinstance(x, Tensor)
-        and x.dim() == 2
-        and x.layout == torch.strided
+        (isinstance(x, Tensor) or (isinstance(x, tuple) and all(isinstance(part, Tensor) for part in x)))
+        and _rows(x).dim() == 2
+        and _rows(x).layout == torch.strided
         and isinstance(edge_index, Adjacency)
         and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
         and all(is_linear(lin) for lin in lins)

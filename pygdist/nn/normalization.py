@@ -20,7 +20,7 @@ from pygdist.nn.norms import Ranks
 
 __all__ = ["GlobalGCNNorm"]
 
-_MOST_KEPT = 8  # kinds of normalisation and adjacencies; what is kept longest goes first
+_MOST_KEPT = 64  # results; what is kept longest goes first
 
 
 class GlobalGCNNorm:
@@ -87,6 +87,7 @@ class GlobalGCNNorm:
             num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
             edge_index, perm = Adjacency.from_unsorted(edge_index, num_src=num_src, num_dst=num_nodes)
             edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
+        num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
         csr = edge_index.csr()
         if add_self_loops:
             csr, edge_weight = _with_remaining_self_loops(csr, edge_weight, fill_value, num_nodes)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch_geometric.nn as pyg
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GCN, GCNConv, SAGEConv
 
 from pygdist.backends import CacheBackend, distribute
@@ -145,3 +148,39 @@ def test_an_argument_as_long_as_one_rank_s_nodes_holds_no_row_per_node(tmp_path:
     found = pool.run(_as_long_as_one_rank, 3, str(tmp_path / "parts"))
     assert [same for _, same in found] == [1, 0, 0]
     assert max(difference for difference, _ in found) == 0
+
+
+class Products(TorchDispatchMode):
+    """Rows of each dense product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name() in ("aten::mm", "aten::addmm"):
+            self.rows.append(out.size(0))
+        return out
+
+
+def _product_rows(rank: int, world_size: int, folder: str, name: str) -> tuple[list[int], tuple[int, ...]]:
+    backend, shard, _ = _bound(folder, rank)
+    torch.manual_seed(0)
+    model = distribute(getattr(pyg, name)(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    model(shard.x, shard.adjacency)
+    with Products() as products, torch.no_grad():
+        model(shard.x, shard.adjacency)
+    assert backend._by_widths
+    return products.rows, next(iter(backend._by_widths.values())).computed
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])
+def test_weights_meet_no_row_that_no_later_layer_needs(name: str, tmp_path: Path, pool: RankPool) -> None:
+    """Features of two hops around are there to be summed up; what is made of the sums is needed of one hop around."""
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[4], tmp_path / "parts", num_parts=4, method="x", arguments={}, notes=[])
+    for rows, computed in pool.run(_product_rows, 4, str(tmp_path / "parts"), name):
+        assert computed[0] >= computed[1] > computed[2]
+        assert max(rows) <= computed[1]
+        assert rows[-1] in computed[1:]
