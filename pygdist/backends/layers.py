@@ -16,6 +16,7 @@ from pygdist.graph import Adjacency
 from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = [
+    "BASE",
     "computes_fewer",
     "fused_adjacency",
     "fused_arguments",
@@ -32,6 +33,9 @@ __all__ = [
     "writes_hops",
     "written_hop",
 ]
+
+BASE = "_pygdist_base"
+"""Attribute of a class that stands for a layer's: the layer's own class."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -170,18 +174,14 @@ def computes_fewer(layer: MessagePassing) -> Literal["rows", "pairs"] | None:
     ``"rows"``: it uses its rows for nothing but messages, so edges with fewer destinations are enough. ``"pairs"``: it
     takes rows of sources and of destinations. ``None``: it has to compute as many as it is given.
     """
+    own = getattr(type(layer), BASE, type(layer))
     for classes, how in _FEWER.items():
-        known = next((cls for cls in classes if isinstance(layer, cls)), None)
+        known = next((cls for cls in classes if issubclass(own, cls)), None)
         if known is not None:
-            written = _written(type(layer), known, ("forward", "message", "aggregate", "update"))
-            return how if written and not writes_hops(type(layer)) else None
+            names = ("forward", "message", "aggregate", "update")
+            written = all(getattr(own, name) is getattr(known, name) for name in names)
+            return how if written and not writes_hops(own) else None
     return None
-
-
-def _written(cls: type, known: type, names: tuple[str, ...]) -> bool:
-    """Whether a class, or that which stands for it, has these methods of a layer of PyG's."""
-    own = [one for one in cls.__mro__ if not one.__name__.startswith("Distributed")]
-    return own[0] is known or all(getattr(own[0], name) is getattr(known, name) for name in names)
 
 
 _FEWER: dict[tuple[type[MessagePassing], ...], Literal["rows", "pairs"]] = {

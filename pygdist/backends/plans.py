@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.probe import HopCosts
-from pygdist.backends.replicas import replicas_of
 from pygdist.comm import Communicator
 from pygdist.graph.neighbourhood import Neighbourhood
+from pygdist.native import NativeDependencies, load
 
 __all__ = ["Expected", "expected_epoch", "load_plan", "plan_key", "save_plan"]
 
@@ -65,42 +66,28 @@ def expected_epoch(
         found: The nodes around this rank.
         num_owned: The first so many are its own.
         num_halo: After them, the sources of its edges.
-        chosen: Which of these are computed here, by hop; see :func:`~.replicas.replicas_of`.
+        chosen: Which of these are computed here, by hop; see :func:`~pygdist.backends.replicas.replicas_of`.
         costs: Of rows and edges.
         latency_s: Of an exchange, there and back, whatever its size.
         other_s: What does not depend on the choice.
         overlap: Whether edges from this rank's own rows are aggregated while others' travel.
     """
     num_hops = len(chosen)
-    needed = replicas_of(found, num_owned, list(chosen))
-    own = torch.arange(found.n_id.numel()) < num_owned
-    is_halo = torch.zeros_like(own)
-    is_halo[num_owned : num_owned + num_halo] = True
-    degree = found.indptr.diff()
-    rows = [num_owned + int(mask.sum()) for mask in needed]
-    compute = [costs.row[hop] * rows[hop] for hop in range(num_hops + 1)]
-    compute.append(sum(costs.edge[hop] * float(degree[own | needed[hop + 1]].sum()) for hop in range(num_hops)))
-    fetched = [is_halo & ~needed[hop] for hop in range(num_hops)]
+    needed, edges = _followed(found, num_owned, num_halo, chosen)
+    halo = slice(num_owned, num_owned + num_halo)
+    compute = sum(costs.row[hop] * (num_owned + int(needed[hop].sum())) for hop in range(num_hops + 1))
+    compute += sum(costs.edge[hop] * edges[hop][0] for hop in range(num_hops))
     # a rank is as busy as what it receives or what others want of it
     size = communicator.world_size
-    wants = torch.stack([torch.bincount(found.owner[mask], minlength=size) for mask in fetched]) if num_hops else None
-    everyone = communicator.gather([] if wants is None else wants.flatten().double().tolist()).view(
-        size, num_hops, size
-    )
+    wants = [np.bincount(found.owner[halo].numpy()[needed[hop, halo] == 0], minlength=size) for hop in range(num_hops)]
+    everyone = communicator.gather([float(count) for part in wants for count in part]).view(size, num_hops, size)
     received, sent = everyone.sum(2), everyone.sum(0).t()
-    moved = torch.maximum(received, sent).amax(0)  # of the busiest rank, by hop
-    exchange = [
-        float(moved[hop]) * costs.fetch[hop] + (latency_s if moved[hop] > 0 else 0.0) for hop in range(num_hops)
-    ]
-    hidden = 0.0
-    if overlap:
-        for hop in range(num_hops):
-            mine = own | needed[hop + 1]
-            local = degree[mine].sum() - _edges_from(found, mine, fetched[hop])
-            hidden += min(costs.edge[hop] * float(local), exchange[hop])
-    total, busy = sum(compute), sum(exchange)
+    moved = torch.maximum(received, sent).amax(0).tolist()  # of the busiest rank, by hop
+    exchange = [rows * costs.fetch[hop] + (latency_s if rows > 0 else 0.0) for hop, rows in enumerate(moved)]
+    total, busy = compute, sum(exchange)
+    hidden = sum(min(costs.edge[hop] * edges[hop][1], exchange[hop]) for hop in range(num_hops)) if overlap else 0.0
     figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()
-    counts = communicator.gather([float(mask[is_halo].sum()) for mask in chosen] + [float(num_halo)]).sum(0)
+    counts = communicator.gather([float(mask[halo].sum()) for mask in chosen] + [float(num_halo)]).sum(0)
     return Expected(
         epoch_s=figures[0] + other_s,
         compute_s=figures[1],
@@ -110,10 +97,26 @@ def expected_epoch(
     )
 
 
-def _edges_from(found: Neighbourhood, target: Tensor, source: Tensor) -> int:
-    """Edges into some rows that come from some others."""
-    into = torch.repeat_interleave(target, found.indptr.diff())
-    return int((into & source[found.index]).sum())
+def _followed(
+    found: Neighbourhood, num_owned: int, num_halo: int, chosen: Sequence[Tensor]
+) -> tuple[np.ndarray, list[list[int]]]:
+    """Replicas whose rows are needed after each hop, ``(hops + 1, N)``; edges of each hop, and those from rows here."""
+    native = load()
+    assert native is not None, "who plans has looked"
+    indptr, index = found.indptr.numpy(), found.index.numpy()
+    num_rows, num_hops = found.n_id.numel(), len(chosen)
+    mine = np.ascontiguousarray(torch.stack(list(chosen))[:, num_owned : num_owned + num_halo].numpy(), dtype=np.uint8)
+    needed, edges = np.empty((num_hops + 1, num_rows), dtype=np.uint8), np.empty((num_hops, 2), dtype=np.int64)
+    given = NativeDependencies(
+        num_rows=num_rows,
+        num_owned=num_owned,
+        num_halo=num_halo,
+        indptr=indptr.ctypes.data,
+        index=index.ctypes.data,
+        num_hops=num_hops,
+    )
+    native.pygdist_follow_dependencies(ctypes.byref(given), mine.ctypes.data, needed.ctypes.data, edges.ctypes.data)
+    return needed, edges.tolist()
 
 
 def plan_key(facts: dict[str, Any]) -> str:

@@ -23,10 +23,10 @@ from pygdist.kernels import CSR
 
 __all__ = ["Clock", "HopCosts", "probe_exchange", "probe_reduce", "small_part", "total"]
 
-_MOST_ROWS, _MOST_EDGES = 30_000, 300_000  # of the graph that a model is timed on: beyond most caches, soon done
+_MOST_ROWS = 30_000  # of the graph that a model is timed on
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
-_LONG_ENOUGH_S = 0.05  # token buckets and the kernel's buffers hide the rate of a link for the first milliseconds
+_LONG_ENOUGH_S = 0.03  # token buckets and the kernel's buffers hide the rate of a link for the first milliseconds
 _ROUNDS = 3
 
 
@@ -119,10 +119,10 @@ class _Mark(torch.autograd.Function):
         return grad, None, None
 
 
-def small_part(adjacency: Adjacency) -> Adjacency:
-    """The edges into some of the rows, from wherever their sources fall among these."""
+def small_part(adjacency: Adjacency, num_edges: int) -> Adjacency:
+    """The edges into the first rows, at most so many, from wherever their sources fall among these rows."""
     csr = adjacency.csr()
-    num_rows = min(csr.num_rows, _MOST_ROWS, int(torch.searchsorted(csr.indptr, _MOST_EDGES)))
+    num_rows = min(csr.num_rows, _MOST_ROWS, int(torch.searchsorted(csr.indptr, num_edges)))
     end = int(csr.indptr[num_rows])
     index = csr.index[:end] % max(num_rows, 1)
     return Adjacency.from_csr(CSR(csr.indptr[: num_rows + 1], index, num_rows))

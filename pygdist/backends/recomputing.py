@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ _MOST_KEPT = 64  # inputs of models that stay the same, and edges of layers
 _Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
 _TRIED = 2  # rows of the graph on which hops are counted
 _WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
+_PROBED_EDGES = (50_000, 500_000)  # of the graph that it is timed on: more, beyond most caches, where that is soon done
+_LONG_ENOUGH_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -232,8 +235,36 @@ class RecomputingBackend(FetchingBackend):
 
         The model trains there, forward and backward, a few times; the first times it makes what it keeps.
         """
-        part = small_part(self.shard.adjacency)
+        parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+        for most_edges in _PROBED_EDGES:
+            part = small_part(self.shard.adjacency, most_edges)
+            start = time.perf_counter()
+            rounds = self._timed(model, args, kwargs, kinds, part, parameters, num_hops)
+            if float(self.communicator.gather([time.perf_counter() - start]).max()) > _LONG_ENOUGH_S:
+                break
+        num_rows, num_edges = part.num_dst, part.size(1)
+        between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
+        counts = self.communicator.gather([float(num_rows), float(num_edges), *between, *inside]).sum(0)
+        rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
+        return (
+            tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
+            tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
+        )
+
+    def _timed(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kinds: list[_Kind],
+        part: Adjacency,
+        parameters: list[Tensor],
+        num_hops: int,
+    ) -> list[tuple[list[float], ...]]:
+        """Seconds between hops and in hops of a few passes over a part of the rank's rows and edges."""
         num_rows, num_edges, kind = part.num_dst, part.size(1), iter(kinds)
+        if not (num_rows and num_edges):
+            return [([0.0] * (num_hops + 1), [0.0] * num_hops)]
 
         def cut(name: str, value: Any) -> Any:
             of = next(kind)
@@ -243,25 +274,15 @@ class RecomputingBackend(FetchingBackend):
 
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = _mapped(model.forward, args, kwargs, cut)
-            parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
             clock = Clock(self.shard.n_id.device)
+
+            def step() -> Tensor:
+                self._hop = 0
+                self.routing.first_hop.begin_forward()
+                return total(model.forward(*args, **kwargs))
+
             with self._by_itself(model, _Alone(num_rows, clock), training=True):
-
-                def step() -> Tensor:
-                    self._hop = 0
-                    self.routing.first_hop.begin_forward()
-                    return total(model.forward(*args, **kwargs))
-
-                rounds: list[tuple[list[float], ...]] = [([0.0] * (num_hops + 1), [0.0] * num_hops)]
-                if num_rows and num_edges:
-                    rounds = [clock.seconds(step, parameters, num_hops) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
-        between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
-        counts = self.communicator.gather([float(num_rows), float(num_edges), *between, *inside]).sum(0)
-        rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
-        return (
-            tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
-            tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
-        )
+                return [clock.seconds(step, parameters, num_hops) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
 
     @contextlib.contextmanager
     def _by_itself(self, model: nn.Module, alone: _Alone, *, training: bool) -> Iterator[_Alone]:

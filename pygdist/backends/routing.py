@@ -25,6 +25,7 @@ from pygdist.backends.attention import UNSEEN, Unweighted, attention_forward, at
 from pygdist.backends.base import Backend
 from pygdist.backends.blocks import Blocks
 from pygdist.backends.layers import (
+    BASE,
     fused_adjacency,
     fused_arguments,
     fuses,
@@ -46,7 +47,7 @@ from pygdist.nn.self_loops import KeptSelfLoops
 __all__ = ["distribute", "undistribute"]
 
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
-_BASE, _BACKEND, _HOOK = "_pygdist_base", "_pygdist_backend", "_pygdist_hook"
+_BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
 def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = None) -> nn.Module:
@@ -75,7 +76,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
     routed = _routing_of(backend)
     savings = Savings() if savings is None else savings
-    if savings != backend.savings and any(getattr(type(layer), _BASE, None) for layer in routed.layers):
+    if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in routed.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
     routed.first_hop.forget()
@@ -101,7 +102,7 @@ def undistribute(model: nn.Module) -> nn.Module:
     for hook in model.__dict__.pop(_HOOK, ()):
         hook.remove()
     for module in model.modules():
-        base = getattr(type(module), _BASE, None)
+        base = getattr(type(module), BASE, None)
         if base is None:
             continue
         routing = _routing_of(getattr(type(module), _BACKEND))
@@ -210,7 +211,7 @@ class _Routing:
     def _body(self, base: type[nn.Module]) -> dict[str, Any]:
         """What every generated class defines."""
         return {
-            _BASE: base,
+            BASE: base,
             _BACKEND: self.backend,
             "__reduce_ex__": _reduce,
             "__module__": base.__module__,
@@ -379,7 +380,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     # generated classes have no importable name: rebuild from the layer's own class and the backend
     cls = type(self)
     state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
-    return _rebuild, (getattr(cls, _BASE), getattr(cls, _BACKEND)), state
+    return _rebuild, (getattr(cls, BASE), getattr(cls, _BACKEND)), state
 
 
 def _rebuild(base: type[nn.Module], backend: Backend) -> nn.Module:

@@ -119,4 +119,33 @@ int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* 
   return PYGDIST_NO_MEMORY;
 }
 
+int32_t pygdist_follow_dependencies(const pygdist_dependencies* given, const uint8_t* chosen, uint8_t* needed,
+                                    int64_t* edges) {
+  const int64_t rows = given->num_rows, own = given->num_owned, halo = given->num_halo;
+  std::fill(needed, needed + (given->num_hops + 1) * rows, 0);
+  for (int32_t hop = given->num_hops; hop > 0; --hop) {
+    const uint8_t* const later = needed + hop * rows;
+    uint8_t* const now = needed + (hop - 1) * rows;
+    const uint8_t* const mine = chosen + (hop - 1) * halo;
+    for (int64_t i = 0; i < halo; ++i) now[own + i] = mine[i];
+    for (int64_t row = own; row < rows; ++row) {
+      if (!later[row]) continue;
+      now[row] = 1;
+      for (int64_t edge = given->indptr[row]; edge < given->indptr[row + 1]; ++edge) now[given->index[edge]] = 1;
+    }
+    std::fill(now, now + own, 0);
+    int64_t all = 0, here = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (row >= own && !later[row]) continue;
+      all += given->indptr[row + 1] - given->indptr[row];
+      for (int64_t edge = given->indptr[row]; edge < given->indptr[row + 1]; ++edge) {
+        here += given->index[edge] < own || now[given->index[edge]];
+      }
+    }
+    edges[2 * (hop - 1)] = all;
+    edges[2 * (hop - 1) + 1] = here;
+  }
+  return PYGDIST_OK;
+}
+
 }  // extern "C"

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 9
+#define PYGDIST_ABI_VERSION 10
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -215,6 +215,12 @@ typedef struct pygdist_dependencies {
 // chosen[(hop - 1) * num_halo + i]: halo row i is a replica before hop `hop`; else it is fetched. seconds[2 (hop - 1)]:
 // of computing these, each counted once, and after it of fetching the others.
 PYGDIST_API int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen, double* seconds);
+
+// What follows from a choice. needed[hop * num_rows + row], hops from 0: the row is a replica whose values after that
+// hop are needed. edges[2 (hop - 1)]: edges that hop `hop` aggregates over, and after it how many of these come from rows
+// that are here. Only rows and edges of `given` are looked at.
+PYGDIST_API int32_t pygdist_follow_dependencies(const pygdist_dependencies* given, const uint8_t* chosen,
+                                                uint8_t* needed, int64_t* edges);
 
 // Edges as text: an edge a line, ids in the first two columns, columns parted by blanks or a comma; `#` begins a comment.
 typedef struct pygdist_text {
