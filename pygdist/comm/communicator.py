@@ -22,7 +22,7 @@ from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, recorded
-from pygdist.comm.transfer import Transfer
+from pygdist.comm.transfer import Courier, Transfer
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
 
@@ -63,6 +63,7 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.meter = TrafficMeter()
         self.buffers = Buffers()
+        self.courier = Courier()
         self.recorder: Recorder | None = None
         self.epoch = 0
         self.check_order = check_order

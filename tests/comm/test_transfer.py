@@ -44,6 +44,8 @@ def test_all_that_is_given_arrives(ring: bool, back: bool, pool: RankPool) -> No
 
 def _check_order(rank: int, world_size: int) -> list[list[int]]:
     transfer = Transfer(Communicator(dist.new_group()), [torch.empty(0)] * world_size, "nothing")
+    for target in transfer.targets:
+        transfer.give(target, torch.empty(0))
     transfer.finish()
     return [transfer.targets, transfer.sources]
 
@@ -68,7 +70,7 @@ def _check_overlap(rank: int, world_size: int) -> float:
     time.sleep(1.0)
     start = time.perf_counter()
     transfer.finish()
-    assert {span.kind for span in communicator.recorder.spans} == {"send", "wait", "travel"}
+    assert {span.kind for span in communicator.recorder.spans} <= {"wait", "travel"}
     return time.perf_counter() - start
 
 

@@ -32,13 +32,16 @@ def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> N
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
     for rank in range(3):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-        assert {event["name"] for event in mine} == {"compute", "aggregate", "pack", "send", "wait", "unpack", "travel"}
+        assert {event["name"] for event in mine} == {"compute", "aggregate", "pack", "wait", "unpack", "travel"}
         assert {event["args"]["of"] for event in mine if event["name"] == "compute"} == {"epoch 1", "epoch 2"}
         # what is fixed travelled in epoch 0: the second layer's rows go forward and their gradients back
         labels = [event["args"]["of"] for event in mine if event["name"] == "travel"]
-        assert ["backward" in label for label in labels] == [False, True, False, True]
+        back = [
+            name for name, _ in itertools.groupby(label.partition(",")[2].split(",")[0].strip() for label in labels)
+        ]
+        assert back == ["forward", "backward", "forward", "backward"]
         waits = {event["args"]["of"] for event in mine if event["name"] == "wait"}
-        assert waits <= set(labels)
+        assert all(any(label.startswith(wait) for label in labels) for wait in waits)
         assert {event["tid"] for event in mine if event["name"] == "travel"} == {1}
         for one, following in itertools.pairwise([event for event in mine if event["name"] != "travel"]):
             assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
