@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Courier", "Transfer"]
 
 
+_AHEAD = 2  # chunks that are sent for at once: ranks are not quite at the same pace, and no link should wait for them
+
+
 class Transfer:
     """What travels in one exchange; every rank makes one, with the same label.
 
@@ -125,18 +128,23 @@ class Transfer:
         """On the courier's thread: send to one rank and take from one, then to and from the next.
 
         A send is over when its rows are in a buffer of the kernel, so it is what arrives that tells when the link is
-        free: all ranks go round at the same pace.
+        free.
         """
         try:
-            for target, source in zip(self.targets, self.sources, strict=True):
-                if not moves.given[target].wait(self._communicator.timeout.total_seconds()):
-                    raise RuntimeError(f"rows for rank {target} were never given")
-                start, self._asked = time.monotonic_ns(), source
-                self._post_step(target, source)
+            start = time.monotonic_ns()
+            for step, source in enumerate(self.sources):
+                while self._posted < min(step + _AHEAD, len(self.targets)):
+                    target = self.targets[self._posted]
+                    if not moves.given[target].wait(self._communicator.timeout.total_seconds()):
+                        raise RuntimeError(f"rows for rank {target} were never given")
+                    self._post_step(target, self.sources[self._posted])
+                    self._posted += 1
+                self._asked = source
                 for work in self._receives.pop(source, []):
                     work.wait(self._communicator.timeout)
                     self._note(f"rank {source}", start)
                 moves.here[source].set()
+                start = time.monotonic_ns()
             for target, works in self._sends.items():
                 self._asked = target
                 for work in works:
