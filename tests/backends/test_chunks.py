@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,10 @@ def _model(name: str, num_features: int) -> torch.nn.Module:
     return made
 
 
-def _check_epochs(rank: int, world_size: int, store: str, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of four epochs held, did and sent on this rank."""
+def _check_epochs(
+    rank: int, world_size: int, store: str, name: str, arguments: dict[str, Any], late_s: float = 0.0
+) -> list[dict[str, Any]]:
+    """What each of four epochs held, did and sent on this rank; rank 0 begins late."""
     shard, backend = Shard.load(store, rank), CommBackend(**arguments)
     backend.bind(shard, Communicator(dist.new_group()))
     communicator, x = backend.communicator, shard.x.float()
@@ -149,11 +152,12 @@ def _check_epochs(rank: int, world_size: int, store: str, name: str, arguments: 
     for _ in range(4):
         communicator.recorder = Recorder()
         communicator.meter.reset()
+        time.sleep(late_s if rank == 0 else 0.0)
         model(x, shard.adjacency).sum().backward()
         epochs.append(
             {
                 "memory": [tensor.data_ptr() for tensor in communicator.buffers.tensors],
-                "spans": [(span.kind, span.label) for span in communicator.recorder.spans],
+                "spans": communicator.recorder.spans,
                 "sent": communicator.meter.total.sent_bytes,
                 "halo": shard.num_halo,
             }
@@ -168,14 +172,14 @@ def test_no_memory_is_asked_for_anew(tmp_path: Path, overlap: bool, pool: RankPo
         assert epochs[1]["memory"] == epochs[2]["memory"] == epochs[3]["memory"]
 
 
-def test_own_rows_are_aggregated_before_the_first_wait_only_where_they_overlap(tmp_path: Path, pool: RankPool) -> None:
+def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(tmp_path: Path, pool: RankPool) -> None:
     store = _store(tmp_path, 3)
     for overlap in (True, False):
-        for epochs in pool.run(_check_epochs, 3, store, "GCN", {"overlap": overlap}):
+        for epochs in pool.run(_check_epochs, 3, store, "GCN", {"overlap": overlap}, 0.3)[1:]:
             spans = epochs[-1]["spans"]
-            waits = [number for number, (kind, label) in enumerate(spans) if kind == "wait" and "forward" in label]
-            first = spans.index(("aggregate", "own rows"))
-            assert (first < waits[0]) == overlap
+            start = next(one.start for one in spans if (one.kind, one.label) == ("aggregate", "own rows"))
+            late = max(one.end for one in spans if one.kind == "travel" and "hop 2 of GCNConv, forward" in one.label)
+            assert (start < late) == overlap
 
 
 @pytest.mark.parametrize(("wire", "size"), [(None, 4), ("bfloat16", 2)])
