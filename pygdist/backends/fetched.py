@@ -133,7 +133,9 @@ class FetchingBackend(Backend):
         super().unbind()
 
     def _exchanged(self, x: Tensor, plan: ExchangePlan, label: str) -> Tensor:
-        return self.communicator.exchange_rows(x, plan, label=label, ring=self.ring, wire=self._wire)
+        wide = x.is_floating_point() and x.element_size() > 2  # ids must not be rounded
+        wire = self._wire if wide else None
+        return self.communicator.exchange_rows(x, plan, label=label, ring=self.ring, wire=wire)
 
     @property
     def _wire(self) -> torch.dtype | None:

@@ -34,7 +34,6 @@ _GIB = 2**30
 _BYTES_PER_VALUE = 3 * 4  # a row, its gradient and what the layer keeps for it
 _BYTES_PER_EDGE = 2 * 8  # in both orders
 _FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost, congestion adds to it
-_SIMILAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +128,20 @@ class HybridBackend(RecomputingBackend):
         if communicator.world_size == 1 or not widths:
             return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
         start = time.perf_counter()
-        value_s, latency_s = probe_exchange(communicator, shard.plan, shard.x.new_empty(0, 1), self._wire)
+        like = next((one for one in probe.model.parameters() if one.is_floating_point()), shard.x).detach()
+        value_s, latency_s = probe_exchange(
+            communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire
+        )
         facts = {
             "widths": list(widths), "ranks": communicator.world_size, "device": _device(shard.n_id.device),
-            "threads": torch.get_num_threads(), "memory_gib": self.memory_gib, "overlap": self.overlap,
-            "wire_dtype": self.wire_dtype, "savings": asdict(self.savings), "model": repr(probe.model),
+            "threads": torch.get_num_threads(), "memory_gib": self.memory_gib,
+            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "savings": asdict(self.savings),
+            "model": repr(probe.model),
         }  # fmt: skip
         key = plan_key(facts)
         folder = None if shard.folder is None else shard.folder / "plans"
-        kept = None if self.replan else load_plan(communicator, folder, key, len(widths), found.n_id.numel())
-        if kept is not None and _similar(kept[1]["value_s"], value_s):
+        kept = None if self.replan else load_plan(communicator, folder, key, len(widths), found.n_id.numel(), value_s)
+        if kept is not None:
             self.expected = Expected(**kept[1]["expected"])
             if communicator.rank == 0:
                 log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
@@ -173,6 +176,7 @@ class HybridBackend(RecomputingBackend):
             )  # fmt: skip
             for other, figures in expected.items():
                 log.info("  %s: %.3g s an epoch", other, figures.epoch_s)
+        communicator.buffers.clear()  # what was measured needs no memory any more
         if folder is not None:
             measured = {"value_s": value_s, "latency_s": latency_s, "costs": costs.to_dict(), "choice": name}
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
@@ -182,6 +186,10 @@ class HybridBackend(RecomputingBackend):
         self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts, share: float | None
     ) -> list[Tensor]:
         own, halo = self.shard.num_owned, self.shard.num_halo
+        if share == 1 and self.memory_gib is None:
+            masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
+            masks[:, own : own + halo] = True
+            return list(masks)
         chosen = _chosen(found, own, halo, widths, costs, share, self.memory_gib)[0]
         masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
         masks[:, own : own + halo] = torch.from_numpy(chosen.astype(bool))
@@ -238,8 +246,3 @@ def _described(expected: Expected) -> str:
 
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _similar(before: float, now: float) -> bool:
-    """Whether a network is as fast as it was, as far as a short measurement can tell."""
-    return max(before, now) <= _SIMILAR * min(before, now) or max(before, now) == 0

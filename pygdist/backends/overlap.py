@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.chunks import Arrival, Chunk, Chunks, split_by_source
@@ -178,6 +179,8 @@ class ChunkedAdjacency(Adjacency):
     @override
     def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
         """Aggregate by attention; ``x`` holds the rows of this rank, ``source`` is there for all rows."""
+        if x.dtype not in (torch.float32, torch.float64):
+            return self.origin.attend(self._hop.whole(x), source, target, negative_slope)
         heads, channels = x.shape[1:]
         chunks = self._chunks(x.size(0))
         parts = (x.flatten(1), source, target)
@@ -185,12 +188,14 @@ class ChunkedAdjacency(Adjacency):
         return out.view(-1, heads, channels)
 
     def _chunks(self, num_local: int) -> Chunks:
-        owner, arrival = self.origin, self._hop.arrival
-        known = owner.derived.get("chunks")
-        if known is None or known[0] is not arrival or known[1] != num_local:
+        # a layer of several hops fetches other rows in each, over the same edges
+        known: dict[tuple[int, int], tuple[Arrival, Chunks]] = self.origin.derived.setdefault("chunks", {})
+        arrival = self._hop.arrival
+        key = (id(arrival), num_local)
+        if key not in known:
             with torch.inference_mode(False):
-                known = owner.derived["chunks"] = (arrival, num_local, split_by_source(self.csr(), num_local, arrival))
-        return known[2]
+                known[key] = (arrival, split_by_source(self.csr(), num_local, arrival))
+        return known[key][1]
 
 
 class _Sum(torch.autograd.Function):
@@ -209,6 +214,7 @@ class _Sum(torch.autograd.Function):
         return out.div_(chunks.degree) if ctx.mean else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
         grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
@@ -247,6 +253,7 @@ class _Extremum(torch.autograd.Function):
         return out.clone()  # a step after the layer may write into what it gets
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
@@ -290,6 +297,7 @@ class _Attention(torch.autograd.Function):
         return found[0].clone() if graded else found[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         chunks, hop, slope = ctx.chunks, ctx.hop, ctx.slope

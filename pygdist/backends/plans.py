@@ -25,7 +25,8 @@ __all__ = ["Expected", "expected_epoch", "load_plan", "plan_key", "save_plan"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
+_SIMILAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,30 +136,34 @@ def save_plan(
         with _replacing(folder / f"{key}.{rank}.npy").open("wb") as file:
             np.save(file, bits)
         _done(folder / f"{key}.{rank}.npy")
-        if rank == 0:
-            text = json.dumps({**facts, "expected": asdict(expected)}, indent=1) + "\n"
-            _replacing(folder / f"{key}.json").write_text(text, encoding="utf-8")
-            _done(folder / f"{key}.json")
+        text = json.dumps({**facts, "expected": asdict(expected)}, indent=1) + "\n"
+        _replacing(folder / f"{key}.json").write_text(text, encoding="utf-8")  # the same by all ranks
+        _done(folder / f"{key}.json")
     except OSError as error:
         log.warning("the plan could not be kept for the next run: %s: %s", folder, error.strerror or error)
 
 
 def load_plan(
-    communicator: Communicator, folder: Path | None, key: str, num_hops: int, num_rows: int
+    communicator: Communicator, folder: Path | None, key: str, num_hops: int, num_rows: int, value_s: float
 ) -> tuple[list[Tensor], dict[str, Any]] | None:
-    """What :func:`save_plan` kept, if it is there on all ranks; every rank makes the call."""
+    """What :func:`save_plan` kept, if all ranks have it and find the network as fast; every rank makes the call."""
     found: tuple[list[Tensor], dict[str, Any]] | None = None
     if folder is not None:
         try:
             bits = np.load(folder / f"{key}.{communicator.rank}.npy")
             facts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
             masks = np.unpackbits(bits, axis=1, count=num_rows).astype(bool)
-            if masks.shape == (num_hops, num_rows):
+            if masks.shape == (num_hops, num_rows) and _similar(facts["value_s"], value_s):
                 found = (list(torch.from_numpy(masks)), facts)
-        except (OSError, ValueError, EOFError):  # none yet, or one that broke off: it is made anew
+        except (OSError, ValueError, EOFError, KeyError):  # none yet, or one that broke off: it is made anew
             found = None
     everywhere = bool(communicator.gather([float(found is not None)]).min() > 0)
     return found if everywhere else None
+
+
+def _similar(before: float, now: float) -> bool:
+    """Whether a network is as fast as it was, as far as a short measurement can tell."""
+    return max(before, now) <= _SIMILAR * min(before, now) or max(before, now) == 0
 
 
 def _replacing(path: Path) -> Path:

@@ -136,7 +136,7 @@ def total(out: Any) -> Tensor:
 
 
 def probe_exchange(
-    communicator: Communicator, plan: ExchangePlan, like: Tensor, wire: Any = None
+    communicator: Communicator, plan: ExchangePlan, like: Tensor, *, ring: bool = False, wire: torch.dtype | None = None
 ) -> tuple[float, float]:
     """What the network takes: rows are fetched and given back, as many as the plan has or a clock needs.
 
@@ -144,6 +144,7 @@ def probe_exchange(
         communicator: The ranks; each makes this call.
         plan: Who fetches from whom.
         like: Tells dtype and device of the rows.
+        ring: With one peer after the other.
         wire: The dtype in which they travel.
 
     Returns:
@@ -151,11 +152,11 @@ def probe_exchange(
     """
     if communicator.world_size == 1:
         return 0.0, 0.0
-    latency = _exchanged(communicator, _at_most(plan, 0), like, wire)[0]
+    latency = _exchanged(communicator, _at_most(plan, 0), like, ring, wire)[0]
     rows = _FIRST_ROWS
     while True:
         part = _at_most(plan, rows)
-        taken, values = _exchanged(communicator, part, like, wire)
+        taken, values = _exchanged(communicator, part, like, ring, wire)
         whole = int(communicator.gather([float(max(plan.send_counts + plan.recv_counts) > rows)]).max()) == 0
         if taken >= _LONG_ENOUGH_S or whole:
             return (max(taken - latency, 0.0) / values if values else 0.0), latency
@@ -185,7 +186,9 @@ def _at_most(plan: ExchangePlan, rows: int) -> ExchangePlan:
     )
 
 
-def _exchanged(communicator: Communicator, plan: ExchangePlan, like: Tensor, wire: Any) -> tuple[float, int]:
+def _exchanged(
+    communicator: Communicator, plan: ExchangePlan, like: Tensor, ring: bool, wire: torch.dtype | None
+) -> tuple[float, int]:
     """Seconds of the slowest rank, and values of the busiest."""
     num_rows = int(plan.send_index.max()) + 1 if plan.num_sent else 0
     x = like.new_ones(num_rows, _WIDTH)
@@ -193,8 +196,8 @@ def _exchanged(communicator: Communicator, plan: ExchangePlan, like: Tensor, wir
     for _ in range(_ROUNDS):
         communicator.gather([])
         start = time.perf_counter()
-        halo = communicator.exchange_rows(x, plan, label="rows, timed", wire=wire)
-        communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", wire=wire)
+        halo = communicator.exchange_rows(x, plan, label="rows, timed", ring=ring, wire=wire)
+        communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", ring=ring, wire=wire)
         taken.append(time.perf_counter() - start)
     moved = max(plan.num_sent, plan.num_received) * _WIDTH
     seconds, values = communicator.gather([statistics.median(taken), float(moved)]).amax(0).tolist()

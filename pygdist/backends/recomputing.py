@@ -270,7 +270,9 @@ class RecomputingBackend(FetchingBackend):
             of = next(kind)
             if isinstance(value, Adjacency):
                 return part if value.value is None else part.with_value(value.value[:num_edges])
-            return value if of is None else value[: num_rows if of == "node" else num_edges]
+            value = value if of is None else value[: num_rows if of == "node" else num_edges]
+            # what was made in inference mode cannot be trained on
+            return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = _mapped(model.forward, args, kwargs, cut)
@@ -291,7 +293,8 @@ class RecomputingBackend(FetchingBackend):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._alone = alone
         try:
-            with torch.random.fork_rng(devices=[]):
+            device = self.shard.n_id.device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 model.train(training)
                 yield alone
         finally:

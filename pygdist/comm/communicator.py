@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
@@ -313,6 +314,7 @@ class _ExchangeRows(torch.autograd.Function):
         return halo.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ring, wire = ctx.travel
         label = f"{ctx.label}, backward, {describe_rows(grad)}"

@@ -150,7 +150,7 @@ class Transfer:
                 for work in works:
                     work.wait(self._communicator.timeout)
             self._sends.clear()
-        except RuntimeError as error:
+        except BaseException as error:  # raised again on the main thread
             moves.error = error
         finally:
             for here in moves.here.values():
@@ -160,6 +160,8 @@ class Transfer:
     def _raise(self) -> None:
         if self._round is not None and self._round.error is not None:
             error = self._round.error
+            if not isinstance(error, RuntimeError):
+                raise error
             raise self._communicator.lost(self._label, error, self._asked) from error
 
     def _note(self, source: str, start: int) -> None:
@@ -216,7 +218,7 @@ class _Round:
         self.given = {rank: threading.Event() for rank in targets}
         self.here = {rank: threading.Event() for rank in sources}
         self.gone = threading.Event()
-        self.error: RuntimeError | None = None
+        self.error: BaseException | None = None
 
 
 class Courier:

@@ -200,3 +200,54 @@ def test_bytes_of_an_epoch_are_what_halo_rows_and_widths_say(
     halo = sum(epochs[0]["halo"] for epochs in found)
     there_and_back = 2
     assert sum(epochs[-1]["sent"] for epochs in found) == there_and_back * halo * size * sum(widths)
+
+
+def _check_bfloat16(rank: int, world_size: int, store: str) -> float:
+    """GAT in bfloat16, beside the same with one exchange for all rows."""
+    shard = Shard.load(store, rank)
+    found = []
+    for backend in (CommBackend(), Whole()):
+        backend.bind(shard, Communicator(dist.new_group()))
+        model = distribute(_model("GAT", shard.x.size(1)).bfloat16(), backend=backend)
+        out = model(shard.x.bfloat16(), shard.adjacency)
+        out.float().square().sum().backward()
+        found.append((out, next(model.parameters()).grad))
+    return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))  # type: ignore[operator]
+
+
+class Whole(CommBackend):
+    """Fetches in a way of its own, so that hops are not taken in chunks."""
+
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return super().halo_rows(x, label=label)
+
+
+def test_attention_in_half_precision_is_what_it_is_without_chunks(tmp_path: Path, pool: RankPool) -> None:
+    assert max(pool.run(_check_bfloat16, 3, _store(tmp_path, 3))) == 0
+
+
+def _check_second_derivative(rank: int, world_size: int, store: str, name: str) -> None:
+    shard, backend = Shard.load(store, rank), CommBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    model = distribute(_model(name, shard.x.size(1)), backend=backend)
+    x = shard.x.float().requires_grad_()
+    (first,) = torch.autograd.grad(model(x, shard.adjacency).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["GCN", "GAT"])
+def test_second_derivatives_are_refused_not_wrong(name: str, tmp_path: Path, pool: RankPool) -> None:
+    pool.run(_check_second_derivative, 2, _store(tmp_path, 2), name)
+
+
+def _check_ids(rank: int, world_size: int, store: str) -> bool:
+    """Ids are not rounded to the type in which rows travel."""
+    shard, backend = Shard.load(store, rank), CommBackend(wire_dtype="bfloat16")
+    backend.bind(shard, Communicator(dist.new_group()))
+    ids = (1000 + shard.owned_id).unsqueeze(1)
+    return torch.equal(backend.halo_rows(ids, label="ids").squeeze(1), 1000 + shard.n_id[shard.num_owned :])
+
+
+def test_whole_numbers_are_not_rounded(tmp_path: Path, pool: RankPool) -> None:
+    assert all(pool.run(_check_ids, 3, _store(tmp_path, 3)))

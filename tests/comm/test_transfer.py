@@ -76,3 +76,26 @@ def _check_overlap(rank: int, world_size: int) -> float:
 
 def test_rows_travel_meanwhile(pool: RankPool) -> None:
     assert max(pool.run(_check_overlap, 2)) < 0.5
+
+
+def _check_failure(rank: int, world_size: int) -> str:
+    """Something that is no error of the transport: it reaches the caller, and the next exchange is not its victim."""
+    communicator = Communicator(dist.new_group())
+    rows = [torch.ones(10) for _ in range(world_size)]
+    transfer = Transfer(communicator, [torch.empty(10) for _ in rows], "rows")
+    for target in transfer.targets:
+        transfer._post_step = _broken  # type: ignore[method-assign]
+        transfer.give(target, rows[target])
+    with pytest.raises(KeyError, match="broken") as error:
+        transfer.take(transfer.sources[0])
+    communicator.courier.submit(lambda: None)
+    return str(error.value)
+
+
+def _broken(target: int, source: int) -> None:
+    raise KeyError("broken")
+
+
+def test_any_failure_on_the_other_thread_reaches_the_caller(pool: RankPool) -> None:
+    assert pool.run(_check_failure, 2) == ["'broken'"] * 2
+    assert pool.run(_check_order, 2)  # processes are alive
