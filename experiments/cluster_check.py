@@ -11,6 +11,7 @@ hosts cannot be emulated. In the end a check of its own is killed while rows tra
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -35,6 +36,7 @@ TARGETS = {2: 0.80, 4: 0.70}
 AGREEMENT = 0.05
 WIDTH = 128  # float32 values of a row
 _SECONDS_PER_CALL = 0.5  # at the link's rate
+_ROWS_TRAVEL = 10_000_000  # bytes of one host: more than processes say to each other before
 
 
 def worker(rows: int, rounds: int) -> None:
@@ -80,9 +82,9 @@ def worker(rows: int, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def _sent_by_kernel() -> int:
-    """Bytes that this host's link has sent; 0 without one."""
-    lines = [line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines()]
+def _sent_by_kernel(process: int | str = "self") -> int:
+    """Bytes that the link of a process's host has sent; 0 without one."""
+    lines = [line.partition(":") for line in Path(f"/proc/{process}/net/dev").read_text().splitlines()]
     return next((int(counters.split()[8]) for name, _, counters in lines if name.strip() == INTERFACE), 0)
 
 
@@ -131,16 +133,25 @@ def killed_in_the_middle(before: list[str]) -> list[str]:
     command = [sys.executable, "-m", "experiments.cluster_check", "--hosts", "4", "--rounds", "1000", "--measure-only"]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen([*command, f"--out={folder}"], stdout=subprocess.DEVNULL)
-        for _ in range(600):
-            if sum("--worker" in one for one in left_behind()) >= 4:
-                break
+        end = time.monotonic() + 120
+        while sum(sent > _ROWS_TRAVEL for sent in _sent_by_workers()) < 4:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("no rows travelled in the check that was to be killed")
             time.sleep(0.1)
-        else:
-            raise RuntimeError("the cluster did not come up")
-        time.sleep(8)  # they import torch, then rows travel
         process.send_signal(signal.SIGKILL)
         process.wait()
     return remaining(before)
+
+
+def _sent_by_workers() -> list[int]:
+    """Bytes that each host's link has sent, seen from outside through the processes of this script on it."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "--worker" in words and Path(words[0]).name.startswith("python"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                found.append(_sent_by_kernel(process.pid))
+    return found
 
 
 def remaining(before: list[str]) -> list[str]:
