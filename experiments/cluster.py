@@ -86,7 +86,7 @@ def why_unshaped() -> str | None:
     if os.geteuid() != 0:
         return "making network namespaces needs root: sudo, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        return f"{', '.join(missing)} is missing: apt install iproute2 util-linux, or give --install"
+        return f"{', '.join(missing)} is missing: apt install iproute2 util-linux (cluster.py --install does so)"
     return _refused()
 
 
@@ -366,7 +366,13 @@ def _free_port() -> int:
 
 def _install() -> None:
     """iproute2 and util-linux, for a user who said that they may be installed."""
-    subprocess.run(["apt-get", "install", "-y", "iproute2", "util-linux"], check=True)
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        print("--install: needs root, and apt-get", file=sys.stderr)
+        raise SystemExit(2)
+    for words in (["update"], ["install", "-y", "iproute2", "util-linux"]):
+        if code := subprocess.run(["apt-get", *words], check=False).returncode:
+            print(f"--install: apt-get {words[0]} ended with exit code {code}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def main() -> int:
@@ -387,6 +393,8 @@ def main() -> int:
         made = Cluster(options.hosts, rate=None if options.rate == "none" else options.rate)
     except ValueError as error:
         parser.error(str(error))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # without links nobody else ends what was started
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     with made as cluster:
         try:
             outcomes = cluster.run(options.command, threads=options.threads, timeout=options.timeout, show=True)

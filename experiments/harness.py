@@ -72,6 +72,7 @@ class Setting:
         max_gib: Memory that a process may allocate; what needs more ends with a note.
         timeout_s: Seconds for a training.
         fit: More of the configuration of ``pygdist fit``, merged into it.
+        places: What ``{data}`` and the like stand for in ``graph_args``; in no table.
     """
 
     name: str = ""
@@ -94,11 +95,18 @@ class Setting:
     max_gib: float | None = None
     timeout_s: float = 1800.0
     fit: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def here(self, text: str) -> str:
+        """A text with the folders of this machine filled in."""
+        for name, folder in self.places.items():
+            text = text.replace(f"{{{name}}}", folder)
+        return text
 
     @property
     def store_key(self) -> str:
         """Settings of one key train on the same parts."""
-        graph = (self.graph, self.graph_args, self.prepare)
+        graph = (self.graph, self.here(json.dumps(self.graph_args)), self.prepare)
         fields = (source_key(), graph, self.partitioner, self.partitioner_args, self.ranks)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -108,7 +116,7 @@ class Setting:
         return re.sub(r"[^a-zA-Z0-9]+", "-", self.name).strip("-")
 
 
-def settings_of(description: Mapping[str, Any], *, short: bool = False) -> list[Setting]:
+def settings_of(description: Mapping[str, Any], *, short: bool = False, shaped: bool | None = None) -> list[Setting]:
     """The settings of an experiment: ``base``, changed by each of ``settings`` or by each point of ``grid``.
 
     Args:
@@ -116,12 +124,13 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False) -> list[
             of values by field, all combinations of which are taken; ``short``: fields for the short version, with
             ``grid`` or ``settings`` of its own if it has them.
         short: Whether the short version is wanted.
+        shaped: Whether hosts can be emulated; by default, whether they can here.
 
     Raises:
         ValueError: If a field is unknown, a rate is none, or names cannot be told apart as names of files.
     """
     known = {one.name for one in dataclasses.fields(Setting)}
-    shaped = why_unshaped() is None
+    shaped = why_unshaped() is None if shaped is None else shaped
     shorter = dict(description.get("short", {})) if short else {}
     grid = shorter.pop("grid", description.get("grid", {}))
     changes = shorter.pop("settings", description.get("settings", [{}]))
@@ -232,7 +241,9 @@ def _kept(lines: Path, settings: Sequence[Setting], *, commit: str = "") -> list
 
 
 def _fields(setting: Setting) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(setting)))  # as they come back from a file
+    found = json.loads(json.dumps(dataclasses.asdict(setting)))  # as they come back from a file
+    del found["places"]
+    return found
 
 
 def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str, Any]:
@@ -246,7 +257,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     with tempfile.TemporaryDirectory(dir=work) as name:
         try:
             _train(run, setting, seed, work, Path(name))
-            if setting.timeline:
+            if setting.timeline and (Path(name) / "timeline.json").is_file():  # not if `fit` has other callbacks
                 traces.mkdir(parents=True, exist_ok=True)
                 shutil.move(Path(name) / "timeline.json", traces / f"{setting.slug}.json")
                 run["timeline"] = f"{traces.name}/{setting.slug}.json"
@@ -283,7 +294,7 @@ def _store(setting: Setting, work: Path) -> Path:
     command = [sys.executable, "-m", "pygdist.cli", "partition", f"--dataset={setting.graph}", f"--out={folder}"]
     command += [f"--method={setting.partitioner}", f"--parts={setting.ranks}"]
     for name, value in (("dataset_args", setting.graph_args), ("method_args", setting.partitioner_args)):
-        command += [f"--{name}={json.dumps(value)}"] if value else []
+        command += [f"--{name}={setting.here(json.dumps(value))}"] if value else []
     command += [f"--{name}={json.dumps(value)}" for name, value in setting.prepare.items()]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=setting.timeout_s)
@@ -415,6 +426,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "model_args": _text(setting.model_args), "partitioner": setting.partitioner,
         "partitioner_args": _text(setting.partitioner_args), "backend": _text(setting.backend),
         "strategy": setting.strategy, "ranks": setting.ranks, "network": last["network"],
+        "prepare": _text(setting.prepare), "fit": _text(setting.fit), "max_gib": setting.max_gib or "",
         "seeds": " ".join(str(run["seed"]) for run in good), "epochs": len(counted),
     }  # fmt: skip
     seconds = [max(rank["epoch_s"] for rank in ranks) for ranks in counted]

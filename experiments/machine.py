@@ -11,7 +11,10 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["cache_bytes", "cores", "facts", "provenance", "source_key"]
+__all__ = ["SOME_FAILED", "cache_bytes", "cores", "facts", "provenance", "source_key"]
+
+#: Exit code of a script whose table is whole, with a note in the rows of what failed.
+SOME_FAILED = 3
 
 
 def facts(threads: int) -> dict[str, str]:

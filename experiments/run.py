@@ -20,6 +20,7 @@ import csv
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from experiments.cluster import why_unshaped
 from experiments.harness import Setting, measure, settings_of
+from experiments.machine import SOME_FAILED
 from pygdist.errors import InputError
 from pygdist.report import read_description, rerun_command
 
@@ -120,7 +123,31 @@ def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     text = yaml.safe_dump(_described(experiment, options, arguments), sort_keys=False, allow_unicode=True)
     description.write_text(text, encoding="utf-8")
-    return _script(experiment, arguments, folder, work) if made is None else _settings(experiment, made, options, work)
+    problem = (
+        _script(experiment, arguments, folder, work) if made is None else _settings(experiment, made, options, work)
+    )
+    if why_unshaped() is not None:
+        _leave_out_plots_of_links(description, folder / f"{experiment.name}.csv")
+    return problem
+
+
+def _leave_out_plots_of_links(description: Path, table: Path) -> None:
+    """Without links some columns are empty: a plot of nothing but these would be empty too."""
+    if not table.is_file():
+        return
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = yaml.safe_load(description.read_text(encoding="utf-8"))
+    drawn, left_out = [], []
+    for plot in found.get("plots", []):
+        names = [plot["y"]] if isinstance(plot["y"], str) else plot["y"]
+        empty = all(row.get(name) == "" for row in rows for name in names)
+        (left_out if rows and empty else drawn).append(plot)
+    if left_out:
+        titles = ", ".join(plot["title"] for plot in left_out)
+        differs = f"{found.get('differs', '')} Measured without emulated links, so this is not drawn: {titles}."
+        found |= {"plots": drawn, "differs": differs.strip()}
+        description.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _described(experiment: Experiment, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -141,14 +168,22 @@ def _described(experiment: Experiment, options: argparse.Namespace, arguments: S
 
 def _chosen(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[Setting]:
     """The settings of an experiment; those that ``--only`` leaves out stay among them."""
+    shaped = why_unshaped() is None
     try:
-        settings = settings_of(experiment.run, short=options.short)
+        settings = settings_of(experiment.run, short=options.short, shaped=shaped)
+        elsewhere = settings_of(experiment.run, short=options.short, shaped=not shaped)
     except ValueError as error:
         raise UserError(f"{experiment.path}: {error}") from error
-    if unknown := set(options.only or ()) - {setting.name for setting in settings}:
-        names = "; ".join(setting.name for setting in settings)
-        raise UserError(f"{experiment.path}: no setting {sorted(unknown)[0]!r}; there are: {names}")
-    return [replace(one, graph_args=_filled(one.graph_args, options.data, work)) for one in settings]
+    for name in set(options.only or ()) - {setting.name for setting in settings}:
+        # measured where hosts could be emulated and here they cannot, or the other way round
+        other = next((one for one in elsewhere if one.name == name), None)
+        if other is None:
+            names = "; ".join(setting.name for setting in settings)
+            raise UserError(f"{experiment.path}: no setting {name!r}; there are: {names}")
+        settings = [*settings, other if shaped else replace(other, network="unshaped")]
+    for one in settings:
+        _filled(one.graph_args, options.data, work)  # refuses what is not given
+    return [replace(one, places={"data": str(options.data), "work": str(work)}) for one in settings]
 
 
 def _settings(experiment: Experiment, settings: list[Setting], options: argparse.Namespace, work: Path) -> str:
@@ -160,7 +195,7 @@ def _settings(experiment: Experiment, settings: list[Setting], options: argparse
             rows = measure(settings, folder, name, work=work, console=progress, **chosen)
         except ValueError as error:
             raise UserError(str(error)) from error
-    shown = [*experiment.description.get("table", ["setting", "epoch_s"]), "failed"]
+    shown = list(dict.fromkeys([*experiment.description.get("table", ["setting", "epoch_s"]), "network", "failed"]))
     table = Table(title=experiment.description["title"])
     for column in shown:
         table.add_column(column)
@@ -182,14 +217,14 @@ def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work
     command = [sys.executable, "-m", ".".join(script.parts), *arguments, "--out", str(made)]
     done = subprocess.run(command, env=_environment(), cwd=work, check=False)
     table = made / experiment.run.get("csv", f"{script.name}.csv")
-    if done.returncode:  # a table that broke off is not shown as one
+    if done.returncode not in (0, SOME_FAILED):  # a table that broke off is not shown as one
         return f"{script.name} ended with exit code {done.returncode}"
     if not table.is_file():
         return f"{script.name} left no {table.name}"
     shutil.move(table, folder / f"{experiment.name}.csv")
     if any(made.iterdir()):
         shutil.move(made, folder / f"{experiment.name}.files")
-    return ""
+    return "some rows have a note in place of figures" if done.returncode else ""
 
 
 def _filled(value: Any, data: Path | None, work: Path) -> Any:
@@ -273,6 +308,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run what the command line asks for; 1 if something failed, 2 after a mistake."""
     options = parser().parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # temporary files go, and what was started ends with it
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     options.out = options.out or Path("again" if options.row or options.only else "results")
     try:
         if options.data is not None and not options.data.is_dir():
@@ -295,6 +332,8 @@ def main() -> int:
 def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
     """Run one after the other; what needs real graphs is left out unless it is asked for by name."""
     outcome: dict[str, str] = {}
+    if reason := why_unshaped():
+        print(f"unshaped: {reason}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-experiments-")))
         work.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,21 @@ import pytest
 from pygdist.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Every combination of the exactness suite on demand: all of them take half an hour."""
+    parser.addoption("--exhaustive", action="store_true", help="every backend, depth and number of ranks")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only --exhaustive asks for."""
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Up to four ranks; starting them costs seconds, a call costs milliseconds."""

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments import run
 from experiments.harness import Setting, settings_of
+from experiments.machine import SOME_FAILED
 from pygdist.native import load
 from pygdist.report import read_description
 
@@ -170,9 +172,10 @@ def _parser(module: str) -> argparse.ArgumentParser:
     return importlib.import_module(module).parser()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("shaped", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
-def test_every_row_of_every_table_has_a_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.harness.why_unshaped", lambda: None)  # as where they were measured
+def test_every_row_of_every_table_has_a_command(table: Path, shaped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "why_unshaped", lambda: None if shaped else "not root")
     with table.open(newline="") as file:
         count = len(list(csv.DictReader(file)))
     commands = {tuple(run.again(f"{table}:{number}", Path("here"))) for number in range(1, count + 1)}
@@ -181,7 +184,8 @@ def test_every_row_of_every_table_has_a_command(table: Path, monkeypatch: pytest
         options = _parser(module).parse_args(arguments)  # ends the test with its complaint
         if module == "experiments.run":
             (path,) = options.experiments
-            assert set(options.only) <= {setting.name for setting in settings_of(run.read(ROOT / path).run)}
+            settings = {one.name: one for one in run._chosen(run.read(ROOT / path), options, Path("work"))}
+            assert all(shaped or settings[name].network == "unshaped" for name in options.only)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
@@ -189,6 +193,38 @@ def test_rows_say_what_they_were_measured_on(table: Path) -> None:
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert all(row[name] for row in rows for name in ("commit", "date", "cpu", "cores", "torch", "pyg"))
+
+
+def test_a_row_without_links_runs_again_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "why_unshaped", lambda: None)
+    options = run.parser().parse_args(["--only", "ranks 2, network unshaped"])
+    settings = run._chosen(run.read(EXPERIMENTS / "foundation" / "hosts.yaml"), options, Path("work"))
+    assert [one.network for one in settings if one.name in options.only] == ["unshaped"]
+
+
+@pytest.mark.parametrize(("code", "kept"), [(0, True), (SOME_FAILED, True), (1, False)])
+def test_a_table_with_notes_is_kept_and_one_that_broke_off_is_not(
+    code: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        (Path(command[-1]) / "throughput.csv").write_text("method,note\nmetis,exit code -9\n")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", script)
+    problem = run._script(run.read(CATGNN / "throughput.yaml"), [], tmp_path, tmp_path)
+    assert (tmp_path / "throughput.csv").exists() == kept
+    assert bool(problem) == (code != 0)
+
+
+def test_plots_of_links_are_left_out_where_there_are_none(tmp_path: Path) -> None:
+    table, description = tmp_path / "a.csv", tmp_path / "a.yaml"
+    table.write_text("hosts,rate,share\n2,5,\n4,6,\n")
+    plots = [{"title": "Share", "y": "share"}, {"title": "Rate", "y": ["rate", "share"]}]
+    description.write_text(yaml.safe_dump({"title": "t", "plots": plots}))
+    run._leave_out_plots_of_links(description, table)
+    found = yaml.safe_load(description.read_text())
+    assert [plot["title"] for plot in found["plots"]] == ["Rate"]
+    assert "not drawn: Share" in found["differs"]
 
 
 @needs_native

@@ -55,7 +55,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     generate(folder / "edges.npy", options.nodes, options.edges)
     generated = time.perf_counter() - start
-    needed = (folder / "edges.npy").stat().st_size * 3
+    needed = 40 * options.edges - (folder / "edges.npy").stat().st_size
     if shutil.disk_usage(folder).free < needed:
         raise SystemExit(f"{folder}: {needed / _GIB:.0f} GiB are needed on this disk")
     command = [sys.executable, "-m", "pygdist.cli", "partition", f"--input={folder / 'edges.npy'}"]

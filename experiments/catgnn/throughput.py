@@ -22,6 +22,7 @@ from typing import Any
 from rich.progress import track
 
 from experiments.catgnn.graphs import show, write
+from experiments.machine import SOME_FAILED
 from pygdist.graph import EdgeFile, EdgeGenerator, EdgeStream, EdgeWriter, Progress
 from pygdist.graph.progress import Advance
 from pygdist.graph.store import peak_rss_bytes
@@ -95,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a method failed."""
+    """Run what the command line asks for."""
     options = parser().parse_args()
     if options.one:
         path, method = options.one
@@ -103,7 +104,7 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     for edges in options.edges:
-        with tempfile.TemporaryDirectory(dir=".") as folder:
+        with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "edges.npy"
             generate(path, edges // options.degree, edges)
             for round_ in range(options.rounds):
@@ -115,7 +116,7 @@ def main() -> int:
     show(rows, f"{options.name}: each method in a process of its own")
     if options.plot_memory:
         plot(rows, options.out / f"{options.name}.png")
-    return int(any(row["note"] for row in rows))
+    return SOME_FAILED if any(row["note"] for row in rows) else 0
 
 
 def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespace) -> dict[str, Any]:

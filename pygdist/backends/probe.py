@@ -67,12 +67,13 @@ class Clock:
 
     def timed(self, hop: int, run: Callable[..., Tensor], kwargs: Mapping[str, Any]) -> Tensor:
         """``run(**kwargs)`` as (a part of) hop number ``hop``, from 1."""
-        inside = {name: self._both(value, hop, leaves=True) for name, value in kwargs.items()}
+        inside = {name: self._leaving(value, hop) for name, value in kwargs.items()}
         self._mark(hop, hop)
         out = run(**inside)
         self._mark(None, hop)
-        marked: Tensor = self._both(out, hop, leaves=False)
-        return marked
+        if isinstance(out, Tensor) and out.requires_grad:  # not where attention's weights are left to the hop
+            out.register_hook(lambda _: self._mark(hop, hop))  # a layer may write into it
+        return out
 
     def seconds(self, step: Callable[[], Tensor], parameters: list[Tensor], num_hops: int) -> tuple[list[float], ...]:
         """Seconds between hops (``num_hops + 1`` of them) and in hops, of one forward and backward pass."""
@@ -92,13 +93,12 @@ class Clock:
                     inside[hop - 1] += end - start
         return between, inside
 
-    def _both(self, value: Any, hop: int, *, leaves: bool) -> Any:
-        """Marks where the gradient enters a hop, by its result, and where it leaves, by what the hop reads."""
+    def _leaving(self, value: Any, hop: int) -> Any:
+        """Marks where the gradient leaves a hop: by what the hop reads, apart from its other uses."""
         if isinstance(value, (tuple, list)):
-            return type(value)(self._both(one, hop, leaves=leaves) for one in value)
+            return type(value)(self._leaving(one, hop) for one in value)
         if isinstance(value, Tensor) and value.requires_grad:
-            mark = (None, hop - 1) if leaves else (hop, hop)
-            return _Mark.apply(value, self, mark)  # type: ignore[no-untyped-call]
+            return _Mark.apply(value, self, hop - 1)  # type: ignore[no-untyped-call]
         return value
 
     def _mark(self, hop: int | None, after: int) -> None:
@@ -109,13 +109,13 @@ class Clock:
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, mark: tuple[int | None, int]) -> Tensor:
-        ctx.clock, ctx.mark = clock, mark
+    def forward(ctx: Any, x: Tensor, clock: Clock, after: int) -> Tensor:
+        ctx.clock, ctx.after = clock, after
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.clock._mark(*ctx.mark)
+        ctx.clock._mark(None, ctx.after)
         return grad, None, None
 
 

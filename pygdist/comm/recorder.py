@@ -16,16 +16,18 @@ class Span:
 
     Attributes:
         kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or what a caller adds; these follow
-            one another. ``travel`` is an exchange from its beginning to its end, whatever the rank does meanwhile.
+            one another. ``travel`` is an exchange from its beginning to its end.
         label: Of which exchange.
         start: Nanoseconds on this machine's monotonic clock.
         end: The same.
+        aside: Whether the rank's main thread did something else meanwhile, or may have.
     """
 
     kind: str
     label: str
     start: int
     end: int
+    aside: bool = False
 
 
 @dataclass
@@ -39,15 +41,17 @@ class Recorder:
     spans: list[Span] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def span(self, kind: str, label: str = "") -> Iterator[None]:
+    def span(self, kind: str, label: str = "", *, aside: bool = False) -> Iterator[None]:
         """Record what happens inside the block."""
         start = time.monotonic_ns()
         try:
             yield
         finally:
-            self.spans.append(Span(kind, label, start, time.monotonic_ns()))
+            self.spans.append(Span(kind, label, start, time.monotonic_ns(), aside))
 
 
-def recorded(recorder: Recorder | None, kind: str, label: str = "") -> contextlib.AbstractContextManager[None]:
+def recorded(
+    recorder: Recorder | None, kind: str, label: str = "", *, aside: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Record what happens inside the block, if somebody collects."""
-    return contextlib.nullcontext() if recorder is None else recorder.span(kind, label)
+    return contextlib.nullcontext() if recorder is None else recorder.span(kind, label, aside=aside)

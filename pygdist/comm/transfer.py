@@ -137,7 +137,8 @@ class Transfer:
                     target = self.targets[self._posted]
                     if not moves.given[target].wait(self._communicator.timeout.total_seconds()):
                         raise RuntimeError(f"rows for rank {target} were never given")
-                    self._post_step(target, self.sources[self._posted])
+                    with recorded(self._communicator.recorder, "send", f"{self._label}, to rank {target}", aside=True):
+                        self._post_step(target, self.sources[self._posted])
                     self._posted += 1
                 self._asked = source
                 for work in self._receives.pop(source, []):
@@ -167,7 +168,9 @@ class Transfer:
     def _note(self, source: str, start: int) -> None:
         recorder = self._communicator.recorder
         if recorder is not None:
-            recorder.spans.append(Span("travel", f"{self._label}, from {source}", start, time.monotonic_ns()))
+            recorder.spans.append(
+                Span("travel", f"{self._label}, from {source}", start, time.monotonic_ns(), aside=True)
+            )
 
     def _post_receives(self) -> None:
         for rank in self.sources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from pygdist.lightning.classifier import NodeClassifier
 
 __all__ = ["Timeline", "clock_offset"]
 
-_COLOURS = {
-    "compute": "C0", "aggregate": "C9", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5", "reduce": "C4",
-    "travel": "0.6",
+_COLOURS = {  # what is shown first may be covered by what comes after it
+    "travel": "0.6", "compute": "C0", "aggregate": "C9", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5",
+    "reduce": "C4",
 }  # fmt: skip
 _PINGS = 9
 
@@ -30,9 +31,10 @@ class Timeline(pl.Callback):
 
     A rank *packs* the rows that it sends, *sends* (hands them to the transport), *waits* until all of its own and
     others' rows are through, and *unpacks* gradients that come back; it *aggregates* what needs no rows or has them;
-    the rest of an epoch is *compute*, DDP's averaging of gradients included. On a line of its own stands while rows
-    *travel*: what a rank does meanwhile costs no time of its own. Times are those of each machine's monotonic clock,
-    aligned with rank 0's when training starts. On CUDA they are times of the host, which runs ahead of the device.
+    the rest of an epoch is *compute*, DDP's averaging of gradients included. On a thin line below stands what goes on
+    meanwhile and costs the rank no time: rows *travel*, and in ring order another thread *sends* them. Times are those
+    of each machine's monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host,
+    which runs ahead of the device.
 
     Args:
         path: The trace, which Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open; rank 0 writes it when
@@ -80,7 +82,9 @@ class Timeline(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(pl_module, NodeClassifier):
             return
-        moved = [Span(one.kind, one.label, one.start + self._offset, one.end + self._offset) for one in self._spans]
+        moved = [
+            dataclasses.replace(one, start=one.start + self._offset, end=one.end + self._offset) for one in self._spans
+        ]
         by_rank = _collected(moved, pl_module.backend.communicator)
         if by_rank is not None and any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,7 @@ def with_compute(spans: Sequence[Span], start: int, end: int, label: str) -> lis
     """Spans inside an epoch, and the gaps between them as ``compute``."""
     found, at = [], start
     for span in sorted(spans, key=lambda one: one.start):
-        if span.kind == "travel":
+        if span.aside:
             found.append(span)
             continue
         if span.start > at:
@@ -137,7 +141,7 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
         events += [
             {
                 "ph": "X", "name": span.kind, "cat": span.kind, "pid": rank,
-                "tid": int(span.kind == "travel"), "ts": (span.start - first) / 1e3,
+                "tid": int(span.aside), "ts": (span.start - first) / 1e3,
                 "dur": (span.end - span.start) / 1e3, "args": {"of": span.label},
             }
             for span in spans
@@ -146,7 +150,7 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
-    """A line for each rank, a colour for each kind; a thin one below it for what travels meanwhile."""
+    """A line for each rank, a colour for each kind; a thin one below it for what goes on meanwhile."""
     from matplotlib.figure import Figure  # without pyplot: the user's choice of a window system is not touched
     from matplotlib.patches import Patch
 
@@ -155,9 +159,10 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
     axis = figure.subplots()
     for rank, spans in enumerate(by_rank):
         for kind, colour in _COLOURS.items():
-            bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in spans if one.kind == kind]
-            place = (rank + 0.28, 0.12) if kind == "travel" else (rank - 0.4, 0.64)
-            axis.broken_barh(bars, place, facecolors=colour)
+            for aside, place in ((False, (rank - 0.4, 0.64)), (True, (rank + 0.28, 0.12))):
+                mine = [one for one in spans if (one.kind, one.aside) == (kind, aside)]
+                bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in mine]
+                axis.broken_barh(bars, place, facecolors=colour)
     kinds = [kind for kind in _COLOURS if any(one.kind == kind for spans in by_rank for one in spans)]
     axis.legend(
         handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
@@ -174,7 +179,7 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
 
 def _collected(spans: Sequence[Span], communicator: Communicator) -> list[list[Span]] | None:
     """The spans of every rank, on rank 0; ``None`` on the others."""
-    text = json.dumps([(one.kind, one.label, one.start, one.end) for one in spans]).encode()
+    text = json.dumps([dataclasses.astuple(one) for one in spans]).encode()
     sizes = communicator.gather([float(len(text))])[:, 0].long().tolist()
     if communicator.rank != 0:
         raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(communicator.device)

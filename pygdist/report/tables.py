@@ -88,6 +88,8 @@ def make_table(
         whole: Show every column.
     """
     main = list(columns) if whole else main_columns(columns, rows, experiment)
+    if "failed" in columns and "failed" not in main and any(row["failed"] for row in rows):
+        main.append("failed")  # a row of some seeds only must not look like one of all
     rest = [name for name in columns if name not in main and name != "note"]
     same = [name for name in rest if len({row[name] for row in rows}) == 1]
     lines = [

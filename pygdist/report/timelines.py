@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,10 +15,10 @@ from pygdist.report.values import shown
 
 __all__ = ["KINDS", "Timeline", "read_timeline"]
 
-#: In the colours of the pictures that training writes.
+#: In the colours of the pictures that training writes, and in their order: later ones cover earlier ones.
 KINDS = {
-    "compute": COLOURS[0], "pack": COLOURS[1], "send": COLOURS[2], "wait": COLOURS[3], "unpack": COLOURS[5],
-    "reduce": COLOURS[4], "aggregate": COLOURS[9], "travel": "#999999",
+    "travel": "#999999", "compute": COLOURS[0], "aggregate": COLOURS[9], "pack": COLOURS[1], "send": COLOURS[2],
+    "wait": COLOURS[3], "unpack": COLOURS[5], "reduce": COLOURS[4],
 }  # fmt: skip
 _OTHER = COLOURS[7]
 #: Browsers draw that many bars without effort.
@@ -42,6 +42,7 @@ class _Span:
     label: str
     start_ms: float
     ms: float
+    aside: bool
 
 
 def read_timeline(path: Path, setting: str) -> Timeline | None:
@@ -64,7 +65,7 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
     if not spans:
         return None
     drawn = sorted(sorted(spans, key=lambda span: -span.ms)[:_MOST_SPANS], key=lambda span: span.start_ms)
-    kinds = [kind for kind in dict.fromkeys([*KINDS, *(span.kind for span in drawn)]) if _of(kind, drawn)]
+    kinds = [kind for kind in dict.fromkeys([*KINDS, *(span.kind for span in drawn)]) if any(_of(kind, drawn))]
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
@@ -72,7 +73,11 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
         "xaxis": {"title": {"text": "ms"}, "type": "linear"},
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": names, "autorange": "reversed"},
     }
-    figure = {"data": [_trace(kind, _of(kind, drawn)) for kind in kinds], "layout": layout, "lines": len(names)}
+    figure = {
+        "data": [_trace(kind, some) for kind in kinds for some in _of(kind, drawn) if some],
+        "layout": layout,
+        "lines": len(names),
+    }
     short = len(spans) - len(drawn)
     line = f"The {short:,} shortest of {len(spans):,} spans are left out." if short else ""
     return Timeline(setting, figure, [(kind, KINDS.get(kind, _OTHER)) for kind in kinds], line)
@@ -91,6 +96,7 @@ def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
             label=str(event.get("args", {}).get("of", "")),
             start_ms=round((event["ts"] - first) / 1e3, 4),
             ms=round(event["dur"] / 1e3, 4),
+            aside=bool(event.get("tid", 0)),
         )
         for event in spans
     ]
@@ -98,8 +104,10 @@ def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
     return found, [escape(str(names.get(rank, rank))) for rank in ranks]
 
 
-def _of(kind: str, spans: Iterable[_Span]) -> list[_Span]:
-    return [span for span in spans if span.kind == kind]
+def _of(kind: str, spans: Sequence[_Span]) -> tuple[list[_Span], list[_Span]]:
+    """Those that fill the rank's time, and those that go on meanwhile."""
+    mine = [span for span in spans if span.kind == kind]
+    return [span for span in mine if not span.aside], [span for span in mine if span.aside]
 
 
 def _trace(kind: str, spans: Sequence[_Span]) -> Figure:
@@ -117,8 +125,7 @@ def _trace(kind: str, spans: Sequence[_Span]) -> Figure:
         ],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "textposition": "none",
-        # what travels does so whatever the rank does meanwhile: a thin bar below
-        **({"width": 0.14, "offset": 0.32} if kind == "travel" else {"width": 0.62, "offset": -0.38}),
+        **({"width": 0.14, "offset": 0.32} if spans[0].aside else {"width": 0.62, "offset": -0.38}),
         "marker": {"color": KINDS.get(kind, _OTHER), "line": {"width": 0}},
         "showlegend": False,
     }

@@ -11,24 +11,57 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend, backends
-from pygdist.testing import GRAPHS, LAYERS, RankPool, assert_exact
+from pygdist.native import load
+from pygdist.testing import LAYERS, RankPool, assert_exact
 
-#: Backends that need arguments.
-MADE: dict[str, Backend] = {"hybrid": HybridBackend(cache_ratio=0.5)}
-#: All kinds of graphs for `comm`; those that are built on the same fetching see one, and others in tests of their own.
-KINDS = {"cache": ("empty-part",), "hybrid": ("directed",)}
 EXACT = [name for name in backends if backends[name].exact]
+DEEP: dict[str, Backend | str] = {
+    "comm": "comm",
+    "cache": "cache",
+    "hybrid": HybridBackend(),
+    **{f"hybrid-{ratio}": HybridBackend(cache_ratio=ratio) for ratio in (0.0, 0.3, 0.7, 1.0)},
+}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("backend", EXACT)
-def test_every_layer_equals_one_process(backend: str, world_size: int, pool: RankPool) -> None:
+@pytest.mark.parametrize("backend", ["single", "comm"])
+def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size: int, pool: RankPool) -> None:
     if backend == "single" and world_size > 1:
         pytest.skip("single runs on one process by definition")
-    graphs = KINDS.get(backend, GRAPHS)
-    found = assert_exact(MADE.get(backend, backend), world_sizes=[world_size], graphs=graphs, pool=pool)
+    assert set(assert_exact(backend, world_sizes=[world_size], pool=pool)) == set(LAYERS)
+
+
+def _deep() -> list[object]:
+    """Every backend, depth and world size; without --exhaustive each backend and depth with one world size."""
+    found = []
+    for number, backend in enumerate(DEEP):
+        for num_layers in (1, 2, 3):
+            for world_size in (1, 2, 3, 4):
+                turn = (number + num_layers) % 4 == world_size - 1
+                name = f"{backend}-{num_layers}-deep-{world_size}-ranks"
+                found.append(
+                    pytest.param(backend, num_layers, world_size, id=name, marks=() if turn else pytest.mark.exhaustive)
+                )
+    return found
+
+
+@pytest.mark.parametrize(("backend", "num_layers", "world_size"), _deep())
+def test_every_layer_equals_one_process_at_any_depth(
+    backend: str, num_layers: int, world_size: int, pool: RankPool
+) -> None:
+    if backend.startswith("hybrid") and load() is None:
+        pytest.skip("hybrid plans in the native library")
+    graphs = ("directed", "empty-part", "power-law")
+    found = assert_exact(
+        DEEP[backend], world_sizes=[world_size], graphs=graphs[num_layers - 1 : num_layers], num_layers=num_layers,
+        pool=pool,
+    )  # fmt: skip
     assert set(found) == set(LAYERS)
+
+
+def test_every_exact_backend_is_in_the_suite() -> None:
+    assert {"single", *DEEP} >= set(EXACT)
 
 
 def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:

@@ -32,7 +32,7 @@ def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> N
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
     for rank in range(3):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-        assert {event["name"] for event in mine} == {"compute", "aggregate", "pack", "wait", "unpack", "travel"}
+        assert {event["name"] for event in mine} == {"compute", "aggregate", "pack", "send", "wait", "unpack", "travel"}
         assert {event["args"]["of"] for event in mine if event["name"] == "compute"} == {"epoch 1", "epoch 2"}
         # what is fixed travelled in epoch 0: the second layer's rows go forward and their gradients back
         labels = [event["args"]["of"] for event in mine if event["name"] == "travel"]
@@ -42,8 +42,11 @@ def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> N
         assert back == ["forward", "backward", "forward", "backward"]
         waits = {event["args"]["of"] for event in mine if event["name"] == "wait"}
         assert all(any(label.startswith(wait) for label in labels) for wait in waits)
-        assert {event["tid"] for event in mine if event["name"] == "travel"} == {1}
-        for one, following in itertools.pairwise([event for event in mine if event["name"] != "travel"]):
+        # the second thread's line: a send to each other rank, each way
+        assert {event["name"] for event in mine if event["tid"] == 1} == {"travel", "send"}
+        sends = [event["args"]["of"].rpartition(", ")[2] for event in mine if event["name"] == "send"]
+        assert sorted(sends) == sorted([f"to rank {peer}" for peer in range(3) if peer != rank] * 4)
+        for one, following in itertools.pairwise([event for event in mine if event["tid"] == 0]):
             assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
 
@@ -56,7 +59,7 @@ def test_gaps_are_compute() -> None:
         ("compute", 70, 80),
     ]  # fmt: skip
     assert with_compute([], 5, 5, "epoch 0") == []
-    travel = Span("travel", "a", 15, 70)  # that something travels is no reason not to compute
+    travel = Span("travel", "a", 15, 70, aside=True)  # that something travels is no reason not to compute
     assert travel in with_compute([*spans, travel], 0, 80, "epoch 0")
     assert len(with_compute([*spans, travel], 0, 80, "epoch 0")) == len(found) + 1
 
