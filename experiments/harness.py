@@ -52,6 +52,7 @@ class Setting:
 
     Attributes:
         name: Its name in the tables; made from what differs if a grid gives the settings.
+        case: The part of its name that it was given, without what a grid adds.
         graph: A dataset as ``pygdist fit --data.dataset`` takes it.
         graph_args: Its arguments.
         prepare: Options of ``pygdist partition`` for it, such as ``split`` or ``symmetrize``.
@@ -76,6 +77,7 @@ class Setting:
     """
 
     name: str = ""
+    case: str = ""
     graph: str = "sbm"
     graph_args: dict[str, Any] = field(default_factory=dict)
     prepare: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +151,11 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False, shaped: 
             fields["seeds"] = tuple(fields.get("seeds", Setting.seeds))
             parts = [str(change["name"])] if "name" in change else []
             parts += [f"{name} {value}" for name, value in point.items()]
-            setting = Setting(**{**fields, "name": ", ".join(parts) or fields.get("graph", Setting.graph)})
+            named = {
+                "name": ", ".join(parts) or fields.get("graph", Setting.graph),
+                "case": str(change.get("name", "")),
+            }
+            setting = Setting(**{**fields, **named})
             if setting.network not in ("unshaped", "none"):
                 bits_per_second(setting.network)
             if setting not in found:  # without links several networks are one
@@ -250,7 +256,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     """One training in processes of its own, and what it showed; a note in place of figures if it failed."""
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
-        "link_bytes": None, "epochs": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
+        "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
         "expected_epoch_s": None, "timeline": "",
         **provenance(setting.threads),
     }  # fmt: skip
@@ -387,6 +393,8 @@ def _read(run: dict[str, Any], folder: Path) -> None:
                 for figure in ("val_acc", "test_acc", "gradient_bytes", "expected_epoch_s"):
                     if value := row.get(figure) or row.get(figure.replace("_acc", "_f1")):
                         run[figure] = float(value)
+                        if figure == "val_acc":
+                            run["scores"].append([int(row["epoch"]), float(value)])
 
 
 def write_tables(
@@ -421,7 +429,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
     counted = [ranks for ranks in epochs if ranks[0]["epoch"] >= WARM_UP]
     last = (good or runs)[-1]
     row: dict[str, Any] = {
-        "setting": setting.name, "graph": setting.graph, "graph_args": _text(setting.graph_args),
+        "setting": setting.name, "case": setting.case, "graph": setting.graph, "graph_args": _text(setting.graph_args),
         "nodes": last.get("num_nodes"), "edges": last.get("num_edges"), "model": setting.model,
         "model_args": _text(setting.model_args), "partitioner": setting.partitioner,
         "partitioner_args": _text(setting.partitioner_args), "backend": _text(setting.backend),

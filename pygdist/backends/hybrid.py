@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from pygdist.backends.fetched import WireDtype
-from pygdist.backends.plans import Expected, expected_epoch, load_plan, plan_key, save_plan
+from pygdist.backends.plans import Expected, computed_shares, expected_epoch, load_plan, plan_key, save_plan
 from pygdist.backends.probe import HopCosts, probe_exchange, probe_reduce
 from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.errors import InputError
@@ -86,7 +86,8 @@ class HybridBackend(RecomputingBackend):
         wire_dtype: ``"bfloat16"`` to halve the bytes.
 
     Attributes:
-        expected: What an epoch is expected to take, once that is known.
+        expected: What an epoch is expected to take, once that is known; not where a share is given. By given costs it
+            knows of nothing else: no latency, no averaging of gradients.
     """
 
     name = "hybrid"
@@ -112,11 +113,24 @@ class HybridBackend(RecomputingBackend):
 
     @override
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
+        if self.cache_ratio is None and self.costs is None:
+            return self._measured(found, widths, probe)
+        shard, communicator = self.shard, self.communicator
         if self.cache_ratio is not None:
-            return self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
-        if self.costs is not None:
-            return self._greedy(found, widths, self.costs.by_hop(widths), None)
-        return self._measured(found, widths, probe)
+            chosen = self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
+            said = _shares(computed_shares(communicator, shard.num_halo, chosen))
+        else:
+            assert self.costs is not None
+            costs = self.costs.by_hop(widths)
+            chosen = self._greedy(found, widths, costs, None)
+            self.expected = expected_epoch(
+                communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
+                latency_s=0.0, other_s=0.0, overlap=self.overlap,
+            )  # fmt: skip
+            said = _described(self.expected)
+        if communicator.rank == 0:
+            log.info("by the %s given: %s", "costs" if self.cache_ratio is None else "share", said)
+        return chosen
 
     @property
     @override
@@ -240,8 +254,11 @@ def _chosen(
 
 
 def _described(expected: Expected) -> str:
-    shares = ", ".join(f"hop {hop}: {share:.0%}" for hop, share in enumerate(expected.computed, 1))
-    return f"remote rows computed again, {shares}; {expected.epoch_s:.3g} s an epoch expected"
+    return f"{_shares(expected.computed)}; {expected.epoch_s:.3g} s an epoch expected"
+
+
+def _shares(computed: tuple[float, ...]) -> str:
+    return "remote rows computed again, " + ", ".join(f"hop {hop}: {one:.0%}" for hop, one in enumerate(computed, 1))
 
 
 def _device(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from pygdist.comm import Communicator
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, load
 
-__all__ = ["Expected", "expected_epoch", "load_plan", "plan_key", "save_plan"]
+__all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_key", "save_plan"]
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +88,19 @@ def expected_epoch(
     total, busy = compute, sum(exchange)
     hidden = sum(min(costs.edge[hop] * edges[hop][1], exchange[hop]) for hop in range(num_hops)) if overlap else 0.0
     figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()
-    counts = communicator.gather([float(mask[halo].sum()) for mask in chosen] + [float(num_halo)]).sum(0)
     return Expected(
         epoch_s=figures[0] + other_s,
         compute_s=figures[1],
         exchange_s=busy,
         other_s=other_s,
-        computed=tuple((counts[:-1] / max(float(counts[-1]), 1.0)).tolist()),
+        computed=computed_shares(communicator, num_halo, chosen),
     )
+
+
+def computed_shares(communicator: Communicator, num_halo: int, chosen: Sequence[Tensor]) -> tuple[float, ...]:
+    """Of the remote rows that each hop reads, the share that is computed again; over all ranks, all of which call."""
+    counts = communicator.gather([float(mask.sum()) for mask in chosen] + [float(num_halo)]).sum(0)
+    return tuple((counts[:-1] / max(float(counts[-1]), 1.0)).tolist())
 
 
 def _followed(

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch_geometric.nn import GraphSAGE
 
 from pygdist.backends import CommBackend, Costs, HybridBackend, distribute
 from pygdist.backends.hybrid import _chosen
-from pygdist.backends.plans import expected_epoch
+from pygdist.backends.plans import Expected, _followed, expected_epoch, load_plan, save_plan
 from pygdist.backends.probe import HopCosts
+from pygdist.backends.replicas import replicas_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -175,6 +178,43 @@ def _train(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) -
     return found
 
 
+def test_a_kept_plan_is_taken_on_a_network_as_fast_as_it_was(tmp_path: Path) -> None:
+    alone = Communicator()
+    chosen = [torch.arange(19) % 3 == 0, torch.arange(19) % 2 == 0]
+    expected = Expected(epoch_s=1.0, compute_s=0.5, exchange_s=0.5, other_s=0.0, computed=(0.3, 0.5))
+    save_plan(tmp_path / "plans", "key", 0, chosen, {"value_s": 2e-9}, expected)
+    for value_s, taken in ((2e-9, True), (3e-9, True), (1.1e-9, True), (5e-9, False), (0.9e-9, False)):
+        found = load_plan(alone, tmp_path / "plans", "key", 2, 19, value_s)
+        assert (found is not None) == taken
+    found = load_plan(alone, tmp_path / "plans", "key", 2, 19, 2e-9)
+    assert found is not None
+    assert all(torch.equal(one, other) for one, other in zip(found[0], chosen, strict=True))
+    assert found[1]["expected"]["epoch_s"] == 1.0
+    # not what was made for another model, nor what broke off
+    assert load_plan(alone, tmp_path / "plans", "key", 3, 19, 2e-9) is None
+    assert load_plan(alone, tmp_path / "plans", "other", 2, 19, 2e-9) is None
+    (tmp_path / "plans" / "key.0.npy").write_bytes(b"half")
+    assert load_plan(alone, tmp_path / "plans", "key", 2, 19, 2e-9) is None
+
+
+@needs_native
+@given(seed=st.integers(0, 2**16), hops=st.integers(1, 3))
+def test_what_is_planned_for_is_what_is_made(seed: int, hops: int) -> None:
+    rng = np.random.default_rng(seed)
+    found = _near(rng, owned=9, halo=17, beyond=12)
+    chosen = [
+        torch.from_numpy((np.arange(38) >= 9) & (np.arange(38) < 26) & (rng.random(38) < 0.4)) for _ in range(hops)
+    ]
+    needed, edges = _followed(found, 9, 17, chosen)
+    made = replicas_of(found, 9, chosen)
+    assert torch.equal(torch.from_numpy(needed).bool(), torch.stack(made))
+    for hop in range(1, hops + 1):
+        computed = (torch.arange(38) < 9) | made[hop]
+        target = torch.repeat_interleave(torch.arange(38), found.indptr.diff())
+        here = (found.index < 9) | made[hop - 1][found.index]
+        assert edges[hop - 1] == [int(computed[target].sum()), int((computed[target] & here).sum())]
+
+
 @needs_native
 def test_costs_are_measured_once_and_the_plan_is_kept(tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_nodes=300)
@@ -190,12 +230,9 @@ def test_costs_are_measured_once_and_the_plan_is_kept(tmp_path: Path, pool: Rank
     assert facts["expected"] == {**first[0], "computed": list(first[0]["computed"])}
     assert facts["ranks"] == 3
 
-    # what is kept is used: a plan of another hand is taken over, unless one asks for a new one
+    # one asks for a new plan
     path = tmp_path / "parts" / "plans" / summary
-    marked = {**facts, "expected": {**facts["expected"], "epoch_s": 123.0}}
-    path.write_text(json.dumps(marked))
-    slower_or_not = pool.run(_train, 3, str(tmp_path / "parts"), {})[0]["epoch_s"]
-    assert slower_or_not == 123.0 or facts["value_s"] > 0  # a network that changed its pace is planned for anew
+    path.write_text(json.dumps({**facts, "expected": {**facts["expected"], "epoch_s": 123.0}}))
     assert pool.run(_train, 3, str(tmp_path / "parts"), {"replan": True})[0]["epoch_s"] < 123.0
 
     # another model or rank is another plan; one that broke off is no plan
