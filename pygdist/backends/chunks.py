@@ -7,6 +7,7 @@ rows are aggregated where they lie, and gradients are written where they leave f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,19 @@ class Arrival:
     def to(self, device: torch.device) -> Arrival:
         """The same on ``device``."""
         return Arrival(plan=self.plan.to(device), position=self.position.to(device))
+
+    def piece(self, first: int, rows: int) -> Arrival:
+        """Of what each rank sends to each other the rows from number ``first`` on, at most so many."""
+        plan = self.plan
+        send, arrive = (
+            tuple(min(max(count - first, 0), rows) for count in counts)
+            for counts in (plan.send_counts, plan.recv_counts)
+        )
+        peers = range(len(send))
+        index = [plan.send_index_of(peer)[first : first + rows] for peer in peers]
+        position = [self.positions_of(peer)[first : first + rows] for peer in peers]
+        cut = ExchangePlan(send_index=torch.cat(index), send_counts=send, recv_counts=arrive)
+        return Arrival(plan=cut, position=torch.cat(position))
 
     def positions_of(self, peer: int) -> Tensor:
         """Where the rows of ``peer`` belong."""
@@ -95,30 +109,32 @@ class Chunks:
         num_rows: Destinations.
         degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
         local: Edges whose sources this rank holds; columns are its rows.
-        remote: By rank: edges whose sources arrive from it, where there are any.
+        remote: For each piece in which rows arrive, by rank: edges whose sources arrive from it, where there are any.
     """
 
     num_rows: int
     degree: Tensor
     local: Chunk
-    remote: dict[int, Chunk]
+    remote: tuple[dict[int, Chunk], ...]
 
 
-def split_by_source(csr: CSR, num_local: int, arrival: Arrival) -> Chunks:
+def split_by_source(csr: CSR, num_local: int, pieces: Sequence[Arrival]) -> Chunks:
     """Sort the edges of a hop into chunks; their order within a destination stays.
 
     Args:
         csr: Destinations by sources; ``csr.perm`` is not used.
         num_local: Rows that this rank holds; all other columns that occur arrive.
-        arrival: What arrives.
+        pieces: What arrives, one after the other.
     """
     device = csr.index.device
-    chunk_of = torch.zeros(csr.num_cols, dtype=torch.int16, device=device)
+    chunk_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
     column = torch.arange(csr.num_cols, dtype=csr.index.dtype, device=device)
-    for rank, count in enumerate(arrival.plan.recv_counts):
-        places = arrival.positions_of(rank)
-        chunk_of[places] = rank + 1
-        column[places] = torch.arange(count, dtype=csr.index.dtype, device=device)
+    size = len(pieces[0].plan.recv_counts)
+    for number, arrival in enumerate(pieces):
+        for rank, count in enumerate(arrival.plan.recv_counts):
+            places = arrival.positions_of(rank)
+            chunk_of[places] = number * size + rank + 1
+            column[places] = torch.arange(count, dtype=csr.index.dtype, device=device)
     row, kind = csr.row_index(), chunk_of[csr.index.long()]
 
     def chunk(number: int, width: int) -> Chunk:
@@ -128,10 +144,16 @@ def split_by_source(csr: CSR, num_local: int, arrival: Arrival) -> Chunks:
         index = column[csr.index[entries].long()]
         return Chunk(CSR(indptr, index, width, entries.to(narrowest(csr.num_entries))))
 
-    counts = enumerate(arrival.plan.recv_counts)
     return Chunks(
         num_rows=csr.num_rows,
         degree=csr.indptr.diff().clamp(min=1).unsqueeze(-1),
         local=chunk(0, num_local),
-        remote={rank: chunk(rank + 1, count) for rank, count in counts if count},
+        remote=tuple(
+            {
+                rank: chunk(number * size + rank + 1, count)
+                for rank, count in enumerate(arrival.plan.recv_counts)
+                if count
+            }
+            for number, arrival in enumerate(pieces)
+        ),
     )

@@ -6,7 +6,9 @@ flow back the same way and are summed at the owner.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -33,6 +35,8 @@ from pygdist.graph.identity import version_of
 
 __all__ = ["FetchingBackend", "WireDtype"]
 
+_GIB = 2**30
+
 WireDtype: TypeAlias = Literal["bfloat16"]
 
 
@@ -46,13 +50,27 @@ class FetchingBackend(Backend):
             are computed; without, a hop waits until all rows are here. Either way layers whose neighbours cannot be
             taken piece by piece wait: messages of PyG, GATv2, Transformer, LSTM.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
+        halo_gib: Most memory that other ranks' rows may take at a time, on each rank, in hops that can be taken piece
+            by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes;
+            maxima, minima and attention fetch them once more in the backward pass. On CUDA, what layers keep for the
+            backward pass then waits in the host's memory.
     """
 
-    def __init__(self, *, ring: bool = True, overlap: bool = True, wire_dtype: WireDtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ring: bool = True,
+        overlap: bool = True,
+        wire_dtype: WireDtype | None = None,
+        halo_gib: float | None = None,
+    ) -> None:
         super().__init__()
+        if halo_gib is not None and halo_gib <= 0:
+            raise InputError(f"halo_gib is {halo_gib}, expected a positive number")
         if wire_dtype not in (None, *get_args(WireDtype)):
             raise InputError(f"wire_dtype is {wire_dtype!r}, expected {' or '.join(get_args(WireDtype))} or nothing")
-        self.ring, self.overlap, self.wire_dtype = ring, overlap, wire_dtype
+        self.ring, self.overlap, self.wire_dtype, self.halo_gib = ring, overlap, wire_dtype, halo_gib
+        self._pieces: dict[tuple[int, int], tuple[Arrival, ...]] = {}
         if wire_dtype is not None:
             self.exact, self.approximation = False, f"rows and gradients travel as {wire_dtype}"
         # rows fetched for the layer that is running: GATv2 reads the same rows in edge_updater and in propagate
@@ -78,6 +96,19 @@ class FetchingBackend(Backend):
     @override
     def end_forward(self) -> None:
         self._forget()
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._kept_on_the_host():
+            return super().run_layer(layer, forward, args, kwargs)
+
+    def _kept_on_the_host(self) -> contextlib.AbstractContextManager[Any]:
+        """What runs inside keeps rows for the backward pass in the host's memory, if the device's is short."""
+        if self.halo_gib is None or self.shard.n_id.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
     @override
     def propagate(
@@ -130,6 +161,7 @@ class FetchingBackend(Backend):
     @override
     def unbind(self) -> None:
         self._forget()
+        self._pieces = {}
         super().unbind()
 
     def _exchanged(self, x: Tensor, plan: ExchangePlan, label: str) -> Tensor:
@@ -160,7 +192,7 @@ class FetchingBackend(Backend):
         label = f"hop {self._hop} of {layer_name(layer)}"
         return Hop(
             communicator=self.communicator,
-            arrival=arrival,
+            pieces=self._in_pieces(arrival, x),
             label=label,
             ring=self.ring,
             overlap=self.overlap,
@@ -168,17 +200,35 @@ class FetchingBackend(Backend):
             whole=lambda rows: self.joined(rows, self.halo_rows(rows, label=label)),
         )
 
+    def _in_pieces(self, arrival: Arrival, x: Tensor) -> tuple[Arrival, ...]:
+        """What arrives for a hop, as much at a time as there is memory for; the same number of pieces on all ranks."""
+        values = math.prod(x.shape[1:]) * (self._wire or x.dtype).itemsize
+        known = self._pieces.get((id(arrival), values))
+        if known is None:
+            known = (arrival,)
+            if self.halo_gib is not None:
+                plan = arrival.plan
+                others = len(plan.send_counts) - 1
+                rows = max(1, int(self.halo_gib * _GIB) // (max(values, 1) * others))  # of each pair of ranks
+                most = self.max_over_ranks(max(plan.send_counts + plan.recv_counts))
+                if most > rows:
+                    known = tuple(arrival.piece(first, rows) for first in range(0, most, rows))
+            self._pieces[id(arrival), values] = known
+        return known
+
     def _run(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, rows: dict[str, Any], *, edges: bool
     ) -> Tensor:
         size = (self.num_sources, self.num_rows)
-        if edge_index.size(1) == 0:
+        # attention of our own needs no edge, and must go the same way on all ranks
+        ours = edges and self.savings.fused_attention and attention_hop(layer, "edge_updater", edge_index, rows)
+        if edge_index.size(1) == 0 and not ours:
             return with_phantom_edge(layer, inner, size, rows, edges=edges)
         return inner(edge_index, size=size, **rows)
 
     @override
     def _pickled_state(self) -> dict[str, Any]:
-        return {**super()._pickled_state(), "_fetched_for": None, "_fetched": {}}
+        return {**super()._pickled_state(), "_fetched_for": None, "_fetched": {}, "_pieces": {}}
 
     def _forget(self) -> None:
         self._fetched_for = None

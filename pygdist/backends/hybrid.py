@@ -84,6 +84,7 @@ class HybridBackend(RecomputingBackend):
         ring: As for ``comm``, and so the next two.
         overlap: Aggregate while rows travel.
         wire_dtype: ``"bfloat16"`` to halve the bytes.
+        halo_gib: Most memory that other ranks' rows may take at a time.
 
     Attributes:
         expected: What an epoch is expected to take, once that is known; not where a share is given. By given costs it
@@ -102,8 +103,9 @@ class HybridBackend(RecomputingBackend):
         ring: bool = True,
         overlap: bool = True,
         wire_dtype: WireDtype | None = None,
+        halo_gib: float | None = None,
     ) -> None:
-        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype)
+        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:
             raise InputError(f"cache_ratio is {cache_ratio}, expected a share from 0 to 1")
         if memory_gib is not None and memory_gib < 0:
@@ -149,7 +151,8 @@ class HybridBackend(RecomputingBackend):
         facts = {
             "widths": list(widths), "ranks": communicator.world_size, "device": _device(shard.n_id.device),
             "threads": torch.get_num_threads(), "memory_gib": self.memory_gib,
-            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "savings": asdict(self.savings),
+            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
+            "savings": asdict(self.savings),
             "model": repr(probe.model),
         }  # fmt: skip
         key = plan_key(facts)

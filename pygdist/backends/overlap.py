@@ -8,7 +8,7 @@ through the largest score and the sum of exponentials so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Hop:
 
     Attributes:
         communicator: The ranks.
-        arrival: What arrives.
+        pieces: What arrives: all at once, or piece by piece if the device is to hold no more than that at a time.
         label: Named when something goes wrong.
         ring: One peer after the other.
         overlap: Aggregate while rows travel; without, wait for all of them first.
@@ -46,16 +46,21 @@ class Hop:
     """
 
     communicator: Communicator
-    arrival: Arrival
+    pieces: tuple[Arrival, ...]
     label: str
     ring: bool
     overlap: bool
     wire: torch.dtype | None
     whole: Whole
 
-    def fetch(self, x: Tensor, *, keep: bool) -> Transfer:
+    @property
+    def at_once(self) -> bool:
+        """Whether all rows may be here at a time."""
+        return len(self.pieces) == 1
+
+    def fetch(self, x: Tensor, piece: Arrival, *, keep: bool) -> Transfer:
         """Begin to fetch rows; ``keep`` where they are needed beyond the hop."""
-        plan, label = self.arrival.plan, f"{self.label}, forward, {describe_rows(x)}"
+        plan, label = piece.plan, f"{self.label}, forward, {describe_rows(x)}"
         packed = self.communicator.pack(x, plan.send_index, self.label, self.wire).split(list(plan.send_counts))
         buffers = self.communicator.buffers
         halo = (
@@ -70,20 +75,29 @@ class Hop:
             transfer.finish()
         return transfer
 
-    def give_back(
-        self,
-        like: Tensor,
-        gradient_of: Callable[[int, Tensor], None],
-        own_gradient: Callable[[], Tensor],
-    ) -> Tensor:
+    def again(self, x: Tensor, number: int) -> dict[int, Tensor]:
+        """By rank, the rows of a piece, fetched once more; until the next are."""
+        transfer = self.fetch(x, self.pieces[number], keep=False)
+        found = {peer: transfer.take(peer).to(x.dtype) for peer in transfer.sources}
+        transfer.finish()
+        return found
+
+    def give_back(self, gradients: Gradients, like: Tensor) -> Tensor:
         """Send gradients to the owners of the rows that were fetched; returns those of this rank's rows.
 
         Args:
-            like: Rows of the width and dtype of the gradients.
-            gradient_of: Writes the gradient of a peer's rows into the memory that it is given.
-            own_gradient: Computes what this rank's own edges add to the gradient of its rows.
+            gradients: Computes them.
+            like: Rows of their width and dtype.
         """
-        plan, buffers = self.arrival.plan, self.communicator.buffers
+        out = None
+        for number, piece in enumerate(self.pieces):
+            gradients.turn_to(number)
+            out = self._give_back(piece, gradients, like, out)
+        assert out is not None
+        return out
+
+    def _give_back(self, piece: Arrival, gradients: Gradients, like: Tensor, known: Tensor | None) -> Tensor:
+        plan, buffers = piece.plan, self.communicator.buffers
         label = f"{self.label}, backward, {describe_rows(like)}"
         arrived = buffers.get("gradients received", plan.num_sent, like, self.wire).split(list(plan.send_counts))
         computed = buffers.get("gradients sent", plan.num_received, like).split(list(plan.recv_counts))
@@ -91,18 +105,18 @@ class Hop:
         if self.wire is not None:
             sent = buffers.get("gradients sent", plan.num_received, like, self.wire).split(list(plan.recv_counts))
         transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True)
-        out = None if self.overlap else self._computed(own_gradient)
+        if known is None and not self.overlap:
+            known = self._computed(gradients.own)
         for peer in transfer.targets:
             if plan.recv_counts[peer]:
                 with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {peer}'s rows"):
-                    gradient_of(peer, computed[peer])
+                    gradients.remote(peer, computed[peer])
                     if self.wire is not None:
                         sent[peer].copy_(computed[peer])
             if self.overlap:
                 transfer.give(peer, sent[peer])
-        if out is None:
-            out = self._computed(own_gradient)
-        else:
+        out = self._computed(gradients.own) if known is None else known
+        if not self.overlap:
             for peer in transfer.targets:
                 transfer.give(peer, sent[peer])
             transfer.finish()
@@ -117,14 +131,75 @@ class Hop:
         with recorded(self.communicator.recorder, "aggregate", "gradient of own rows"):
             return gradient()
 
-    def arriving(self, transfer: Transfer, chunks: Chunks, like: Tensor) -> Any:
-        """Each peer's chunk and its rows, in the order of arrival; the time until the next is noted as aggregation."""
-        for peer in transfer.sources:
-            rows = transfer.take(peer)
-            if peer in chunks.remote:
-                with recorded(self.communicator.recorder, "aggregate", f"rows of rank {peer}"):
-                    yield peer, chunks.remote[peer], rows.to(like.dtype)
-        transfer.finish()
+    def arriving(self, x: Tensor, chunks: Chunks, first: Transfer, *, keep: bool) -> Iterator[Landed]:
+        """Chunks and their rows, in the order of arrival; the time until the next is noted as aggregation.
+
+        Args:
+            x: This rank's rows.
+            chunks: The edges.
+            first: The first piece, under way.
+            keep: Whether rows are needed beyond the hop.
+        """
+        for number, piece in enumerate(self.pieces):
+            transfer = first if number == 0 else self.fetch(x, piece, keep=keep)
+            remote = chunks.remote[number]
+            for peer in transfer.sources:
+                rows = transfer.take(peer)
+                if peer in remote:
+                    with recorded(self.communicator.recorder, "aggregate", f"rows of rank {peer}"):
+                        yield Landed(number, peer, remote[peer], rows.to(x.dtype))
+            transfer.finish()
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A chunk and the rows that it reads: of which piece, from which rank."""
+
+    piece: int
+    peer: int
+    chunk: Chunk
+    rows: Tensor
+
+
+class Gradients:
+    """Computes the gradients of a hop: of each rank's rows, piece by piece, and of this rank's own.
+
+    Args:
+        of: From the rank (``None`` for the own one), the chunk, and its rows if ``x`` is given: their gradient, which
+            may be written into the memory given.
+        hop: The hop.
+        chunks: Its edges.
+        x: This rank's rows, where their values are needed.
+        kept: By rank, the rows that arrived, if they are all still here.
+    """
+
+    def __init__(
+        self,
+        of: Callable[[int | None, Chunk, Any, Tensor | None], Tensor],
+        hop: Hop,
+        chunks: Chunks,
+        x: Tensor | None = None,
+        kept: dict[int, Tensor] | None = None,
+    ) -> None:
+        self._of, self._hop, self._chunks, self._x, self._rows = of, hop, chunks, x, kept
+        self.piece = 0
+
+    def turn_to(self, number: int) -> None:
+        """The piece that comes next."""
+        self.piece = number
+        if self._x is not None and not self._hop.at_once:
+            self._rows = self._hop.again(self._x, number)
+
+    def remote(self, peer: int, memory: Tensor) -> None:
+        """Writes the gradient of a rank's rows into memory."""
+        rows = None if self._rows is None else self._rows[peer]
+        found = self._of(peer, self._chunks.remote[self.piece][peer], rows, memory)
+        if found is not memory:
+            memory.copy_(found)
+
+    def own(self) -> Tensor:
+        """What this rank's own edges add to the gradient of its rows."""
+        return self._of(None, self._chunks.local, self._x, None)
 
 
 class ChunkedAdjacency(Adjacency):
@@ -186,12 +261,12 @@ class ChunkedAdjacency(Adjacency):
 
     def _chunks(self, num_local: int) -> Chunks:
         # a layer of several hops fetches other rows in each, over the same edges
-        known: dict[tuple[int, int], tuple[Arrival, Chunks]] = self.origin.derived.setdefault("chunks", {})
-        arrival = self._hop.arrival
-        key = (id(arrival), num_local)
+        known: dict[tuple[int, int], tuple[Any, Chunks]] = self.origin.derived.setdefault("chunks", {})
+        pieces = self._hop.pieces
+        key = (id(pieces), num_local)
         if key not in known:
             with torch.inference_mode(False):
-                known[key] = (arrival, split_by_source(self.csr(), num_local, arrival))
+                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces))
         return known[key][1]
 
 
@@ -202,12 +277,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, chunks: Chunks, hop: Hop, value: Tensor | None, reduce: str) -> Tensor:
         ctx.chunks, ctx.hop, ctx.value, ctx.mean, ctx.shape = chunks, hop, value, reduce == "mean", x.shape
         x = x.detach().contiguous()
-        transfer = hop.fetch(x, keep=False)
+        transfer = hop.fetch(x, hop.pieces[0], keep=False)
         out = x.new_empty(chunks.num_rows, x.size(1))
         with recorded(hop.communicator.recorder, "aggregate", "own rows"):
             spmm_into(out, chunks.local.csr, x, chunks.local.values(value))
-        for _, chunk, rows in hop.arriving(transfer, chunks, x):
-            spmm_into(out, chunk.csr, rows, chunk.values(value), onto=True)
+        for one in hop.arriving(x, chunks, transfer, keep=False):
+            spmm_into(out, one.chunk.csr, one.rows, one.chunk.values(value), onto=True)
         return out.div_(chunks.degree) if ctx.mean else out
 
     @staticmethod
@@ -216,16 +291,12 @@ class _Sum(torch.autograd.Function):
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
         grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
 
-        def into(out: Tensor, chunk: Chunk) -> Tensor:
+        def of(_peer: int | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
+            out = grad.new_empty(ctx.shape) if memory is None else memory
             spmm_into(out, _plain(chunk.transposed), grad, chunk.values(value, transposed=True))
             return out
 
-        out = hop.give_back(
-            grad,
-            lambda peer, memory: _ignore(into(memory, chunks.remote[peer])),
-            lambda: into(grad.new_empty(ctx.shape), chunks.local),
-        )
-        return out, None, None, None, None
+        return hop.give_back(Gradients(of, hop, chunks), grad), None, None, None, None
 
 
 class _Extremum(torch.autograd.Function):
@@ -236,14 +307,15 @@ class _Extremum(torch.autograd.Function):
         ctx.chunks, ctx.hop, ctx.value = chunks, hop, value
         better = torch.maximum if reduce == "max" else torch.minimum
         x = x.detach().contiguous()
-        transfer = hop.fetch(x, keep=True)
+        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
         out = spmm(chunks.local.csr, x, _flat(chunks.local.values(value)), reduce)
         filled, arrived = chunks.local.filled, {}
-        for peer, chunk, rows in hop.arriving(transfer, chunks, x):
-            arrived[peer] = rows
-            found = spmm(chunk.csr, rows, _flat(chunk.values(value)), reduce)
-            out = torch.where(chunk.filled, torch.where(filled, better(out, found), found), out)
-            filled = filled | chunk.filled
+        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
+            if hop.at_once:
+                arrived[one.peer] = one.rows
+            found = spmm(one.chunk.csr, one.rows, _flat(one.chunk.values(value)), reduce)
+            out = torch.where(one.chunk.filled, torch.where(filled, better(out, found), found), out)
+            filled = filled | one.chunk.filled
         ctx.peers = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
         return out.clone()  # a step after the layer may write into what it gets
@@ -253,21 +325,19 @@ class _Extremum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
-        rows = dict(zip(ctx.peers, arrived, strict=True))
+        kept = dict(zip(ctx.peers, arrived, strict=True))
         count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
-        for chunk, part in ((chunks.local, x), *((chunks.remote[peer], part) for peer, part in rows.items())):
-            count += tie_counts(chunk.csr, part, chunk.values(value), out)
+        count += tie_counts(chunks.local.csr, x, chunks.local.values(value), out)
+        for number, remote in enumerate(chunks.remote):
+            rows = kept if hop.at_once else hop.again(x, number)
+            for peer, chunk in remote.items():
+                count += tie_counts(chunk.csr, rows[peer], chunk.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(chunk: Chunk, part: Tensor) -> Tensor:
+        def of(_peer: int | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             return extremum_grad(_plain(chunk.transposed), part, chunk.values(value, transposed=True), out, share)
 
-        own = hop.give_back(
-            grad,
-            lambda peer, memory: _ignore(memory.copy_(of(chunks.remote[peer], rows[peer]))),
-            lambda: of(chunks.local, x),
-        )
-        return own, None, None, None, None
+        return hop.give_back(Gradients(of, hop, chunks, x, kept), grad), None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -278,14 +348,15 @@ class _Attention(torch.autograd.Function):
         ctx.chunks, ctx.hop, ctx.slope = chunks, hop, slope
         x, source, target = (part.detach().contiguous() for part in (x, source, target))
         graded = any(ctx.needs_input_grad)
-        transfer = hop.fetch(x, keep=True)
+        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
         with recorded(hop.communicator.recorder, "aggregate", "own rows"):
             found = gat_part(chunks.local.csr, x, source[: x.size(0)], target, slope)
         arrived = {}
-        for peer, chunk, rows in hop.arriving(transfer, chunks, x):
-            arrived[peer] = rows
-            scores = source.index_select(0, hop.arrival.positions_of(peer))
-            found = merge_gat(found, gat_part(chunk.csr, rows, scores, target, slope))
+        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
+            if hop.at_once:
+                arrived[one.peer] = one.rows
+            scores = source.index_select(0, hop.pieces[one.piece].positions_of(one.peer))
+            found = merge_gat(found, gat_part(one.chunk.csr, one.rows, scores, target, slope))
         ctx.peers = list(arrived)
         if graded:
             ctx.save_for_backward(x, source, target, *found, *arrived.values())
@@ -296,24 +367,22 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         chunks, hop, slope = ctx.chunks, ctx.hop, ctx.slope
-        rows = dict(zip(ctx.peers, arrived, strict=True))
+        kept = dict(zip(ctx.peers, arrived, strict=True))
         grad, grad_source, grad_target = grad.contiguous(), torch.zeros_like(source), torch.zeros_like(target)
 
-        def of(chunk: Chunk, part: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return gat_grad(_plain(chunk.transposed), part, scores, target, slope, out, above, facts, grad)
-
-        def remote(peer: int, memory: Tensor) -> None:
-            places = hop.arrival.positions_of(peer)
-            found, grad_source[places], _ = of(chunks.remote[peer], rows[peer], source.index_select(0, places))
-            memory.copy_(found)
-
-        def own() -> Tensor:
-            found, grad_source[: x.size(0)], total = of(chunks.local, x, source[: x.size(0)])
-            grad_target.copy_(total)  # of all edges of the row: it is made of sums over them
+        def of(peer: int | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+            own = torch.arange(x.size(0), device=x.device)
+            places = own if peer is None else hop.pieces[gradients.piece].positions_of(peer)
+            scores = source.index_select(0, places)
+            found, grad_source[places], total = gat_grad(
+                _plain(chunk.transposed), part, scores, target, slope, out, above, facts, grad
+            )
+            if peer is None:
+                grad_target.copy_(total)  # of all edges of the row: it is made of sums over them
             return found
 
-        grad_x = hop.give_back(x, remote, own)
-        return grad_x, grad_source, grad_target, None, None, None
+        gradients = Gradients(of, hop, chunks, x, kept)
+        return hop.give_back(gradients, x), grad_source, grad_target, None, None, None
 
 
 def _plain(csr: CSR) -> CSR:
@@ -323,7 +392,3 @@ def _plain(csr: CSR) -> CSR:
 
 def _flat(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.squeeze(1)
-
-
-def _ignore(_: Tensor) -> None:
-    """What a function that writes into given memory returns."""

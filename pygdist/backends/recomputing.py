@@ -72,8 +72,15 @@ class _Alone:
 class RecomputingBackend(FetchingBackend):
     """Computes replicas of other ranks' rows, and fetches the rest; :meth:`choose` says which."""
 
-    def __init__(self, *, ring: bool = True, overlap: bool = True, wire_dtype: WireDtype | None = None) -> None:
-        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype)
+    def __init__(
+        self,
+        *,
+        ring: bool = True,
+        overlap: bool = True,
+        wire_dtype: WireDtype | None = None,
+        halo_gib: float | None = None,
+    ) -> None:
+        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
         self._forget_graph()
 
     def _forget_graph(self) -> None:
@@ -345,7 +352,8 @@ class RecomputingBackend(FetchingBackend):
         args, kwargs = _mapped(forward, (layer, *args), kwargs, trimmed)
         self._entered, self._computes = hop, num_computed
         try:
-            out = forward(*args, **kwargs)
+            with self._kept_on_the_host():
+                out = forward(*args, **kwargs)
         finally:
             self._entered = None
         return _each(out, lambda one: _padded(layer, one, (num_rows, num_computed), rows.num_rows))

@@ -42,6 +42,35 @@ def test_replicas_beside_chunks(pool: RankPool) -> None:
     assert_exact(backend, layers=LAYERS, world_sizes=[4], graphs=["power-law"], num_layers=2, pool=pool)
 
 
+SMALL = 400 / 2**30  # a few rows for each pair of ranks
+
+
+@pytest.mark.parametrize("ring", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_that_arrive_piece_by_piece(ring: bool, overlap: bool, pool: RankPool) -> None:
+    backend = CommBackend(ring=ring, overlap=overlap, halo_gib=SMALL)
+    assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
+
+
+@pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+def test_replicas_beside_pieces(pool: RankPool) -> None:
+    backend = HybridBackend(cache_ratio=0.4, halo_gib=SMALL)
+    assert_exact(backend, layers=LAYERS, world_sizes=[4], graphs=["empty-part"], num_layers=2, pool=pool)
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])
+def test_no_more_rows_are_here_than_there_is_memory_for(name: str, tmp_path: Path, pool: RankPool) -> None:
+    store = _store(tmp_path / "parts", 3)
+    whole, pieces = (
+        pool.run(_check_epochs, 3, store, name, arguments) for arguments in ({}, {"halo_gib": 2000 / 2**30})
+    )
+    for rank in range(3):
+        assert pieces[rank][-1]["largest"] <= 2000 < whole[rank][-1]["largest"]
+        assert pieces[rank][-1]["sent"] == whole[rank][-1]["sent"]
+    with pytest.raises(InputError, match="halo_gib is 0, expected a positive number"):
+        CommBackend(halo_gib=0)
+
+
 def test_half_the_bytes_are_not_exact_and_say_so(pool: RankPool) -> None:
     backend = CommBackend(wire_dtype="bfloat16")
     assert not backend.exact
@@ -81,9 +110,9 @@ def _pieces(csr: CSR) -> dict[int, tuple[CSR, Tensor]]:
     plan = ExchangePlan(
         send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0, 0), recv_counts=(0, 12, 0, 18)
     )
-    chunks = split_by_source(csr, 10, Arrival(plan=plan, position=torch.arange(39, 9, -1)))
+    chunks = split_by_source(csr, 10, [Arrival(plan=plan, position=torch.arange(39, 9, -1))])
     columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
-    found = {0: chunks.local, **chunks.remote}
+    found = {0: chunks.local, **chunks.remote[0]}
     assert found.keys() == columns.keys()
     return {rank: (chunk.csr, columns[rank]) for rank, chunk in found.items()}
 
@@ -157,6 +186,7 @@ def _check_epochs(
         epochs.append(
             {
                 "memory": [tensor.data_ptr() for tensor in communicator.buffers.tensors],
+                "largest": max(tensor.nbytes for tensor in communicator.buffers.tensors),
                 "spans": communicator.recorder.spans,
                 "sent": communicator.meter.total.sent_bytes,
                 "halo": shard.num_halo,
