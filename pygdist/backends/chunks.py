@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pygdist.comm import ExchangePlan
+from pygdist.comm import ExchangePlan, Leg, part_of
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, transpose
 from pygdist.kernels.csr import narrowest
@@ -50,10 +50,10 @@ class Arrival:
         cut = ExchangePlan(send_index=torch.cat(index), send_counts=send, recv_counts=arrive)
         return Arrival(plan=cut, position=torch.cat(position))
 
-    def positions_of(self, peer: int) -> Tensor:
-        """Where the rows of ``peer`` belong."""
-        start = sum(self.plan.recv_counts[:peer])
-        return self.position[start : start + self.plan.recv_counts[peer]]
+    def positions_of(self, peer: int, part: int = 0, parts: int = 1) -> Tensor:
+        """Where the rows of ``peer`` belong, or those of a part of them."""
+        start, count = sum(self.plan.recv_counts[:peer]), self.plan.recv_counts[peer]
+        return self.position[start : start + count][part_of(count, part, parts)]
 
 
 class Chunk:
@@ -109,32 +109,36 @@ class Chunks:
         num_rows: Destinations.
         degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
         local: Edges whose sources this rank holds; columns are its rows.
-        remote: For each piece in which rows arrive, by rank: edges whose sources arrive from it, where there are any.
+        remote: For each piece in which rows arrive, by leg: edges whose sources arrive with it, where any do.
     """
 
     num_rows: int
     degree: Tensor
     local: Chunk
-    remote: tuple[dict[int, Chunk], ...]
+    remote: tuple[dict[Leg, Chunk], ...]
 
 
-def split_by_source(csr: CSR, num_local: int, pieces: Sequence[Arrival]) -> Chunks:
+def split_by_source(csr: CSR, num_local: int, pieces: Sequence[Arrival], parts: int = 1) -> Chunks:
     """Sort the edges of a hop into chunks; their order within a destination stays.
 
     Args:
         csr: Destinations by sources; ``csr.perm`` is not used.
         num_local: Rows that this rank holds; all other columns that occur arrive.
         pieces: What arrives, one after the other.
+        parts: Of what comes from each rank.
     """
     device = csr.index.device
     chunk_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
     column = torch.arange(csr.num_cols, dtype=csr.index.dtype, device=device)
-    size = len(pieces[0].plan.recv_counts)
+    widths: list[tuple[int, Leg, int]] = []
     for number, arrival in enumerate(pieces):
         for rank, count in enumerate(arrival.plan.recv_counts):
-            places = arrival.positions_of(rank)
-            chunk_of[places] = number * size + rank + 1
-            column[places] = torch.arange(count, dtype=csr.index.dtype, device=device)
+            for part in range(parts if count else 0):
+                places = arrival.positions_of(rank, part, parts)
+                if places.numel():
+                    widths.append((number, Leg(rank, part), places.numel()))
+                    chunk_of[places] = len(widths)
+                    column[places] = torch.arange(places.numel(), dtype=csr.index.dtype, device=device)
     row, kind = csr.row_index(), chunk_of[csr.index.long()]
 
     def chunk(number: int, width: int) -> Chunk:
@@ -144,16 +148,12 @@ def split_by_source(csr: CSR, num_local: int, pieces: Sequence[Arrival]) -> Chun
         index = column[csr.index[entries].long()]
         return Chunk(CSR(indptr, index, width, entries.to(narrowest(csr.num_entries))))
 
+    remote: list[dict[Leg, Chunk]] = [{} for _ in pieces]
+    for entry, (number, leg, width) in enumerate(widths, 1):
+        remote[number][leg] = chunk(entry, width)
     return Chunks(
         num_rows=csr.num_rows,
         degree=csr.indptr.diff().clamp(min=1).unsqueeze(-1),
         local=chunk(0, num_local),
-        remote=tuple(
-            {
-                rank: chunk(number * size + rank + 1, count)
-                for rank, count in enumerate(arrival.plan.recv_counts)
-                if count
-            }
-            for number, arrival in enumerate(pieces)
-        ),
+        remote=tuple(remote),
     )

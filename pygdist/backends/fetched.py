@@ -36,6 +36,8 @@ from pygdist.graph.identity import version_of
 __all__ = ["FetchingBackend", "WireDtype"]
 
 _GIB = 2**30
+_DENSE = 32  # edges for each node
+_MOST_PARTS, _ROWS_OF_A_PART = 4, 1024
 
 WireDtype: TypeAlias = Literal["bfloat16"]
 
@@ -197,8 +199,21 @@ class FetchingBackend(Backend):
             ring=self.ring,
             overlap=self.overlap,
             wire=self._wire,
+            parts=self._parts,
             whole=lambda rows: self.joined(rows, self.halo_rows(rows, label=label)),
         )
+
+    @property
+    def _parts(self) -> int:
+        """In how many parts a hop takes what comes from a rank.
+
+        With many edges to each row there is much to aggregate while the next part travels; with few, each part is one
+        more pass over the destinations for next to nothing.
+        """
+        shard = self.shard
+        if not self.overlap or shard.num_edges < _DENSE * shard.num_nodes:
+            return 1
+        return min(_MOST_PARTS, max(1, shard.num_nodes // shard.num_parts // _ROWS_OF_A_PART))
 
     def _in_pieces(self, arrival: Arrival, x: Tensor) -> tuple[Arrival, ...]:
         """What arrives for a hop, as much at a time as there is memory for; the same number of pieces on all ranks."""

@@ -8,7 +8,7 @@ through the largest score and the sum of exponentials so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.chunks import Arrival, Chunk, Chunks, split_by_source
-from pygdist.comm import Communicator, Transfer, describe_rows
+from pygdist.comm import Communicator, Leg, Transfer, describe_rows, part_of
 from pygdist.comm.recorder import recorded
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Reduce
@@ -42,6 +42,7 @@ class Hop:
         ring: One peer after the other.
         overlap: Aggregate while rows travel; without, wait for all of them first.
         wire: The dtype in which rows and gradients travel; ``None`` for their own.
+        parts: In how many parts what comes from a rank is aggregated, and what goes there is computed.
         whole: All rows that the hop reads, from those of this rank; for what cannot be done in chunks.
     """
 
@@ -51,12 +52,17 @@ class Hop:
     ring: bool
     overlap: bool
     wire: torch.dtype | None
+    parts: int
     whole: Whole
 
     @property
     def at_once(self) -> bool:
         """Whether all rows may be here at a time."""
         return len(self.pieces) == 1
+
+    def positions_of(self, piece: int, leg: Leg) -> Tensor:
+        """Where rows belong that come with a leg."""
+        return self.pieces[piece].positions_of(leg.rank, leg.part, self.parts)
 
     def fetch(self, x: Tensor, piece: Arrival, *, keep: bool) -> Transfer:
         """Begin to fetch rows; ``keep`` where they are needed beyond the hop."""
@@ -68,19 +74,24 @@ class Hop:
             if keep
             else buffers.get("rows received", plan.num_received, x, self.wire)
         )
-        transfer = Transfer(self.communicator, halo.split(list(plan.recv_counts)), label, ring=self.ring)
-        for peer in transfer.targets:
-            transfer.give(peer, packed[peer])
+        incoming = halo.split(list(plan.recv_counts))
+        transfer = Transfer(self.communicator, incoming, label, ring=self.ring, parts=self.parts)
+        for leg in transfer.targets:
+            transfer.give(leg, self._part(packed, leg))
         if not self.overlap:
             transfer.finish()
         return transfer
 
-    def again(self, x: Tensor, number: int) -> dict[int, Tensor]:
-        """By rank, the rows of a piece, fetched once more; until the next are."""
+    def again(self, x: Tensor, number: int) -> dict[Leg, Tensor]:
+        """By leg, the rows of a piece, fetched once more; until the next are."""
         transfer = self.fetch(x, self.pieces[number], keep=False)
-        found = {peer: transfer.take(peer).to(x.dtype) for peer in transfer.sources}
+        found = {leg: transfer.take(leg).to(x.dtype) for leg in transfer.sources}
         transfer.finish()
         return found
+
+    def _part(self, by_rank: Sequence[Tensor], leg: Leg) -> Tensor:
+        rows = by_rank[leg.rank]
+        return rows[part_of(rows.size(0), leg.part, self.parts)]
 
     def give_back(self, gradients: Gradients, like: Tensor) -> Tensor:
         """Send gradients to the owners of the rows that were fetched; returns those of this rank's rows.
@@ -104,25 +115,28 @@ class Hop:
         sent = computed
         if self.wire is not None:
             sent = buffers.get("gradients sent", plan.num_received, like, self.wire).split(list(plan.recv_counts))
-        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True)
+        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, parts=self.parts)
         if known is None and not self.overlap:
             known = self._computed(gradients.own)
-        for peer in transfer.targets:
-            if plan.recv_counts[peer]:
-                with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {peer}'s rows"):
-                    gradients.remote(peer, computed[peer])
+        for leg in transfer.targets:
+            memory, rows = self._part(computed, leg), self._part(sent, leg)
+            if rows.size(0):
+                with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {leg.rank}'s rows"):
+                    gradients.remote(leg, memory)
                     if self.wire is not None:
-                        sent[peer].copy_(computed[peer])
+                        rows.copy_(memory)
             if self.overlap:
-                transfer.give(peer, sent[peer])
+                transfer.give(leg, rows)
         out = self._computed(gradients.own) if known is None else known
         if not self.overlap:
-            for peer in transfer.targets:
-                transfer.give(peer, sent[peer])
+            for leg in transfer.targets:
+                transfer.give(leg, self._part(sent, leg))
             transfer.finish()
-        for peer in transfer.sources:
-            rows = transfer.take(peer) if self.overlap else arrived[peer]
-            self.communicator.add_rows(out, rows.to(out.dtype), plan.send_index_of(peer), self.label)
+        for leg in transfer.sources:
+            rows = transfer.take(leg) if self.overlap else self._part(arrived, leg)
+            index = plan.send_index_of(leg.rank)
+            index = index[part_of(index.numel(), leg.part, self.parts)]
+            self.communicator.add_rows(out, rows.to(out.dtype), index, self.label)
         if self.overlap:
             transfer.finish()
         return out
@@ -143,20 +157,20 @@ class Hop:
         for number, piece in enumerate(self.pieces):
             transfer = first if number == 0 else self.fetch(x, piece, keep=keep)
             remote = chunks.remote[number]
-            for peer in transfer.sources:
-                rows = transfer.take(peer)
-                if peer in remote:
-                    with recorded(self.communicator.recorder, "aggregate", f"rows of rank {peer}"):
-                        yield Landed(number, peer, remote[peer], rows.to(x.dtype))
+            for leg in transfer.sources:
+                rows = transfer.take(leg)
+                if leg in remote:
+                    with recorded(self.communicator.recorder, "aggregate", f"rows of rank {leg.rank}"):
+                        yield Landed(number, leg, remote[leg], rows.to(x.dtype))
             transfer.finish()
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A chunk and the rows that it reads: of which piece, from which rank."""
+    """A chunk and the rows that it reads: of which piece, and how they came."""
 
     piece: int
-    peer: int
+    leg: Leg
     chunk: Chunk
     rows: Tensor
 
@@ -165,21 +179,21 @@ class Gradients:
     """Computes the gradients of a hop: of each rank's rows, piece by piece, and of this rank's own.
 
     Args:
-        of: From the rank (``None`` for the own one), the chunk, and its rows if ``x`` is given: their gradient, which
-            may be written into the memory given.
+        of: From the leg (``None`` for own rows), the chunk, and its rows if ``x`` is given: their gradient, which may
+            be written into the memory given.
         hop: The hop.
         chunks: Its edges.
         x: This rank's rows, where their values are needed.
-        kept: By rank, the rows that arrived, if they are all still here.
+        kept: By leg, the rows that arrived, if they are all still here.
     """
 
     def __init__(
         self,
-        of: Callable[[int | None, Chunk, Any, Tensor | None], Tensor],
+        of: Callable[[Leg | None, Chunk, Any, Tensor | None], Tensor],
         hop: Hop,
         chunks: Chunks,
         x: Tensor | None = None,
-        kept: dict[int, Tensor] | None = None,
+        kept: dict[Leg, Tensor] | None = None,
     ) -> None:
         self._of, self._hop, self._chunks, self._x, self._rows = of, hop, chunks, x, kept
         self.piece = 0
@@ -190,10 +204,10 @@ class Gradients:
         if self._x is not None and not self._hop.at_once:
             self._rows = self._hop.again(self._x, number)
 
-    def remote(self, peer: int, memory: Tensor) -> None:
+    def remote(self, leg: Leg, memory: Tensor) -> None:
         """Writes the gradient of a rank's rows into memory."""
-        rows = None if self._rows is None else self._rows[peer]
-        found = self._of(peer, self._chunks.remote[self.piece][peer], rows, memory)
+        rows = None if self._rows is None else self._rows[leg]
+        found = self._of(leg, self._chunks.remote[self.piece][leg], rows, memory)
         if found is not memory:
             memory.copy_(found)
 
@@ -261,12 +275,12 @@ class ChunkedAdjacency(Adjacency):
 
     def _chunks(self, num_local: int) -> Chunks:
         # a layer of several hops fetches other rows in each, over the same edges
-        known: dict[tuple[int, int], tuple[Any, Chunks]] = self.origin.derived.setdefault("chunks", {})
-        pieces = self._hop.pieces
-        key = (id(pieces), num_local)
+        known: dict[tuple[int, int, int], tuple[Any, Chunks]] = self.origin.derived.setdefault("chunks", {})
+        pieces, parts = self._hop.pieces, self._hop.parts
+        key = (id(pieces), parts, num_local)
         if key not in known:
             with torch.inference_mode(False):
-                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces))
+                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces, parts))
         return known[key][1]
 
 
@@ -291,7 +305,7 @@ class _Sum(torch.autograd.Function):
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
         grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
 
-        def of(_peer: int | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
+        def of(_leg: Leg | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
             out = grad.new_empty(ctx.shape) if memory is None else memory
             spmm_into(out, _plain(chunk.transposed), grad, chunk.values(value, transposed=True))
             return out
@@ -312,11 +326,11 @@ class _Extremum(torch.autograd.Function):
         filled, arrived = chunks.local.filled, {}
         for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
             if hop.at_once:
-                arrived[one.peer] = one.rows
+                arrived[one.leg] = one.rows
             found = spmm(one.chunk.csr, one.rows, _flat(one.chunk.values(value)), reduce)
             out = torch.where(one.chunk.filled, torch.where(filled, better(out, found), found), out)
             filled = filled | one.chunk.filled
-        ctx.peers = list(arrived)
+        ctx.legs = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
         return out.clone()  # a step after the layer may write into what it gets
 
@@ -325,16 +339,16 @@ class _Extremum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
-        kept = dict(zip(ctx.peers, arrived, strict=True))
+        kept = dict(zip(ctx.legs, arrived, strict=True))
         count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
         count += tie_counts(chunks.local.csr, x, chunks.local.values(value), out)
         for number, remote in enumerate(chunks.remote):
             rows = kept if hop.at_once else hop.again(x, number)
-            for peer, chunk in remote.items():
-                count += tie_counts(chunk.csr, rows[peer], chunk.values(value), out)
+            for leg, chunk in remote.items():
+                count += tie_counts(chunk.csr, rows[leg], chunk.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(_peer: int | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(_leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             return extremum_grad(_plain(chunk.transposed), part, chunk.values(value, transposed=True), out, share)
 
         return hop.give_back(Gradients(of, hop, chunks, x, kept), grad), None, None, None, None
@@ -354,10 +368,10 @@ class _Attention(torch.autograd.Function):
         arrived = {}
         for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
             if hop.at_once:
-                arrived[one.peer] = one.rows
-            scores = source.index_select(0, hop.pieces[one.piece].positions_of(one.peer))
+                arrived[one.leg] = one.rows
+            scores = source.index_select(0, hop.positions_of(one.piece, one.leg))
             found = merge_gat(found, gat_part(one.chunk.csr, one.rows, scores, target, slope))
-        ctx.peers = list(arrived)
+        ctx.legs = list(arrived)
         if graded:
             ctx.save_for_backward(x, source, target, *found, *arrived.values())
         return found[0].clone() if graded else found[0]
@@ -367,17 +381,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         chunks, hop, slope = ctx.chunks, ctx.hop, ctx.slope
-        kept = dict(zip(ctx.peers, arrived, strict=True))
+        kept = dict(zip(ctx.legs, arrived, strict=True))
         grad, grad_source, grad_target = grad.contiguous(), torch.zeros_like(source), torch.zeros_like(target)
 
-        def of(peer: int | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             own = torch.arange(x.size(0), device=x.device)
-            places = own if peer is None else hop.pieces[gradients.piece].positions_of(peer)
+            places = own if leg is None else hop.positions_of(gradients.piece, leg)
             scores = source.index_select(0, places)
             found, grad_source[places], total = gat_grad(
                 _plain(chunk.transposed), part, scores, target, slope, out, above, facts, grad
             )
-            if peer is None:
+            if leg is None:
                 grad_target.copy_(total)  # of all edges of the row: it is made of sums over them
             return found
 

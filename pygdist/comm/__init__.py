@@ -5,13 +5,14 @@ from pygdist.comm.communicator import Communicator, describe_rows
 from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
-from pygdist.comm.transfer import Transfer
+from pygdist.comm.transfer import Leg, Transfer, part_of
 from pygdist.comm.watchdog import Place, Watchdog
 
 __all__ = [
     "Buffers",
     "Communicator",
     "ExchangePlan",
+    "Leg",
     "Place",
     "Recorder",
     "Span",
@@ -20,4 +21,5 @@ __all__ = [
     "Transfer",
     "Watchdog",
     "describe_rows",
+    "part_of",
 ]

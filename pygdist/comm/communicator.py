@@ -127,10 +127,10 @@ class Communicator:
         parts = halo.contiguous().split(list(plan.recv_counts))
         arrived = self.buffers.get("gradients received", plan.num_sent, halo)
         transfer = Transfer(self, arrived.split(list(plan.send_counts)), label, ring=ring, back=True)
-        for peer in transfer.targets:
-            transfer.give(peer, parts[peer])
-        for peer in transfer.sources:
-            self.add_rows(out, transfer.take(peer), plan.send_index_of(peer), label)
+        for leg in transfer.targets:
+            transfer.give(leg, parts[leg.rank])
+        for leg in transfer.sources:
+            self.add_rows(out, transfer.take(leg), plan.send_index_of(leg.rank), label)
         transfer.finish()
         return out
 
@@ -228,8 +228,8 @@ class Communicator:
     def send_and_receive(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:
         """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every p, all pairs posted at once."""
         transfer = Transfer(self, incoming, label, ring=False)
-        for peer in transfer.targets:
-            transfer.give(peer, outgoing[peer])
+        for leg in transfer.targets:
+            transfer.give(leg, outgoing[leg.rank])
         transfer.finish()
 
     def reduce_in_place(self, x: Tensor, label: str) -> None:
@@ -308,8 +308,8 @@ class _ExchangeRows(torch.autograd.Function):
         halo = x.new_empty((plan.num_received, *x.shape[1:]), dtype=wire)
         label = f"{label}, forward, {describe_rows(x)}"
         transfer = Transfer(communicator, halo.split(list(plan.recv_counts)), label, ring=ring)
-        for peer in transfer.targets:
-            transfer.give(peer, packed[peer])
+        for leg in transfer.targets:
+            transfer.give(leg, packed[leg.rank])
         transfer.finish()
         return halo.to(x.dtype)
 

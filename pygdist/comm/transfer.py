@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,23 @@ from pygdist.comm.recorder import Span, recorded
 if TYPE_CHECKING:
     from pygdist.comm.communicator import Communicator
 
-__all__ = ["Courier", "Transfer"]
+__all__ = ["Courier", "Leg", "Transfer", "part_of"]
 
 
 _AHEAD = 2  # chunks that are sent for at once: ranks are not quite at the same pace, and no link should wait for them
+
+
+class Leg(NamedTuple):
+    """What travels at a time: a part of the rows that go to a rank, or come from it."""
+
+    rank: int
+    part: int = 0
+
+
+def part_of(num_rows: int, part: int, parts: int) -> slice:
+    """Which of ``num_rows`` rows are a part of them; the same on both ends."""
+    size = -(-num_rows // parts)
+    return slice(min(part * size, num_rows), min((part + 1) * size, num_rows))
 
 
 class Transfer:
@@ -38,18 +51,20 @@ class Transfer:
         label: Named when something goes wrong.
         ring: One chunk after the other; without, all are sent at once.
         back: The other way round the ring, as gradients travel.
+        parts: Send what goes to a rank in so many parts, each other rank's first part before anybody's second; the same
+            on all ranks.
 
     Attributes:
-        targets: The other ranks in the order in which this one sends to them.
-        sources: The other ranks in the order in which their rows are to be taken.
+        targets: What this rank sends, in order.
+        sources: What it takes, in order.
 
     Example:
         >>> transfer = Transfer(communicator, incoming, "rows", ring=True)
-        >>> for rank in transfer.targets:
-        ...     transfer.give(rank, rows_for[rank])
+        >>> for leg in transfer.targets:
+        ...     transfer.give(leg, rows_for[leg.rank])
         >>> compute_something()
-        >>> for rank in transfer.sources:
-        ...     use(transfer.take(rank))
+        >>> for leg in transfer.sources:
+        ...     use(transfer.take(leg))
         >>> transfer.finish()
     """
 
@@ -61,16 +76,22 @@ class Transfer:
         *,
         ring: bool = True,
         back: bool = False,
+        parts: int = 1,
     ) -> None:
         rank, size = communicator.rank, communicator.world_size
-        after, before = ([(rank + sign * step) % size for step in range(1, size)] for sign in (1, -1))
+        after, before = (
+            [Leg((rank + sign * step) % size, part) for part in range(parts) for step in range(1, size)]
+            for sign in (1, -1)
+        )
         self.targets, self.sources = (before, after) if back else (after, before)
         self._communicator, self._label = communicator, label
-        self._incoming = incoming
+        self._incoming = {
+            leg: incoming[leg.rank][part_of(incoming[leg.rank].size(0), leg.part, parts)] for leg in self.sources
+        }
         self._device = incoming[0].device
-        self._outgoing: dict[int, Tensor] = {}
-        self._receives: dict[int, list[Any]] = {}
-        self._sends: dict[int, list[Any]] = {}
+        self._outgoing: dict[Leg, Tensor] = {}
+        self._receives: dict[Leg, list[Any]] = {}
+        self._sends: dict[Leg, list[Any]] = {}
         self._posted = 0  # of the targets
         self._asked: int | None = None
         self._began, self._ended = time.monotonic_ns(), False
@@ -83,11 +104,11 @@ class Transfer:
                 self._round = _Round(self.targets, self.sources)
                 communicator.courier.submit(self._go_round, self._round)
 
-    def give(self, rank: int, rows: Tensor) -> None:
-        """Let contiguous ``rows`` go to ``rank``; they must stay as they are until :meth:`finish`."""
-        self._outgoing[rank] = rows
+    def give(self, leg: Leg, rows: Tensor) -> None:
+        """Let contiguous ``rows`` go; they must stay as they are until :meth:`finish`."""
+        self._outgoing[leg] = rows
         if self._round is not None:
-            self._round.given[rank].set()
+            self._round.given[leg].set()
             return
         while self._posted < len(self.targets) and self.targets[self._posted] in self._outgoing:
             target, source = self.targets[self._posted], self.sources[self._posted]
@@ -95,29 +116,29 @@ class Transfer:
             with recorded(self._communicator.recorder, "send", self._label):
                 self._try(partial(self._post_step, target, source))
 
-    def take(self, rank: int) -> Tensor:
-        """What ``rank`` sends, once it is here."""
+    def take(self, leg: Leg) -> Tensor:
+        """What comes from a rank, once it is here."""
         if self._round is None:
-            self._wait(self._receives.pop(rank, []), rank)
-        elif not self._round.here[rank].is_set():
+            self._wait(self._receives.pop(leg, []), leg.rank)
+        elif not self._round.here[leg].is_set():
             communicator = self._communicator
             with communicator.meter.waiting(self._device), recorded(communicator.recorder, "wait", self._label):
-                self._round.here[rank].wait()
+                self._round.here[leg].wait()
         self._raise()
-        return self._incoming[rank]
+        return self._incoming[leg]
 
     def finish(self) -> None:
         """Wait for all that has not arrived, and for what is sent to be gone."""
         if self._ended:
             return
         assert self._outgoing.keys() == set(self.targets), "each rank is given its rows, or none, before the end"
-        for rank in self.sources:
-            self.take(rank)
+        for leg in self.sources:
+            self.take(leg)
         if self._round is not None:
             self._round.gone.wait()
             self._raise()
-        for rank, works in self._sends.items():
-            self._wait(works, rank)
+        for leg, works in self._sends.items():
+            self._wait(works, leg.rank)
         self._sends.clear()
         self._ended = True
         if self._round is None:
@@ -136,18 +157,19 @@ class Transfer:
                 while self._posted < min(step + _AHEAD, len(self.targets)):
                     target = self.targets[self._posted]
                     if not moves.given[target].wait(self._communicator.timeout.total_seconds()):
-                        raise RuntimeError(f"rows for rank {target} were never given")
-                    with recorded(self._communicator.recorder, "send", f"{self._label}, to rank {target}", aside=True):
+                        raise RuntimeError(f"rows for rank {target.rank} were never given")
+                    label = f"{self._label}, to rank {target.rank}"
+                    with recorded(self._communicator.recorder, "send", label, aside=True):
                         self._post_step(target, self.sources[self._posted])
                     self._posted += 1
-                self._asked = source
+                self._asked = source.rank
                 for work in self._receives.pop(source, []):
                     work.wait(self._communicator.timeout)
-                    self._note(f"rank {source}", start)
+                    self._note(f"rank {source.rank}", start)
                 moves.here[source].set()
                 start = time.monotonic_ns()
             for target, works in self._sends.items():
-                self._asked = target
+                self._asked = target.rank
                 for work in works:
                     work.wait(self._communicator.timeout)
             self._sends.clear()
@@ -173,17 +195,17 @@ class Transfer:
             )
 
     def _post_receives(self) -> None:
-        for rank in self.sources:
-            if self._incoming[rank].numel():
-                self._receives[rank] = [self._start(dist.irecv, rank, self._incoming[rank])]
+        for leg in self.sources:
+            if self._incoming[leg].numel():
+                self._receives[leg] = [self._start(dist.irecv, leg.rank, self._incoming[leg])]
 
-    def _post_step(self, target: int, source: int) -> None:
+    def _post_step(self, target: Leg, source: Leg) -> None:
         communicator, rows = self._communicator, self._outgoing[target]
         if not communicator.is_nccl:
             if rows.numel():
-                self._sends[target] = [self._start(dist.isend, target, rows)]
+                self._sends[target] = [self._start(dist.isend, target.rank, rows)]
             return
-        pairs = [(dist.isend, target, rows), (dist.irecv, source, self._incoming[source])]
+        pairs = [(dist.isend, target.rank, rows), (dist.irecv, source.rank, self._incoming[source])]
         todo = [(op, rank, self._counted(op, tensor)) for op, rank, tensor in pairs if tensor.numel()]
         ops = [dist.P2POp(op, tensor, group=communicator.group, group_peer=rank) for op, rank, tensor in todo]
         if ops:
@@ -217,9 +239,9 @@ class Transfer:
 class _Round:
     """What the courier and the main thread tell each other."""
 
-    def __init__(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        self.given = {rank: threading.Event() for rank in targets}
-        self.here = {rank: threading.Event() for rank in sources}
+    def __init__(self, targets: Sequence[Leg], sources: Sequence[Leg]) -> None:
+        self.given = {leg: threading.Event() for leg in targets}
+        self.here = {leg: threading.Event() for leg in sources}
         self.gone = threading.Event()
         self.error: BaseException | None = None
 

@@ -42,6 +42,18 @@ def test_replicas_beside_chunks(pool: RankPool) -> None:
     assert_exact(backend, layers=LAYERS, world_sizes=[4], graphs=["power-law"], num_layers=2, pool=pool)
 
 
+class InParts(CommBackend):
+    """Takes what comes from a rank in parts, however little it is."""
+
+    name = ""
+    _parts = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"ring": False}, {"overlap": False}, {"halo_gib": 1000 / 2**30}])
+def test_rows_of_a_rank_in_parts(arguments: dict[str, Any], pool: RankPool) -> None:
+    assert_exact(InParts(**arguments), layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
+
+
 SMALL = 400 / 2**30  # a few rows for each pair of ranks
 
 
@@ -112,7 +124,7 @@ def _pieces(csr: CSR) -> dict[int, tuple[CSR, Tensor]]:
     )
     chunks = split_by_source(csr, 10, [Arrival(plan=plan, position=torch.arange(39, 9, -1))])
     columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
-    found = {0: chunks.local, **chunks.remote[0]}
+    found = {0: chunks.local, **{leg.rank: chunk for leg, chunk in chunks.remote[0].items()}}
     assert found.keys() == columns.keys()
     return {rank: (chunk.csr, columns[rank]) for rank, chunk in found.items()}
 

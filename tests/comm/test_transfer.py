@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pygdist.comm import Communicator, Recorder, Transfer
+from pygdist.comm import Communicator, Leg, Recorder, Transfer, part_of
 from pygdist.testing import RankPool
 
 
@@ -17,29 +17,42 @@ def _rows(source: int, target: int, number: int) -> torch.Tensor:
     return torch.full(((source + 2 * target) % 4, 3), float(100 * number + 10 * source + target))
 
 
-def _check_transfers(rank: int, world_size: int, ring: bool, back: bool) -> None:
+def _part(rows: torch.Tensor, leg: Leg, parts: int) -> torch.Tensor:
+    return rows[part_of(len(rows), leg.part, parts)]
+
+
+def _check_transfers(rank: int, world_size: int, ring: bool, back: bool, parts: int) -> None:
     communicator = Communicator(dist.new_group(), check_order=True)
     for number in range(3):
         incoming = [torch.empty_like(_rows(peer, rank, number)) for peer in range(world_size)]
-        transfer = Transfer(communicator, incoming, f"exchange {number}", ring=ring, back=back)
-        assert sorted(transfer.targets) == sorted(transfer.sources) == [r for r in range(world_size) if r != rank]
-        for target in transfer.targets:
+        transfer = Transfer(communicator, incoming, f"exchange {number}", ring=ring, back=back, parts=parts)
+        others = [Leg(peer, part) for peer in range(world_size) if peer != rank for part in range(parts)]
+        assert sorted(transfer.targets) == sorted(transfer.sources) == others
+        for leg in transfer.targets:
             time.sleep(0.01 * rank)  # ranks are ready at different times
-            transfer.give(target, _rows(rank, target, number))
-        for source in transfer.sources[: number + 1]:  # the rest is taken by finish()
-            assert torch.equal(transfer.take(source), _rows(source, rank, number))
+            transfer.give(leg, _part(_rows(rank, leg.rank, number), leg, parts))
+        for leg in transfer.sources[: number + 1]:  # the rest is taken by finish()
+            assert torch.equal(transfer.take(leg), _part(_rows(leg.rank, rank, number), leg, parts))
         transfer.finish()
-        for source in transfer.sources:
-            assert torch.equal(incoming[source], _rows(source, rank, number))
+        for leg in transfer.sources:
+            assert torch.equal(incoming[leg.rank], _rows(leg.rank, rank, number))
     sent = sum(_rows(rank, peer, 0).nbytes for peer in range(world_size) if peer != rank)
     assert communicator.meter.total.sent_bytes == 3 * sent
     assert communicator.meter.total.calls == 3
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("ring", [False, True])
-def test_all_that_is_given_arrives(ring: bool, back: bool, pool: RankPool) -> None:
-    pool.run(_check_transfers, 4, ring, back)
+def test_all_that_is_given_arrives(ring: bool, back: bool, parts: int, pool: RankPool) -> None:
+    pool.run(_check_transfers, 4, ring, back, parts)
+
+
+def test_parts_are_all_rows_once() -> None:
+    for num_rows in range(12):
+        for parts in (1, 2, 3, 5):
+            found = [row for part in range(parts) for row in range(num_rows)[part_of(num_rows, part, parts)]]
+            assert found == list(range(num_rows))
 
 
 def _check_order(rank: int, world_size: int) -> list[list[int]]:
@@ -47,7 +60,7 @@ def _check_order(rank: int, world_size: int) -> list[list[int]]:
     for target in transfer.targets:
         transfer.give(target, torch.empty(0))
     transfer.finish()
-    return [transfer.targets, transfer.sources]
+    return [[leg.rank for leg in order] for order in (transfer.targets, transfer.sources)]
 
 
 def test_the_ring(pool: RankPool) -> None:
@@ -66,7 +79,7 @@ def _check_overlap(rank: int, world_size: int) -> float:
     rows = [torch.ones(1_000_000) for _ in range(world_size)]
     transfer = Transfer(communicator, [torch.empty_like(one) for one in rows], "rows")
     for target in transfer.targets:
-        transfer.give(target, rows[target])
+        transfer.give(target, rows[target.rank])
     time.sleep(1.0)
     start = time.perf_counter()
     transfer.finish()
@@ -85,14 +98,14 @@ def _check_failure(rank: int, world_size: int) -> str:
     transfer = Transfer(communicator, [torch.empty(10) for _ in rows], "rows")
     for target in transfer.targets:
         transfer._post_step = _broken  # type: ignore[method-assign]
-        transfer.give(target, rows[target])
+        transfer.give(target, rows[target.rank])
     with pytest.raises(KeyError, match="broken") as error:
         transfer.take(transfer.sources[0])
     communicator.courier.submit(lambda: None)
     return str(error.value)
 
 
-def _broken(target: int, source: int) -> None:
+def _broken(target: Leg, source: Leg) -> None:
     raise KeyError("broken")
 
 
