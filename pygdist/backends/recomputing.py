@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +37,9 @@ _MOST_KEPT = 64  # inputs of models that stay the same, and edges of layers
 _Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
 _TRIED = 2  # rows of the graph on which hops are counted
 _WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
-_PROBED_EDGES = (50_000, 500_000)  # of the graph that it is timed on: more, beyond most caches, where that is soon done
-_LONG_ENOUGH_S = 0.1
+_PROBED_EDGES = 50_000  # of the graph that it is timed on at first
+_PASS_S = 0.05  # then of one on which a pass takes about so long: rows that fit into caches cost less than most do
+_MOST_PROBED_EDGES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ class RecomputingBackend(FetchingBackend):
         The model trains there, forward and backward, a few times; the first times it makes what it keeps.
         """
         parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
-        for most_edges in _PROBED_EDGES:
-            part = small_part(self.shard.adjacency, most_edges)
-            start = time.perf_counter()
-            rounds = self._timed(model, args, kwargs, kinds, part, parameters, num_hops)
-            if float(self.communicator.gather([time.perf_counter() - start]).max()) > _LONG_ENOUGH_S:
-                break
+        part = small_part(self.shard.adjacency, _PROBED_EDGES)
+        once = self._timed(model, args, kwargs, kinds, part, parameters, num_hops, (1, 1))
+        pass_s = float(self.communicator.gather([sum(map(sum, once[0]))]).max())
+        more = min(_PROBED_EDGES * _PASS_S / max(pass_s, 1e-6), _MOST_PROBED_EDGES)
+        part = small_part(self.shard.adjacency, max(int(more), _PROBED_EDGES))
+        rounds = self._timed(model, args, kwargs, kinds, part, parameters, num_hops, (_WARM_UP, _ROUNDS))
         num_rows, num_edges = part.num_dst, part.size(1)
         between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
         counts = self.communicator.gather([float(num_rows), float(num_edges), *between, *inside]).sum(0)
@@ -267,8 +267,9 @@ class RecomputingBackend(FetchingBackend):
         part: Adjacency,
         parameters: list[Tensor],
         num_hops: int,
+        passes: tuple[int, int],
     ) -> list[tuple[list[float], ...]]:
-        """Seconds between hops and in hops of a few passes over a part of the rank's rows and edges."""
+        """Seconds between hops and in hops of passes over a part of the rank's rows and edges, after some more."""
         num_rows, num_edges, kind = part.num_dst, part.size(1), iter(kinds)
         if not (num_rows and num_edges):
             return [([0.0] * (num_hops + 1), [0.0] * num_hops)]
@@ -291,7 +292,7 @@ class RecomputingBackend(FetchingBackend):
                 return total(model.forward(*args, **kwargs))
 
             with self._by_itself(model, _Alone(num_rows, clock), training=True):
-                return [clock.seconds(step, parameters, num_hops) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+                return [clock.seconds(step, parameters, num_hops) for _ in range(sum(passes))][passes[0] :]
 
     @contextlib.contextmanager
     def _by_itself(self, model: nn.Module, alone: _Alone, *, training: bool) -> Iterator[_Alone]:
