@@ -148,9 +148,11 @@ class HybridBackend(RecomputingBackend):
         value_s, latency_s = probe_exchange(
             communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire
         )
+        # the same on all ranks, as the name of what is kept is made of it
+        threads = int(communicator.gather([float(torch.get_num_threads())]).max())
         facts = {
             "widths": list(widths), "ranks": communicator.world_size, "device": _device(shard.n_id.device),
-            "threads": torch.get_num_threads(), "memory_gib": self.memory_gib,
+            "threads": threads, "memory_gib": self.memory_gib,
             "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
             "savings": asdict(self.savings),
             "model": repr(probe.model),
