@@ -7,24 +7,23 @@ rank's own loss go through its replicas into the parameters, or back to the owne
 from __future__ import annotations
 
 import contextlib
-import inspect
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from pygdist.backends.arguments import each_tensor, first_rows, mapped, node_dim, with_rows
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
-from pygdist.backends.layers import computes_fewer, neighbour_arguments
-from pygdist.backends.probe import Clock, small_part, total
+from pygdist.backends.layers import computes_fewer
+from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at, time_hops
 from pygdist.backends.replicas import Rows, leading, make_rows
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
@@ -34,12 +33,6 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 __all__ = ["Probe", "RecomputingBackend"]
 
 _MOST_KEPT = 64  # inputs of models that stay the same, and edges of layers
-_Kind: TypeAlias = Literal["node", "edge"] | None  # of what an argument holds a row
-_TRIED = 2  # rows of the graph on which hops are counted
-_WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
-_PROBED_EDGES = 50_000  # of the graph that it is timed on at first
-_PASS_S = 0.05  # then of one on which a pass takes about so long: rows that fit into caches cost less than most do
-_MOST_PROBED_EDGES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -54,19 +47,6 @@ class Probe:
 
     model: nn.Module
     measure: Callable[[], tuple[tuple[float, ...], tuple[float, ...]]]
-
-
-@dataclass
-class _Alone:
-    """A model that runs on a graph of the rank's own: how many rows it has, and what is noted of its hops."""
-
-    num_rows: int
-    clock: Clock | None = None
-    widths: list[int] = field(default_factory=list)
-
-    def run(self, hop: int, inner: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:
-        """A hop, timed if there is a clock."""
-        return inner(**kwargs) if self.clock is None else self.clock.timed(hop, inner, kwargs)
 
 
 class RecomputingBackend(FetchingBackend):
@@ -85,18 +65,18 @@ class RecomputingBackend(FetchingBackend):
 
     def _forget_graph(self) -> None:
         self._by_widths: dict[tuple[int, ...], Rows] = {}
-        self._by_arguments: dict[tuple[object, ...], list[_Kind]] = {}  # what the arguments of a call are
-        self._widths: dict[int, tuple[weakref.ref[nn.Module], tuple[int, ...]]] = {}  # of each model, by its id
-        self._rows: Rows | None = None  # of the model that is running
+        self._by_arguments: dict[tuple[object, ...], list[Kind]] = {}  # what the arguments of a call are
+        self._looked: dict[int, Looked] = {}  # at each model, by its id
+        self._model: Looked | None = None  # that is running
+        self._rows: Rows | None = None  # of that model
         self._entered: int | None = None  # the hop with which the running layer begins
         self._computes = 0  # the rows that it computes
         self._at = 0  # the hop that runs, or whose edge_updater runs
-        self._alone: _Alone | None = None  # while the model runs on a graph of this rank's own, to be looked at
+        self._rehearsal: Rehearsal | None = None  # while a model runs on a graph of this rank's own, to be looked at
         # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
         self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
         self._leading: dict[tuple[int, int, int], tuple[Adjacency, Adjacency]] = {}
-        self._hops_of: dict[int, tuple[weakref.ref[MessagePassing], int]] = {}  # of each layer, by its id
 
     @abstractmethod
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
@@ -125,22 +105,23 @@ class RecomputingBackend(FetchingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kinds = self._kinds(model, args, kwargs)
-        known = self._widths.get(id(model))
-        if known is None or known[0]() is not model:
-            known = self._widths[id(model)] = (weakref.ref(model), self._count(model, args, kwargs, kinds))
-        widths = known[1]
+        call = Call(model, args, kwargs, self._kinds(model, args, kwargs))
+        rehearse = partial(self._rehearse, model)
+        known = self._looked.get(id(model))
+        if known is None or known.model() is not model:
+            known = self._looked[id(model)] = look_at(call, rehearse)
+        shard, communicator, widths = self.shard, self.communicator, known.widths
         if widths not in self._by_widths:
-            found = in_neighbourhood(self.shard, self.communicator, max(len(widths), 1))
-            measure = partial(self._probe, model, args, kwargs, kinds, len(widths))
+            found = in_neighbourhood(shard, communicator, max(len(widths), 1))
+            begin_pass = self.routing.first_hop.begin_forward
+            measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
             chosen = self.choose(found, widths, Probe(model, measure))
-            self._by_widths[widths] = make_rows(self.shard, self.communicator, found, chosen)
-        self._rows = self._by_widths[widths]
-        kind = iter(kinds)
-        return _mapped(model.forward, args, kwargs, lambda name, value: self._extended(name, value, next(kind)))
+            self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
+        self._model, self._rows = known, self._by_widths[widths]
+        return call.changed(self._extended)
 
-    def _kinds(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Kind]:
-        """Which arguments of the model hold a row per node, and which a row per edge, in the order of :func:`_mapped`.
+    def _kinds(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Kind]:
+        """Which arguments of the model hold a row per node, and which a row per edge; see :class:`~.rehearsal.Call`.
 
         Told by their length, and by all ranks together: class weights may be as long as one rank's nodes are many.
         """
@@ -156,7 +137,7 @@ class RecomputingBackend(FetchingBackend):
             fits.append(rows and value.size(0) == expected[kind])
             return value
 
-        _mapped(model.forward, args, kwargs, look)
+        mapped(model.forward, args, kwargs, look)
         key = tuple(looks)
         if key not in self._by_arguments:
             everywhere = self.communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
@@ -174,21 +155,24 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def model_output(self, output: Any) -> Any:
-        rows, self._rows = self._rows, None
-        return output if rows is None else _each(output, lambda out: _first(out, rows.num_rows, rows.num_owned))
+        rows, self._rows, self._model = self._rows, None, None
+        if rows is None:
+            return output
+        return each_tensor(output, lambda out: first_rows(out, (rows.num_rows,), rows.num_owned) if out.dim() else out)
 
     @override
     def begin_hop(self) -> None:
-        super().begin_hop()
-        if self._alone is not None and self._alone.clock is not None:
-            self._alone.clock.begin(self._hop)
+        if self._rehearsal is None:
+            super().begin_hop()
+        else:
+            self._rehearsal.begin_hop()
 
     @override
     def end_forward(self) -> None:
         super().end_forward()
         self._entered = None
 
-    def _extended(self, name: str, value: Any, kind: _Kind) -> Any:
+    def _extended(self, value: Any, kind: Kind) -> Any:
         """An input of the model with what this rank has more than a rank of ``comm``."""
         rows, shard = self._running, self.shard
         if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
@@ -218,96 +202,18 @@ class RecomputingBackend(FetchingBackend):
             self._inputs[key] = (value.detach(), grown)
         return grown
 
-    def _count(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[_Kind]
-    ) -> tuple[int, ...]:
-        """The hops of a forward pass and their widths: on two nodes, in evaluation mode, with nothing exchanged."""
-        kind = iter(kinds)
-
-        def tried(name: str, value: Any) -> Any:
-            rows = next(kind) is not None
-            if isinstance(value, Adjacency):
-                return torch.arange(_TRIED, device=value.device).repeat(2, 1)
-            return value.new_ones((_TRIED, *value.shape[1:])) if rows else value
-
-        args, kwargs = _mapped(model.forward, args, kwargs, tried)
-        with torch.no_grad(), self._by_itself(model, _Alone(_TRIED), training=False) as alone:
-            model.forward(*args, **kwargs)
-        return tuple(alone.widths)
-
-    def _probe(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[_Kind], num_hops: int
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of a row between hops and of an edge in each hop: on some of this rank's rows and edges.
-
-        The model trains there, forward and backward, a few times; the first times it makes what it keeps.
-        """
-        parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
-        part = small_part(self.shard.adjacency, _PROBED_EDGES)
-        once = self._timed(model, args, kwargs, kinds, part, parameters, num_hops, (1, 1))
-        pass_s = float(self.communicator.gather([sum(map(sum, once[0]))]).max())
-        more = min(_PROBED_EDGES * _PASS_S / max(pass_s, 1e-6), _MOST_PROBED_EDGES)
-        part = small_part(self.shard.adjacency, max(int(more), _PROBED_EDGES))
-        rounds = self._timed(model, args, kwargs, kinds, part, parameters, num_hops, (_WARM_UP, _ROUNDS))
-        num_rows, num_edges = part.num_dst, part.size(1)
-        between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
-        counts = self.communicator.gather([float(num_rows), float(num_edges), *between, *inside]).sum(0)
-        rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
-        return (
-            tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
-            tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
-        )
-
-    def _timed(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kinds: list[_Kind],
-        part: Adjacency,
-        parameters: list[Tensor],
-        num_hops: int,
-        passes: tuple[int, int],
-    ) -> list[tuple[list[float], ...]]:
-        """Seconds between hops and in hops of passes over a part of the rank's rows and edges, after some more."""
-        num_rows, num_edges, kind = part.num_dst, part.size(1), iter(kinds)
-        if not (num_rows and num_edges):
-            return [([0.0] * (num_hops + 1), [0.0] * num_hops)]
-
-        def cut(name: str, value: Any) -> Any:
-            of = next(kind)
-            if isinstance(value, Adjacency):
-                return part if value.value is None else part.with_value(value.value[:num_edges])
-            value = value if of is None else value[: num_rows if of == "node" else num_edges]
-            # what was made in inference mode cannot be trained on
-            return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-        with torch.inference_mode(False), torch.enable_grad():
-            args, kwargs = _mapped(model.forward, args, kwargs, cut)
-            clock = Clock(self.shard.n_id.device)
-
-            def step() -> Tensor:
-                self._hop = 0
-                self.routing.first_hop.begin_forward()
-                return total(model.forward(*args, **kwargs))
-
-            with self._by_itself(model, _Alone(num_rows, clock), training=True):
-                return [clock.seconds(step, parameters, num_hops) for _ in range(sum(passes))][passes[0] :]
-
     @contextlib.contextmanager
-    def _by_itself(self, model: nn.Module, alone: _Alone, *, training: bool) -> Iterator[_Alone]:
-        """The model on a graph of this rank's own, with nothing exchanged; afterwards all is as it was."""
+    def _rehearse(self, model: nn.Module, rehearsal: Rehearsal, training: bool) -> Iterator[None]:
         modes = {module: module.training for module in model.modules()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._alone = alone
+        self._rehearsal = rehearsal
         try:
             device = self.shard.n_id.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 model.train(training)
-                yield alone
+                yield
         finally:
-            self._alone = None
-            self._hop = 0
+            self._rehearsal = None
             self._forget()
             self.routing.forget()  # layers and norms may have kept something of that graph
             with torch.no_grad():
@@ -322,11 +228,8 @@ class RecomputingBackend(FetchingBackend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._alone is not None:
-            before = self._hop
-            out = forward(layer, *args, **kwargs)
-            self._hops_of[id(layer)] = (weakref.ref(layer), self._hop - before)
-            return out
+        if self._rehearsal is not None:
+            return self._rehearsal.run_layer(layer, forward, args, kwargs)
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
         if self._entered is not None or not edges:
             return forward(layer, *args, **kwargs)
@@ -334,8 +237,7 @@ class RecomputingBackend(FetchingBackend):
         num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
         kept_edges = int(edges[0].csr().indptr[rows.computed[hop]])
         # a layer of several hops needs all its rows to the last one
-        counted = self._hops_of.get(id(layer))
-        one_hop = counted is not None and counted[0]() is layer and counted[1] == 1
+        one_hop = self._bound(self._model).hops_of.get(id(layer)) == 1
         fewer = computes_fewer(layer) if one_hop and args and isinstance(args[0], Tensor) else None
         num_computed = num_rows if fewer is None else rows.computed[hop]
 
@@ -346,18 +248,21 @@ class RecomputingBackend(FetchingBackend):
                 return value
             if name.startswith("edge_") and value.size(0) == num_edges:
                 return value[:kept_edges]
-            value = _first(value, rows.num_rows, num_rows, dim=_node_dim(layer, value))
+            value = first_rows(value, (rows.num_rows,), num_rows, node_dim(layer, value))
             pair = fewer == "pairs" and name == "x" and num_computed < num_rows
             return (value, value[:num_computed]) if pair else value
 
-        args, kwargs = _mapped(forward, (layer, *args), kwargs, trimmed)
+        args, kwargs = mapped(forward, (layer, *args), kwargs, trimmed)
         self._entered, self._computes = hop, num_computed
         try:
             with self._kept_on_the_host():
                 out = forward(*args, **kwargs)
         finally:
             self._entered = None
-        return _each(out, lambda one: _padded(layer, one, (num_rows, num_computed), rows.num_rows))
+        made, left = (num_rows, num_computed), rows.computed[self._hop]
+        if self._bound(self._model).shrinks:
+            return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))
+        return each_tensor(out, lambda one: with_rows(layer, one, made, rows.num_rows))
 
     def _first_rows(self, adjacency: Adjacency, hop: int, num_rows: int) -> Adjacency:
         """The edges that a hop and those after it need, into the first ``num_rows`` rows."""
@@ -375,11 +280,8 @@ class RecomputingBackend(FetchingBackend):
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        if self._alone is not None:
-            read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
-            rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
-            self._alone.widths.append(sum(one.numel() // _TRIED for one in rows if isinstance(one, Tensor)))
-            return self._alone.run(self._hop, partial(inner, edge_index, size=size), kwargs)
+        if self._rehearsal is not None:
+            return self._rehearsal.propagate(layer, inner, edge_index, size, kwargs)
         self._at = self._hop
         return super().propagate(layer, inner, edge_index, size, kwargs)
 
@@ -387,8 +289,8 @@ class RecomputingBackend(FetchingBackend):
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        if self._alone is not None:
-            return self._alone.run(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
+        if self._rehearsal is not None:
+            return self._rehearsal.edge_updater(layer, inner, edge_index, size, kwargs)
         self._at = self._hop + 1
         return super().edge_updater(layer, inner, edge_index, size, kwargs)
 
@@ -418,7 +320,7 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        if self._alone is not None:
+        if self._rehearsal is not None:
             return x
         rows = self._running
         arrival = rows.everything
@@ -428,24 +330,26 @@ class RecomputingBackend(FetchingBackend):
 
     @override
     def owned_rows(self, x: Tensor) -> Tensor:
-        return x if self._alone is not None else x[: self.shard.num_owned]
+        return x if self._rehearsal is not None else x[: self.shard.num_owned]
 
     @override
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return x if self._alone is not None else super().sum_over_ranks(x)
+        return x if self._rehearsal is not None else super().sum_over_ranks(x)
 
     @override
     def max_over_ranks(self, value: int) -> int:
-        return value if self._alone is not None else super().max_over_ranks(value)
+        return value if self._rehearsal is not None else super().max_over_ranks(value)
 
     @property
     @override
     def num_rows(self) -> int:
-        if self._alone is not None:
-            return self._alone.num_rows
+        if self._rehearsal is not None:
+            return self._rehearsal.num_rows
         if self._rows is None:
             return self.shard.num_owned
-        return self._rows.num_rows if self._entered is None else self._computes
+        if self._entered is not None:
+            return self._computes
+        return self._rows.computed[self._hop] if self._bound(self._model).shrinks else self._rows.num_rows
 
     @property
     @override
@@ -471,49 +375,3 @@ class RecomputingBackend(FetchingBackend):
 def _in_order(arrived: Tensor, arrival: Arrival) -> Tensor:
     """Rows in the order of this rank, from that in which their owners send them."""
     return arrived.index_select(0, torch.argsort(arrival.position))
-
-
-def _mapped(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    change: Callable[[str, Any], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, each changed by its name and value; those in tuples one by one."""
-    names = [name for name, one in inspect.signature(forward).parameters.items() if one.kind not in (2, 4)]
-    names += [""] * (len(args) - len(names))
-
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(changed(name, one) for one in value)
-        return change(name, value)
-
-    made = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
-    return made, {name: changed(name, value) for name, value in kwargs.items()}
-
-
-def _each(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Every tensor of an output changed."""
-    if isinstance(out, (tuple, list)):
-        return type(out)(_each(one, change) for one in out)
-    return change(out) if isinstance(out, Tensor) and not isinstance(out, Adjacency) else out
-
-
-def _first(value: Tensor, num_rows: int, wanted: int, dim: int = 0) -> Tensor:
-    """The first rows of a tensor with a row per node; any other as it is."""
-    return value.narrow(dim, 0, wanted) if num_rows != wanted and value.size(dim) == num_rows else value
-
-
-def _padded(layer: MessagePassing, out: Tensor, computed: tuple[int, int], num_rows: int) -> Tensor:
-    """The rows that a layer computed, and zeros for the others."""
-    dim = _node_dim(layer, out)
-    if out.size(dim) not in computed or out.size(dim) == num_rows:
-        return out
-    shape = list(out.shape)
-    shape[dim] = num_rows - out.size(dim)
-    return torch.cat([out, out.new_zeros(shape)], dim=dim)
-
-
-def _node_dim(layer: MessagePassing, value: Tensor) -> int:
-    """Where a layer has its nodes; 0 in tensors without that dimension."""
-    return layer.node_dim if value.dim() >= max(2, abs(layer.node_dim)) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch.distributed as dist
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_geometric.nn import GCN, GCNConv, SAGEConv
+from torch_geometric.nn import GCN, BatchNorm, GCNConv, SAGEConv
 
 from pygdist.backends import CacheBackend, distribute
+from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.testing import RankPool, assert_exact, random_graph
@@ -96,31 +98,62 @@ def test_models_of_other_depths(num_layers: int, pool: RankPool) -> None:
     assert_exact("cache", layers=layers, world_sizes=[3], num_layers=num_layers, pool=pool)
 
 
-class Residual(nn.Module):
-    """Rows of several depths meet; the second layer stands beside the first, not behind it."""
+class Depths(nn.Module):
+    """Three layers, and what becomes of their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.beside, self.last = GCNConv(5, 5), GCNConv(5, 5), GCNConv(5, 3)
+        self.kind = kind
+        self.first, self.second, self.third = GCNConv(5, 5), GCNConv(5, 5), GCNConv(5, 5)
+        self.norm = BatchNorm(5)
+        self.between: list[int] = []
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.last(x + self.first(x, edge_index) * self.beside(x, edge_index), edge_index)
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        one = self.norm(self.first(x, edge_index)).relu()
+        if self.kind == "skips one":  # the second layer stands beside the first, not behind it
+            return self.third(x + one * self.second(x, edge_index), edge_index)
+        if self.kind == "twice the same":
+            return self.third(self.second(one, edge_index), edge_index), self.second(one, edge_index)
+        if self.kind == "own edges":
+            return self.third(self.second(one, edge_index.flip(0).flip(0)), edge_index)
+        two = self.second(one, edge_index).relu()
+        self.between = [one.size(0), two.size(0)]
+        if self.kind == "all depths":
+            return [one, (two, self.third(two, edge_index))]
+        if self.kind == "in training only" and self.training:
+            two = two + one
+        out = self.third(two, edge_index)
+        return torch.cat([x, one, two, out], dim=1) if self.kind == "concatenated" else out
 
 
-def _residual(rank: int, world_size: int, folder: str) -> float:
+def _depths(rank: int, world_size: int, folder: str, kind: str) -> tuple[float, list[int], tuple[int, ...]]:
     backend, shard, _ = _bound(folder, rank)
-    data, _ = random_graph("power-law")
+    data, _ = random_graph("power-law", num_nodes=200)
     torch.manual_seed(0)
-    model = Residual().double()
-    whole = model(data.x, data.edge_index)
+    model = Depths(kind).double()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        whole = twin(data.x, data.edge_index)
     ours = distribute(model, backend=backend)(shard.x, shard.adjacency)
-    return float((ours - whole[shard.owned_id]).detach().abs().max())
+    pairs = zip(tensors_of(ours), tensors_of(whole), strict=True)
+    apart = max(float((one - two[shard.owned_id]).detach().abs().max()) for one, two in pairs)
+    return apart, model.between, next(iter(backend._by_widths.values())).computed
 
 
-def test_layers_beside_each_other(tmp_path: Path, pool: RankPool) -> None:
-    data, parts = random_graph("power-law")
+@pytest.mark.parametrize(
+    "kind",
+    ["chain", "skips one", "twice the same", "own edges", "all depths", "in training only", "concatenated"],
+)
+def test_rows_of_several_depths(kind: str, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law", num_nodes=200)
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
-    assert max(pool.run(_residual, 3, str(tmp_path / "parts"))) < 1e-12
+    for apart, between, computed in pool.run(_depths, 3, str(tmp_path / "parts"), kind):
+        assert apart < 1e-12
+        assert computed[-3] > computed[-2] > computed[-1]
+        if kind == "chain":  # what stands between layers works on no row that no later layer needs
+            assert between == list(computed[1:3])
+        elif between:
+            assert between == [computed[0]] * 2
 
 
 class Weighted(GCN):

@@ -1,0 +1,264 @@
+"""A model by itself on a small graph of the rank's own: which hops it makes, how wide they are, what they cost.
+
+Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to it what layers ask for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.arguments import each_tensor, first_rows, mapped, node_dim, tensors_of
+from pygdist.backends.layers import neighbour_arguments
+from pygdist.backends.probe import Clock, small_part, total
+from pygdist.comm import Communicator
+from pygdist.graph import Adjacency
+
+__all__ = ["Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "time_hops"]
+
+_TRIED = 2  # rows of the graph on which hops are counted
+_LEFT = 89  # rows that a model is left with where each hop leaves one fewer
+_WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
+_PROBED_EDGES = 50_000  # of the graph that it is timed on at first
+_PASS_S = 0.05  # then of one on which a pass takes about so long: rows that fit into caches cost less than most do
+_MOST_PROBED_EDGES = 1_000_000
+
+Kind: TypeAlias = Literal["node", "edge"] | None
+"""Of what an argument holds a row."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model, and of what each of its arguments holds a row, in the order of :func:`~.arguments.mapped`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kinds: list[Kind]
+
+    def changed(self, change: Callable[[Any, Kind], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, each changed by its value and its kind."""
+        kind = iter(self.kinds)
+        return mapped(self.model.forward, self.args, self.kwargs, lambda _, value: change(value, next(kind)))
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a model.
+
+    Attributes:
+        model: It.
+        widths: How many values of a source each hop of a forward pass reads.
+        shrinks: Whether its layers may put out fewer rows than go in.
+        hops_of: Hops of each layer, by its id.
+    """
+
+    model: weakref.ref[nn.Module]
+    widths: tuple[int, ...]
+    shrinks: bool
+    hops_of: dict[int, int]
+
+
+class Rehearsal:
+    """One model, run as often as its maker likes.
+
+    Args:
+        num_rows: Of the graph.
+        clock: Times the hops.
+        edges: Those of a graph with nothing but self-loops, where each hop shall leave one row fewer.
+    """
+
+    def __init__(self, num_rows: int, clock: Clock | None = None, edges: Tensor | None = None) -> None:
+        self.num_rows, self.clock, self.edges = num_rows, clock, edges
+        self.widths: list[int] = []
+        self.hops_of: dict[int, int] = {}
+        self._hop = 0
+        self._inside = False  # a layer
+
+    def begin_pass(self) -> None:
+        """Called before each forward pass but the first."""
+        self._hop = 0
+
+    def begin_hop(self) -> None:
+        """Called before each hop, also where what was kept of an earlier one stands for it."""
+        self._hop += 1
+        if self.clock is not None:
+            self.clock.begin(self._hop)
+
+    def propagate(
+        self, layer: MessagePassing, inner: Callable[..., Tensor], edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """A hop, noted and timed."""
+        read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
+        rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
+        values = sum(one.numel() // one.size(node_dim(layer, one)) for one in rows if isinstance(one, Tensor))
+        self.widths.append(values)
+        return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)
+
+    def edge_updater(
+        self, layer: MessagePassing, inner: Callable[..., Tensor], edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """What a layer does before a hop with its edges, timed as part of it."""
+        return self._timed(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
+
+    def _timed(self, hop: int, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:
+        return run(**kwargs) if self.clock is None else self.clock.timed(hop, run, kwargs)
+
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A layer; if there shall be fewer rows after it, on those that are left."""
+        before, num_rows = self._hop, self.num_rows
+        shrinks = self.edges is not None and not self._inside
+        if shrinks:
+            args, kwargs = self._left(layer, forward, args, kwargs)
+        was, self._inside = self._inside, True
+        try:
+            out = forward(layer, *args, **kwargs)
+        finally:
+            self._inside = was
+        self.hops_of[id(layer)] = self._hop - before
+        if not shrinks:
+            return out
+        assert self.edges is not None
+        self.num_rows = self.edges.size(1) - self._hop
+        return each_tensor(out, lambda one: first_rows(one, (num_rows,), self.num_rows, node_dim(layer, one)))
+
+    def _left(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a layer, with the rows and edges that are left; an error if it is given others."""
+        edges, known = self.edges, []
+        assert edges is not None
+        all_rows = edges.size(1)
+
+        def left(name: str, value: Any) -> Any:
+            if value is edges:
+                known.append(value)
+                return edges[:, : self.num_rows]
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            dim = 0 if name.startswith("edge_") else node_dim(layer, value)
+            if self.num_rows < value.size(dim) < all_rows:
+                raise ValueError("rows of an earlier layer")
+            return first_rows(value, (all_rows,), self.num_rows, dim)
+
+        found = mapped(partial(forward, layer), args, kwargs, left)
+        if not known:
+            raise ValueError("edges of the model's own making")
+        return found
+
+
+Rehearse: TypeAlias = Callable[[Rehearsal, bool], AbstractContextManager[None]]
+"""Hands a model's layers over to a rehearsal, in training mode or not; afterwards all is as it was."""
+
+
+def look_at(call: Call, rehearse: Rehearse) -> Looked:
+    """The hops of a forward pass: on a few nodes, each with a self-loop.
+
+    In a chain of layers each may put out fewer rows than the one before. Whether a model is one is tried: where rows of
+    several depths meet, in a sum or a concatenation, their numbers do not fit.
+    """
+    counted = Rehearsal(_TRIED)
+    _run_on_loops(call, rehearse, counted, _loops(call, _TRIED), training=False)
+    chain = bool(counted.widths) and all(_shrinks(call, rehearse, len(counted.widths), mode) for mode in (False, True))
+    return Looked(weakref.ref(call.model), tuple(counted.widths), chain, counted.hops_of)
+
+
+def _shrinks(call: Call, rehearse: Rehearse, num_hops: int, training: bool) -> bool:
+    num_rows = _LEFT + num_hops
+    edges = _loops(call, num_rows)
+    try:
+        out = _run_on_loops(call, rehearse, Rehearsal(num_rows, edges=edges), edges, training=training)
+    except (RuntimeError, ValueError, IndexError):  # what is said where numbers of rows do not fit
+        return False
+    # nothing of an earlier layer is put out
+    return not any(one.dim() and _LEFT < one.size(0) < num_rows for one in tensors_of(out))
+
+
+def _loops(call: Call, num_rows: int) -> Tensor:
+    device = next((one.device for one in call.model.parameters()), None)
+    return torch.arange(num_rows, device=device).repeat(2, 1)
+
+
+def _run_on_loops(call: Call, rehearse: Rehearse, rehearsal: Rehearsal, edges: Tensor, *, training: bool) -> Any:
+    """The model's output on a graph of self-loops, with ones in place of what is given."""
+
+    def given(value: Any, kind: Kind) -> Any:
+        if isinstance(value, Adjacency):
+            return edges
+        return value if kind is None else value.new_ones((rehearsal.num_rows, *value.shape[1:]))
+
+    args, kwargs = call.changed(given)
+    with torch.no_grad(), rehearse(rehearsal, training):
+        return call.model.forward(*args, **kwargs)
+
+
+def time_hops(
+    call: Call,
+    rehearse: Rehearse,
+    begin_pass: Callable[[], None],
+    adjacency: Adjacency,
+    communicator: Communicator,
+    num_hops: int,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of a row between hops and of an edge in each hop: on some of this rank's rows and edges.
+
+    The model trains there, forward and backward, a few times; the first times it makes what it keeps. Every rank makes
+    the call at the same time and gets the same.
+
+    Args:
+        call: The model, and what it is given.
+        rehearse: Runs it by itself.
+        begin_pass: Called before each pass.
+        adjacency: The rank's edges.
+        communicator: The ranks.
+        num_hops: Of the model.
+    """
+
+    def timed(part: Adjacency, warm_up: int, rounds: int) -> list[tuple[list[float], ...]]:
+        num_rows, num_edges = part.num_dst, part.size(1)
+        if not (num_rows and num_edges):
+            return [([0.0] * (num_hops + 1), [0.0] * num_hops)]
+        parameters: list[Tensor] = [one for one in call.model.parameters() if one.requires_grad]
+        rehearsal = Rehearsal(num_rows, Clock(part.device))
+
+        def cut(value: Any, kind: Kind) -> Any:
+            if isinstance(value, Adjacency):
+                return part if value.value is None else part.with_value(value.value[:num_edges])
+            value = value if kind is None else value[: num_rows if kind == "node" else num_edges]
+            # what was made in inference mode cannot be trained on
+            return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = call.changed(cut)
+
+            def step() -> Tensor:
+                rehearsal.begin_pass()
+                begin_pass()
+                return total(call.model.forward(*args, **kwargs))
+
+            assert rehearsal.clock is not None
+            with rehearse(rehearsal, True):
+                return [rehearsal.clock.seconds(step, parameters, num_hops) for _ in range(warm_up + rounds)][warm_up:]
+
+    once = timed(small_part(adjacency, _PROBED_EDGES), 1, 1)
+    pass_s = float(communicator.gather([sum(map(sum, once[0]))]).max())
+    more = min(_PROBED_EDGES * _PASS_S / max(pass_s, 1e-6), _MOST_PROBED_EDGES)
+    part = small_part(adjacency, max(int(more), _PROBED_EDGES))
+    rounds = timed(part, _WARM_UP, _ROUNDS)
+    between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
+    counts = communicator.gather([float(part.num_dst), float(part.size(1)), *between, *inside]).sum(0)
+    rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
+    return (
+        tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
+        tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
+    )
