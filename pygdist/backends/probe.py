@@ -23,7 +23,6 @@ from pygdist.kernels import CSR
 
 __all__ = ["Clock", "HopCosts", "probe_exchange", "probe_reduce", "small_part", "total"]
 
-_MOST_ROWS = 30_000  # of the graph that a model is timed on
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
 _LONG_ENOUGH_S = 0.03  # token buckets and the kernel's buffers hide the rate of a link for the first milliseconds
@@ -119,13 +118,14 @@ class _Mark(torch.autograd.Function):
         return grad, None, None
 
 
-def small_part(adjacency: Adjacency, num_edges: int) -> Adjacency:
-    """The edges into the first rows, at most so many, from wherever their sources fall among these rows."""
+def small_part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
+    """The first rows, and of the edges into them as many as asked for, evenly; sources fall among these rows."""
     csr = adjacency.csr()
-    num_rows = min(csr.num_rows, _MOST_ROWS, int(torch.searchsorted(csr.indptr, num_edges)))
+    num_rows = min(csr.num_rows, num_rows)
     end = int(csr.indptr[num_rows])
-    index = csr.index[:end] % max(num_rows, 1)
-    return Adjacency.from_csr(CSR(csr.indptr[: num_rows + 1], index, num_rows))
+    every = max(1, -(-end // max(num_edges, 1)))
+    indptr = (csr.indptr[: num_rows + 1] + every - 1).div(every, rounding_mode="floor")
+    return Adjacency.from_csr(CSR(indptr, csr.index[:end:every] % max(num_rows, 1), num_rows))
 
 
 def total(out: Any) -> Tensor:

@@ -26,10 +26,12 @@ __all__ = ["Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "time_h
 
 _TRIED = 2  # rows of the graph on which hops are counted
 _LEFT = 89  # rows that a model is left with where each hop leaves one fewer
-_WARM_UP, _ROUNDS = 2, 3  # times that a model is run before it is timed, and while
-_PROBED_EDGES = 50_000  # of the graph that it is timed on at first
-_PASS_S = 0.05  # then of one on which a pass takes about so long: rows that fit into caches cost less than most do
-_MOST_PROBED_EDGES = 1_000_000
+_FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # of the graph that a model is timed on at first
+# then of one on which a pass takes about so long, with as many rows as that allows: tensors that fit into the caches
+# nearest to a core cost less than most do
+_ROWS_S, _EDGES_S = 0.06, 0.04
+_MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
+_WARM_UP, _ROUNDS = 1, 6  # times that the model is run there before it is timed, and while
 
 Kind: TypeAlias = Literal["node", "edge"] | None
 """Of what an argument holds a row."""
@@ -223,42 +225,42 @@ def time_hops(
         communicator: The ranks.
         num_hops: Of the model.
     """
+    parameters: list[Tensor] = [one for one in call.model.parameters() if one.requires_grad]
 
-    def timed(part: Adjacency, warm_up: int, rounds: int) -> list[tuple[list[float], ...]]:
-        num_rows, num_edges = part.num_dst, part.size(1)
-        if not (num_rows and num_edges):
-            return [([0.0] * (num_hops + 1), [0.0] * num_hops)]
-        parameters: list[Tensor] = [one for one in call.model.parameters() if one.requires_grad]
-        rehearsal = Rehearsal(num_rows, Clock(part.device))
+    def timed(num_rows: int, num_edges: int, warm_up: int, rounds: int) -> tuple[Tensor, Tensor]:
+        """Seconds of a row, and of an edge."""
+        part = small_part(adjacency, num_rows, num_edges)
+        rehearsal = Rehearsal(part.num_dst, Clock(part.device))
 
         def cut(value: Any, kind: Kind) -> Any:
             if isinstance(value, Adjacency):
-                return part if value.value is None else part.with_value(value.value[:num_edges])
-            value = value if kind is None else value[: num_rows if kind == "node" else num_edges]
+                return part if value.value is None else part.with_value(value.value[: part.size(1)])
+            value = value if kind is None else value[: part.num_dst if kind == "node" else part.size(1)]
             # what was made in inference mode cannot be trained on
             return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
-        with torch.inference_mode(False), torch.enable_grad():
-            args, kwargs = call.changed(cut)
+        args, kwargs = call.changed(cut)
 
-            def step() -> Tensor:
-                rehearsal.begin_pass()
-                begin_pass()
-                return total(call.model.forward(*args, **kwargs))
+        def step() -> Tensor:
+            rehearsal.begin_pass()
+            begin_pass()
+            return total(call.model.forward(*args, **kwargs))
 
-            assert rehearsal.clock is not None
-            with rehearse(rehearsal, True):
-                return [rehearsal.clock.seconds(step, parameters, num_hops) for _ in range(warm_up + rounds)][warm_up:]
+        seconds = []
+        with rehearse(rehearsal, True):
+            for _ in range(warm_up + rounds):
+                communicator.gather([])  # all begin at once: who computes alone on a shared machine is faster
+                if part.num_dst and part.size(1):
+                    assert rehearsal.clock is not None
+                    between, inside = rehearsal.clock.seconds(step, parameters, num_hops)
+                    seconds.append([*between, *inside])
+        mine = torch.tensor(seconds[warm_up:] or [[0.0] * (2 * num_hops + 1)]).mean(0).tolist()
+        counts = (part.num_dst, part.size(1)) if seconds else (0, 0)
+        found = communicator.gather([float(count) for count in counts] + mine).sum(0)
+        return found[2 : 3 + num_hops] / max(float(found[0]), 1.0), found[3 + num_hops :] / max(float(found[1]), 1.0)
 
-    once = timed(small_part(adjacency, _PROBED_EDGES), 1, 1)
-    pass_s = float(communicator.gather([sum(map(sum, once[0]))]).max())
-    more = min(_PROBED_EDGES * _PASS_S / max(pass_s, 1e-6), _MOST_PROBED_EDGES)
-    part = small_part(adjacency, max(int(more), _PROBED_EDGES))
-    rounds = timed(part, _WARM_UP, _ROUNDS)
-    between, inside = (torch.tensor([one[part] for one in rounds]).median(0).values.tolist() for part in (0, 1))
-    counts = communicator.gather([float(part.num_dst), float(part.size(1)), *between, *inside]).sum(0)
-    rows, edges, seconds = float(counts[0]), float(counts[1]), counts[2:]
-    return (
-        tuple((seconds[: num_hops + 1] / max(rows, 1)).tolist()),
-        tuple((seconds[num_hops + 1 :] / max(edges, 1)).tolist()),
-    )
+    with torch.inference_mode(False), torch.enable_grad():
+        row, edge = timed(_FIRST_ROWS, _FIRST_EDGES, 1, 1)
+        num_rows, num_edges = _ROWS_S / max(float(row.sum()), 1e-9), _EDGES_S / max(float(edge.sum()), 1e-9)
+        row, edge = timed(min(int(num_rows), _MOST_ROWS), min(int(num_edges), _MOST_EDGES), _WARM_UP, _ROUNDS)
+    return tuple(row.tolist()), tuple(edge.tolist())
