@@ -156,9 +156,10 @@ def probe_exchange(
     rows = _FIRST_ROWS
     while True:
         part = _at_most(plan, rows)
-        taken, values = _exchanged(communicator, part, like, ring, wire)
+        taken, values = _exchanged(communicator, part, like, ring, wire, rounds=1)
         whole = int(communicator.gather([float(max(plan.send_counts + plan.recv_counts) > rows)]).max()) == 0
         if taken >= _LONG_ENOUGH_S or whole:
+            taken, values = _exchanged(communicator, part, like, ring, wire)
             return (max(taken - latency, 0.0) / values if values else 0.0), latency
         rows *= 4
 
@@ -187,13 +188,18 @@ def _at_most(plan: ExchangePlan, rows: int) -> ExchangePlan:
 
 
 def _exchanged(
-    communicator: Communicator, plan: ExchangePlan, like: Tensor, ring: bool, wire: torch.dtype | None
+    communicator: Communicator,
+    plan: ExchangePlan,
+    like: Tensor,
+    ring: bool,
+    wire: torch.dtype | None,
+    rounds: int = _ROUNDS,
 ) -> tuple[float, int]:
     """Seconds of the slowest rank, and values of the busiest."""
     num_rows = int(plan.send_index.max()) + 1 if plan.num_sent else 0
     x = like.new_ones(num_rows, _WIDTH)
     taken = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         communicator.gather([])
         start = time.perf_counter()
         halo = communicator.exchange_rows(x, plan, label="rows, timed", ring=ring, wire=wire)

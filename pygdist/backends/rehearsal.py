@@ -27,11 +27,11 @@ __all__ = ["Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "time_h
 _TRIED = 2  # rows of the graph on which hops are counted
 _LEFT = 89  # rows that a model is left with where each hop leaves one fewer
 _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # of the graph that a model is timed on at first
-# then of one on which a pass takes about so long, with as many rows as that allows: tensors that fit into the caches
-# nearest to a core cost less than most do
-_ROWS_S, _EDGES_S = 0.06, 0.04
+# Then of one with as many rows as a pass of that length allows: tensors that fit into the caches nearest to a core cost
+# less than most do.
+_PASS_S, _FOR_ROWS = 0.1, 0.6  # of a pass, and the share of it that is for rows
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
-_WARM_UP, _ROUNDS = 1, 6  # times that the model is run there before it is timed, and while
+_WARM_UP, _ROUNDS = 1, 3  # times that the model is run there before it is timed, and while
 
 Kind: TypeAlias = Literal["node", "edge"] | None
 """Of what an argument holds a row."""
@@ -261,6 +261,7 @@ def time_hops(
 
     with torch.inference_mode(False), torch.enable_grad():
         row, edge = timed(_FIRST_ROWS, _FIRST_EDGES, 1, 1)
-        num_rows, num_edges = _ROWS_S / max(float(row.sum()), 1e-9), _EDGES_S / max(float(edge.sum()), 1e-9)
-        row, edge = timed(min(int(num_rows), _MOST_ROWS), min(int(num_edges), _MOST_EDGES), _WARM_UP, _ROUNDS)
+        num_rows = int(_PASS_S * _FOR_ROWS / max(float(row.sum()), 1e-9))
+        num_edges = int(_PASS_S * (1 - _FOR_ROWS) / max(float(edge.sum()), 1e-9))
+        row, edge = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _WARM_UP, _ROUNDS)
     return tuple(row.tolist()), tuple(edge.tolist())

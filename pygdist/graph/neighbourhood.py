@@ -6,6 +6,7 @@ so on, one hop after the other. Every rank makes every call.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +58,13 @@ def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) ->
     degrees, sources, places = [csr.indptr.diff().cpu()], [csr.index.long().cpu()], [torch.arange(csr.num_entries)]
     done = shard.num_owned
     for _ in range(num_hops - 1):
-        frontier = torch.arange(done, n_id.numel())
-        degree, ids, owners, place = _ask(shard, communicator, n_id[frontier], owner[frontier], owner)
-        n_id, owner, index = _met(n_id, owner, ids, owners)
+        frontier = slice(done, n_id.numel())
+        degree, source, place, ids, owners = _ask(shard, communicator, n_id[frontier], owner[frontier], owner)
+        done = n_id.numel()
+        n_id, owner, position = _met(n_id, owner, ids, owners)
         degrees.append(degree)
-        sources.append(index)
+        sources.append(position[source])
         places.append(place)
-        done += frontier.numel()
     indptr = torch.zeros(n_id.numel() + 1, dtype=torch.int64)
     known = torch.cat(degrees)
     indptr[1 : known.numel() + 1] = known
@@ -103,30 +104,40 @@ def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Te
 
 def _ask(
     shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor, owner_of_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In-edges of nodes: number, sources, their owners, positions, in the order asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In-edges of nodes: number, source and place of each, in the order asked for; ids of the sources, their owners.
+
+    Edges travel as positions among the sources, of which there are far fewer: what is done for each edge is an indexed
+    copy, and only sources are looked up.
+    """
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
     asked = communicator.swap(n_id[order].split(counts), label="in-edges, asked for")
-    csr = shard.adjacency.csr()
-    indptr, index, ids = csr.indptr.cpu(), csr.index.long().cpu(), shard.n_id.cpu()
-    degrees, edges = [], []
+    csr, owned = shard.adjacency.csr(), shard.owned_id.cpu()
+    indptr, index, ids = csr.indptr.cpu(), csr.index.cpu(), shard.n_id.cpu()
+    extents, edges, nodes = [], [], []
     for wanted in asked:
-        rows = torch.searchsorted(shard.owned_id.cpu(), wanted)
-        degree = indptr[rows + 1] - indptr[rows]
-        place = ranges(indptr[rows], degree)
-        source = index[place]
-        degrees.append(degree)
-        edges.append(torch.stack([ids[source], owner_of_rows[source], place], dim=1))
-    degree = torch.cat(communicator.swap(degrees, label="in-edges, numbers"))
-    found = torch.cat(communicator.swap(edges, label="in-edges"))
+        rows = torch.searchsorted(owned, wanted)
+        start, degree = indptr[rows], indptr[rows + 1] - indptr[rows]
+        local = index[ranges(start, degree)]
+        used = torch.zeros(ids.numel(), dtype=torch.bool)
+        used[local] = True
+        known = used.nonzero().squeeze(1)
+        extents.append(torch.stack([start, degree], dim=1))
+        edges.append((used.cumsum(0, dtype=torch.int32) - 1)[local])
+        nodes.append(torch.stack([ids[known], owner_of_rows[known]], dim=1))
+    start, degree = torch.cat(communicator.swap(extents, label="in-edges, numbers")).unbind(1)
+    found = communicator.swap(edges, label="in-edges")
+    met = communicator.swap(nodes, label="in-edges, sources")
+    before = [0, *itertools.accumulate(part.size(0) for part in met)]
+    source = torch.cat([part.long() + first for part, first in zip(found, before, strict=False)])
     # back to the order asked for
-    start = torch.zeros(degree.numel() + 1, dtype=torch.int64)
-    torch.cumsum(degree, 0, out=start[1:])
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel())
-    found = found[ranges(start[back], degree[back])]
-    return degree[back], found[:, 0], found[:, 1], found[:, 2]
+    first = degree.cumsum(0) - degree
+    start, degree = start[back], degree[back]
+    ids, owners = torch.cat(met).unbind(1)
+    return degree, source[ranges(first[back], degree)], ranges(start, degree), ids, owners
 
 
 def ranges(start: Tensor, length: Tensor) -> Tensor:

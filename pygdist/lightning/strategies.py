@@ -23,6 +23,7 @@ from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
+from pygdist.lightning.memory import keep_freed_memory
 
 __all__ = ["GraphDDPStrategy"]
 
@@ -47,6 +48,8 @@ class GraphDDPStrategy(DDPStrategy):
         lost_after_s: Seconds without a heartbeat after which a rank counts as lost, and the others leave even if they
             wait in a call that no error reaches, as with nccl.
         check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
+        keep_memory: On CPU, let processes keep the memory of freed tensors for those of the next epoch; see
+            :func:`~pygdist.lightning.memory.keep_freed_memory`.
         start_method: How Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -61,6 +64,7 @@ class GraphDDPStrategy(DDPStrategy):
         warn_after_s: float = 60.0,
         lost_after_s: float = 20.0,
         check_order: bool = False,
+        keep_memory: bool = True,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool = False,
         **kwargs: Any,
@@ -72,7 +76,7 @@ class GraphDDPStrategy(DDPStrategy):
             **{**DDP_OPTIONS, **kwargs},
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
-        self._lost_after_s = lost_after_s
+        self._lost_after_s, self._keep_memory = lost_after_s, keep_memory
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
@@ -107,6 +111,8 @@ class GraphDDPStrategy(DDPStrategy):
         super().setup_environment()
         if self._communicator is not None:
             return
+        if self._keep_memory and self.root_device.type == "cpu":
+            keep_freed_memory()
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(
