@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
 
     Every epoch of full-graph training makes and frees the same tensors. By default glibc maps each of more than 32 MiB
     anew, and its pages are cleared one by one as they are written, which takes longer than most operations on them.
-    What a process holds at its peak stays the same but for gaps between tensors; it holds it until it ends.
+    For that a process holds more at its peak, by the gaps between tensors (up to a quarter was seen), until it ends.
 
     Returns:
         Whether the C library has such a setting: glibc does.
