@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
@@ -22,7 +23,8 @@ def mapped(
     change: Callable[[str, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, each changed by its name and value; those in tuples one by one."""
-    names = [name for name, one in inspect.signature(forward).parameters.items() if one.kind not in (2, 4)]
+    parameters = inspect.signature(forward).parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names += [""] * (len(args) - len(names))
 
     def changed(name: str, value: Any) -> Any:
@@ -35,10 +37,8 @@ def mapped(
 
 
 def each_tensor(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Every tensor of an output changed."""
-    if isinstance(out, (tuple, list)):
-        return type(out)(each_tensor(one, change) for one in out)
-    return change(out) if isinstance(out, Tensor) and not isinstance(out, Adjacency) else out
+    """Every tensor of an output changed: in tuples, lists, dictionaries and dataclasses, however deep."""
+    return apply_to_collection(out, Tensor, change, wrong_dtype=Adjacency)
 
 
 def tensors_of(out: Any) -> list[Tensor]:
@@ -59,13 +59,18 @@ def first_rows(value: Tensor, held: tuple[int, ...], wanted: int, dim: int = 0) 
 
 
 def with_rows(layer: MessagePassing, value: Tensor, held: tuple[int, ...], num_rows: int) -> Tensor:
-    """Zeros below the rows of a tensor that holds as many as one of ``held``, so that there are ``num_rows``."""
+    """A tensor that holds as many rows as one of ``held``, and more below them, so that there are ``num_rows``.
+
+    They are there for their number; what they hold is the first row, since steps that cannot go wrong on a node's row
+    cannot on its copy (a norm of zeros divided by makes NaN of all gradients).
+    """
     dim = node_dim(layer, value)
     if value.size(dim) not in held or value.size(dim) == num_rows:
         return value
     shape = list(value.shape)
     shape[dim] = num_rows - value.size(dim)
-    return torch.cat([value, value.new_zeros(shape)], dim=dim)
+    more = value.detach().narrow(dim, 0, 1).expand(shape) if value.size(dim) else value.new_zeros(shape)
+    return torch.cat([value, more], dim=dim)
 
 
 def node_dim(layer: MessagePassing, value: Tensor) -> int:

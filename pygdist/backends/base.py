@@ -127,11 +127,14 @@ class Backend(ABC):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a layer's ``forward``, called as ``forward(layer, *args, **kwargs)``; puts out as many rows as go in."""
+        """Run a layer's ``forward``, called as ``forward(layer, *args, **kwargs)``."""
         return forward(layer, *args, **kwargs)
 
     def begin_hop(self) -> None:  # noqa: B027 (a hook, as above)
         """Called before each :meth:`propagate`, also where what was kept of an earlier one stands for it."""
+
+    def forget_model(self, model: nn.Module) -> None:  # noqa: B027
+        """Called when a model is distributed: let go of what is known of it, as its layers may be others."""
 
     def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
         """Called after each forward pass: let go of what only that pass needed."""

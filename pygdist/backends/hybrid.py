@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from pygdist.backends.fetched import WireDtype
@@ -31,7 +33,7 @@ __all__ = ["Costs", "HybridBackend"]
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-_BYTES_PER_VALUE = 3 * 4  # a row, its gradient and what the layer keeps for it
+_COPIES = 3  # of a row: itself, its gradient and what the layer keeps for it
 _BYTES_PER_EDGE = 2 * 8  # in both orders
 _FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost, congestion adds to it
 
@@ -155,12 +157,13 @@ class HybridBackend(RecomputingBackend):
             "threads": threads, "memory_gib": self.memory_gib,
             "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
             "savings": asdict(self.savings),
-            "model": repr(probe.model),
+            "model": _structure(probe.model),
         }  # fmt: skip
         key = plan_key(facts)
         folder = None if shard.folder is None else shard.folder / "plans"
         kept = None if self.replan else load_plan(communicator, folder, key, len(widths), found.n_id.numel(), value_s)
         if kept is not None:
+            communicator.buffers.clear()  # what was measured needs no memory any more
             self.expected = Expected(**kept[1]["expected"])
             if communicator.rank == 0:
                 log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
@@ -178,7 +181,8 @@ class HybridBackend(RecomputingBackend):
             scaled = replace(costs, fetch=tuple(seconds * factor for seconds in costs.fetch))
             candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(found, widths, scaled, None)
         candidates["all fetched"] = [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
-        candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
+        if self.memory_gib is None:
+            candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
         expected = {
             name: expected_epoch(
                 communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
@@ -187,17 +191,20 @@ class HybridBackend(RecomputingBackend):
             for name, chosen in candidates.items()
         }  # fmt: skip
         name = min(expected, key=lambda one: expected[one].epoch_s)
-        self.expected, chosen = expected[name], candidates[name]
+        self.expected, chosen, planned = expected[name], candidates[name], time.perf_counter()
         if communicator.rank == 0:
             log.info(
                 "measured in %.2g s, planned in %.2g s: %s (%s)",
-                probed - start, time.perf_counter() - probed, _described(self.expected), name,
+                probed - start, planned - probed, _described(self.expected), name,
             )  # fmt: skip
             for other, figures in expected.items():
                 log.info("  %s: %.3g s an epoch", other, figures.epoch_s)
-        communicator.buffers.clear()  # what was measured needs no memory any more
+        communicator.buffers.clear()
         if folder is not None:
-            measured = {"value_s": value_s, "latency_s": latency_s, "costs": costs.to_dict(), "choice": name}
+            measured = {
+                "value_s": value_s, "latency_s": latency_s, "costs": costs.to_dict(), "choice": name,
+                "measured_in_s": probed - start, "planned_in_s": planned - probed,
+            }  # fmt: skip
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
         return chosen
 
@@ -209,7 +216,8 @@ class HybridBackend(RecomputingBackend):
             masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
             masks[:, own : own + halo] = True
             return list(masks)
-        chosen = _chosen(found, own, halo, widths, costs, share, self.memory_gib)[0]
+        row_bytes = [_COPIES * self.shard.x.element_size() * width for width in widths]
+        chosen = _chosen(found, own, halo, row_bytes, costs, share, self.memory_gib)[0]
         masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
         masks[:, own : own + halo] = torch.from_numpy(chosen.astype(bool))
         return list(masks)
@@ -219,7 +227,7 @@ def _chosen(
     found: Neighbourhood,
     num_owned: int,
     num_halo: int,
-    widths: tuple[int, ...],
+    row_bytes: Sequence[int],
     costs: HopCosts,
     share: float | None,
     memory_gib: float | None,
@@ -231,12 +239,13 @@ def _chosen(
             "backend 'hybrid' plans in pygdist's native library, which was not built here: install a C++17 compiler "
             "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'cache' and 'comm' work without"
         )
-    chosen, seconds = np.zeros((len(widths), num_halo), dtype=np.uint8), np.zeros((len(widths), 2))
+    num_hops = len(row_bytes)
+    chosen, seconds = np.zeros((num_hops, num_halo), dtype=np.uint8), np.zeros((num_hops, 2))
     indptr, index = found.indptr.numpy(), found.index.numpy()
     row, edge, fetch = (
         np.array(part, dtype=np.float64) for part in (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch))
     )
-    row_bytes = np.array([*widths, 0], dtype=np.float64) * _BYTES_PER_VALUE
+    by_level = np.array([*row_bytes, 0], dtype=np.float64)
     given = NativeDependencies(
         num_rows=found.n_id.numel(),
         num_owned=num_owned,
@@ -246,11 +255,11 @@ def _chosen(
         row_s=row.ctypes.data,
         edge_s=edge.ctypes.data,
         fetch_s=fetch.ctypes.data,
-        row_bytes=row_bytes.ctypes.data,
+        row_bytes=by_level.ctypes.data,
         bytes_per_edge=_BYTES_PER_EDGE,
         max_bytes=math.inf if memory_gib is None else memory_gib * _GIB,
         share=-1.0 if share is None else share,
-        num_hops=len(widths),
+        num_hops=num_hops,
     )
     status = native.pygdist_choose_dependencies(ctypes.byref(given), chosen.ctypes.data, seconds.ctypes.data)
     if status != 0:
@@ -264,6 +273,13 @@ def _described(expected: Expected) -> str:
 
 def _shares(computed: tuple[float, ...]) -> str:
     return "remote rows computed again, " + ", ".join(f"hop {hop}: {one:.0%}" for hop, one in enumerate(computed, 1))
+
+
+def _structure(model: nn.Module) -> str:
+    """The same for models that take the same time, on all ranks and in all runs: no address of a function is in it."""
+    modules = [f"{name} {type(one).__qualname__} {one.extra_repr()} {one}" for name, one in model.named_modules()]
+    parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters()]
+    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(modules + parameters))
 
 
 def _device(device: torch.device) -> str:

@@ -26,7 +26,7 @@ __all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_k
 log = logging.getLogger(__name__)
 
 _VERSION = 2
-_SIMILAR = 2.0
+_SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,11 @@ def expected_epoch(
     everyone = communicator.gather([float(count) for part in wants for count in part]).view(size, num_hops, size)
     received, sent = everyone.sum(2), everyone.sum(0).t()
     moved = torch.maximum(received, sent).amax(0).tolist()  # of the busiest rank, by hop
-    exchange = [rows * costs.fetch[hop] + (latency_s if rows > 0 else 0.0) for hop, rows in enumerate(moved)]
+    # rows that cost nothing do not travel in every epoch
+    exchange = [
+        rows * cost + (latency_s if rows > 0 and cost > 0 else 0.0)
+        for rows, cost in zip(moved, costs.fetch, strict=True)
+    ]
     total, busy = compute, sum(exchange)
     hidden = sum(min(costs.edge[hop] * edges[hop][1], exchange[hop]) for hop in range(num_hops)) if overlap else 0.0
     figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()
@@ -168,7 +172,7 @@ def load_plan(
 
 def _similar(before: float, now: float) -> bool:
     """Whether a network is as fast as it was, as far as a short measurement can tell."""
-    return max(before, now) <= _SIMILAR * min(before, now) or max(before, now) == 0
+    return max(before, now) <= _SIMILAR * min(before, now) + _NEGLIGIBLE_S
 
 
 def _replacing(path: Path) -> Path:

@@ -101,9 +101,7 @@ class Clock:
         return value
 
     def _mark(self, hop: int | None, after: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._marks.append((time.perf_counter(), hop, after))
+        self._marks.append((_now(self._device), hop, after))
 
 
 class _Mark(torch.autograd.Function):
@@ -172,10 +170,17 @@ def probe_reduce(communicator: Communicator, num_bytes: int) -> float:
     taken = []
     for _ in range(_ROUNDS):
         communicator.gather([])  # all begin at once
-        start = time.perf_counter()
+        start = _now(communicator.device)
         communicator.reduce_in_place(memory, "gradients, timed")
-        taken.append(time.perf_counter() - start)
+        taken.append(_now(communicator.device) - start)
     return float(communicator.gather([statistics.median(taken)]).max())
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _at_most(plan: ExchangePlan, rows: int) -> ExchangePlan:
@@ -201,10 +206,10 @@ def _exchanged(
     taken = []
     for _ in range(rounds):
         communicator.gather([])
-        start = time.perf_counter()
+        start = _now(communicator.device)
         halo = communicator.exchange_rows(x, plan, label="rows, timed", ring=ring, wire=wire)
         communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", ring=ring, wire=wire)
-        taken.append(time.perf_counter() - start)
+        taken.append(_now(communicator.device) - start)
     moved = max(plan.num_sent, plan.num_received) * _WIDTH
     seconds, values = communicator.gather([statistics.median(taken), float(moved)]).amax(0).tolist()
     return seconds, int(values)

@@ -7,11 +7,13 @@ rank's own loss go through its replicas into the parameters, or back to the owne
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from pygdist.backends.arguments import each_tensor, first_rows, mapped, node_dim
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
-from pygdist.backends.layers import computes_fewer
+from pygdist.backends.layers import computes_fewer, layer_name
 from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at, time_hops
 from pygdist.backends.replicas import Rows, leading, make_rows
 from pygdist.errors import InputError
@@ -31,8 +33,6 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 
 __all__ = ["Probe", "RecomputingBackend"]
-
-_MOST_KEPT = 64  # inputs of models that stay the same, and edges of layers
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ class Probe:
 
     model: nn.Module
     measure: Callable[[], tuple[tuple[float, ...], tuple[float, ...]]]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a model, by what it is called with."""
+
+    model: weakref.ref[nn.Module]
+    kinds: dict[tuple[object, ...], list[Kind]] = field(default_factory=dict)
+    looked: dict[tuple[object, ...], Looked] = field(default_factory=dict)
 
 
 class RecomputingBackend(FetchingBackend):
@@ -65,18 +74,17 @@ class RecomputingBackend(FetchingBackend):
 
     def _forget_graph(self) -> None:
         self._by_widths: dict[tuple[int, ...], Rows] = {}
-        self._by_arguments: dict[tuple[object, ...], list[Kind]] = {}  # what the arguments of a call are
-        self._looked: dict[int, Looked] = {}  # at each model, by its id
+        self._models: dict[int, _Known] = {}  # of each model, by its id
         self._model: Looked | None = None  # that is running
         self._rows: Rows | None = None  # of that model
         self._entered: int | None = None  # the hop with which the running layer begins
         self._computes = 0  # the rows that it computes
         self._at = 0  # the hop that runs, or whose edge_updater runs
         self._rehearsal: Rehearsal | None = None  # while a model runs on a graph of this rank's own, to be looked at
-        # inputs that stay the same: who was given, so that its memory stays its own, and what the model gets for it
-        self._inputs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        # of each of a model's inputs that stays the same: what was given, so that its memory stays its own, and how it
+        # was told from others; what the model gets for it
+        self._inputs: dict[tuple[int, int], tuple[Tensor, tuple[object, ...], Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
-        self._leading: dict[tuple[int, int, int], tuple[Adjacency, Adjacency]] = {}
 
     @abstractmethod
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
@@ -105,60 +113,75 @@ class RecomputingBackend(FetchingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = Call(model, args, kwargs, self._kinds(model, args, kwargs))
-        rehearse = partial(self._rehearse, model)
-        known = self._looked.get(id(model))
+        known = self._models.get(id(model))
         if known is None or known.model() is not model:
-            known = self._looked[id(model)] = look_at(call, rehearse)
-        shard, communicator, widths = self.shard, self.communicator, known.widths
+            self._models = {key: one for key, one in self._models.items() if one.model() is not None}
+            known = self._models[id(model)] = _Known(weakref.ref(model))
+        key, kinds = self._kinds(model, args, kwargs, known.kinds)
+        call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
+        if key not in known.looked:
+            known.looked[key] = look_at(call, rehearse)
+        looked = known.looked[key]
+        shard, communicator, widths = self.shard, self.communicator, looked.widths
         if widths not in self._by_widths:
             found = in_neighbourhood(shard, communicator, max(len(widths), 1))
             begin_pass = self.routing.first_hop.begin_forward
             measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
             chosen = self.choose(found, widths, Probe(model, measure))
             self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
-        self._model, self._rows = known, self._by_widths[widths]
-        return call.changed(self._extended)
+        self._model, self._rows = looked, self._by_widths[widths]
+        place = itertools.count()
+        return call.changed(lambda value, kind: self._extended(value, kind, next(place)))
 
-    def _kinds(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Kind]:
+    @override
+    def forget_model(self, model: nn.Module) -> None:
+        self._models.pop(id(model), None)
+
+    def _kinds(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: dict[tuple[object, ...], list[Kind]],
+    ) -> tuple[tuple[object, ...], list[Kind]]:
         """Which arguments of the model hold a row per node, and which a row per edge; see :class:`~.rehearsal.Call`.
 
         Told by their length, and by all ranks together: class weights may be as long as one rank's nodes are many.
         """
         shard = self.shard
-        expected = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
-        looks: list[tuple[str, Literal["node", "edge"], int | None]] = []
-        fits: list[bool] = []
+        expected: dict[Kind, int] = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
+        looks: list[tuple[str, object]] = []
+        lengths: list[int] = []
 
         def look(name: str, value: Any) -> Any:
-            kind: Literal["node", "edge"] = "edge" if name.startswith("edge_") else "node"
             rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
-            looks.append((name, kind, value.dim() if rows else None))
-            fits.append(rows and value.size(0) == expected[kind])
+            plain = value if isinstance(value, (bool, str)) else type(value)
+            looks.append((name, value.dim() if rows else plain))
+            lengths.append(value.size(0) if rows else -1)
             return value
 
         mapped(model.forward, args, kwargs, look)
         key = tuple(looks)
-        if key not in self._by_arguments:
+        if key not in known:
+            fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]
             everywhere = self.communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
-            self._by_arguments[key] = [
-                kind if fit else None for (_, kind, _), fit in zip(looks, everywhere, strict=True)
-            ]
-        for (name, kind, _), known, fit in zip(looks, self._by_arguments[key], fits, strict=True):
-            if known is not None and not fit:
+            nodes, edges = everywhere[: len(lengths)], everywhere[len(lengths) :]
+            known[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
+        for (name, _), kind, length in zip(looks, known[key], lengths, strict=True):
+            if kind is not None and length != expected[kind]:
                 raise InputError(
                     f"argument '{name or type(model).__name__}' of the model held a row for each {kind} of the rank "
                     f"before, {expected[kind]}; now it has another number on rank {shard.rank}",
                     of_one_rank=True,
                 )
-        return self._by_arguments[key]
+        return key, known[key]
 
     @override
     def model_output(self, output: Any) -> Any:
         rows, self._rows, self._model = self._rows, None, None
         if rows is None:
             return output
-        return each_tensor(output, lambda out: first_rows(out, (rows.num_rows,), rows.num_owned) if out.dim() else out)
+        return each_tensor(output, lambda out: first_rows(out, rows.computed, rows.num_owned) if out.dim() else out)
 
     @override
     def begin_hop(self) -> None:
@@ -172,34 +195,32 @@ class RecomputingBackend(FetchingBackend):
         super().end_forward()
         self._entered = None
 
-    def _extended(self, value: Any, kind: Kind) -> Any:
-        """An input of the model with what this rank has more than a rank of ``comm``."""
+    def _extended(self, value: Any, kind: Kind, place: int) -> Any:
+        """An input of the model, by its place, with what this rank has more than a rank of ``comm``."""
         rows, shard = self._running, self.shard
         if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
-            return rows.adjacency if value.value is None else self._weighted(value.value)
-        return value if kind is None else self._grown(value, rows.edges if kind == "edge" else rows.inputs)
+            return rows.adjacency if value.value is None else self._weighted(value.value, place)
+        return value if kind is None else self._grown(value, rows.edges if kind == "edge" else rows.inputs, place)
 
-    def _weighted(self, weight: Tensor) -> Adjacency:
+    def _weighted(self, weight: Tensor, place: int) -> Adjacency:
         """The edges with weights, the same object for the same weights: what is derived from it is kept by that."""
-        grown = self._grown(weight, self._running.edges)
+        grown = self._grown(weight, self._running.edges, place)
         key = identity_of(grown)
         if self._adjacency is None or self._adjacency[0] != key:
             self._adjacency = (key, self._running.adjacency.with_value(grown))
         return self._adjacency[1]
 
-    def _grown(self, value: Tensor, arrival: Arrival) -> Tensor:
+    def _grown(self, value: Tensor, arrival: Arrival, place: int) -> Tensor:
         """Own rows, then others'; fetched once if they stay the same."""
-        kept = fixable(value) and not (value.requires_grad and torch.is_grad_enabled())
-        key = (id(arrival), *identity_of(value))
-        if kept and key in self._inputs:
-            return self._inputs[key][1]
+        fixed = fixable(value) and not (value.requires_grad and torch.is_grad_enabled())
+        known = self._inputs.get((id(arrival), place))
+        if fixed and known is not None and known[1] == identity_of(value):
+            return known[2]
         with torch.inference_mode(False):
             arrived = self.communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
             grown = torch.cat([value, _in_order(arrived, arrival)])
-        if kept:
-            if len(self._inputs) >= _MOST_KEPT:
-                self._inputs.pop(next(iter(self._inputs)))
-            self._inputs[key] = (value.detach(), grown)
+        if fixed:
+            self._inputs[id(arrival), place] = (value.detach(), identity_of(value), grown)
         return grown
 
     @contextlib.contextmanager
@@ -218,7 +239,8 @@ class RecomputingBackend(FetchingBackend):
             self.routing.forget()  # layers and norms may have kept something of that graph
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
             for module, was in modes.items():
                 module.training = was
 
@@ -233,17 +255,27 @@ class RecomputingBackend(FetchingBackend):
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
         if self._entered is not None or not edges:
             return forward(layer, *args, **kwargs)
-        rows, hop = self._running, self._hop + 1
-        num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
-        kept_edges = int(edges[0].csr().indptr[rows.computed[hop]])
+        if self._rows is None or self._model is None:
+            raise InputError(
+                f"{layer_name(layer)} runs outside a forward pass of the model: backend '{self.name}' does not support "
+                "activation checkpointing, nor layers called by themselves; 'comm' does"
+            )
+        rows, model, hop = self._rows, self._model, self._hop + 1
+        hops = model.hops_of.get(id(layer), 1)
+        if hop - 1 + hops > rows.num_hops:
+            raise InputError(
+                f"{layer_name(layer)}: the model makes more hops than the {rows.num_hops} of its first pass, for which "
+                f"backend '{self.name}' computed what is needed; distribute it again when it changes"
+            )
+        num_rows, num_edges, kept_edges = rows.computed[hop - 1], edges[0].size(1), rows.num_edges[hop]
         # a layer of several hops needs all its rows to the last one
-        one_hop = self._bound(self._model).hops_of.get(id(layer)) == 1
+        one_hop = hops == 1
         fewer = computes_fewer(layer) if one_hop and args and isinstance(args[0], Tensor) else None
         num_computed = num_rows if fewer is None else rows.computed[hop]
 
         def trimmed(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
-                return self._first_rows(value, hop, num_computed)
+                return self._edges_into(value, hop, num_computed)
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
             if name.startswith("edge_") and value.size(0) == num_edges:
@@ -260,21 +292,30 @@ class RecomputingBackend(FetchingBackend):
         finally:
             self._entered = None
         made, left = (num_rows, num_computed), rows.computed[self._hop]
-        if self._bound(self._model).shrinks:
+        if model.shrinks:
             return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))
         return each_tensor(out, lambda one: with_rows(layer, one, made, rows.num_rows))
 
-    def _first_rows(self, adjacency: Adjacency, hop: int, num_rows: int) -> Adjacency:
+    def _edges_into(self, adjacency: Adjacency, hop: int, num_rows: int) -> Adjacency:
         """The edges that a hop and those after it need, into the first ``num_rows`` rows."""
-        rows = self._running
-        key = (id(adjacency), hop, num_rows)
-        if key not in self._leading:
+        rows, derived = self._running, adjacency.origin.derived
+        key, value = f"first {num_rows} rows of hop {hop}", adjacency.value
+        known: tuple[tuple[object, ...], Adjacency] | None = derived.get(key)
+        if known is not None and known[0] == identity_of(value):
+            return known[1]
+        # the same object for the same weights: what is kept of hops is kept by that
+        if known is None:
             with torch.inference_mode(False):
-                made = leading(adjacency, num_rows, rows.computed[hop], rows.num_sources[hop - 1])
-            if len(self._leading) >= _MOST_KEPT:
-                self._leading.pop(next(iter(self._leading)))
-            self._leading[key] = (adjacency, made)
-        return self._leading[key][1]
+                cut = leading(adjacency.origin, num_rows, rows.computed[hop], rows.num_sources[hop - 1])
+            derived[key] = (identity_of(adjacency.origin.value), cut)
+        else:
+            cut = known[1]
+        if identity_of(value) == identity_of(adjacency.origin.value):
+            return cut.origin
+        found = cut.with_value(None if value is None else value[: cut.size(1)])
+        if fixable(value):
+            derived[key] = (identity_of(value), found)
+        return found
 
     @override
     def propagate(
@@ -370,6 +411,13 @@ class RecomputingBackend(FetchingBackend):
     @property
     def _running(self) -> Rows:
         return self._bound(self._rows)
+
+
+def _kind(name: str, node: bool, edge: bool) -> Kind:
+    """Of what an argument holds a row, by its name and whether it is as long as a rank has nodes, or edges."""
+    if name.startswith("edge_"):
+        return "edge" if edge else None
+    return "node" if node else "edge" if edge and not name else None
 
 
 def _in_order(arrived: Tensor, arrival: Arrival) -> Tensor:

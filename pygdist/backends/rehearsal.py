@@ -5,7 +5,6 @@ Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,16 +53,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Looked:
-    """What is known of a model.
+    """What is known of a model that is called with certain arguments.
 
     Attributes:
-        model: It.
         widths: How many values of a source each hop of a forward pass reads.
         shrinks: Whether its layers may put out fewer rows than go in.
         hops_of: Hops of each layer, by its id.
     """
 
-    model: weakref.ref[nn.Module]
     widths: tuple[int, ...]
     shrinks: bool
     hops_of: dict[int, int]
@@ -86,7 +83,7 @@ class Rehearsal:
         self._inside = False  # a layer
 
     def begin_pass(self) -> None:
-        """Called before each forward pass but the first."""
+        """Called before a forward pass that is not the first."""
         self._hop = 0
 
     def begin_hop(self) -> None:
@@ -169,10 +166,12 @@ def look_at(call: Call, rehearse: Rehearse) -> Looked:
     In a chain of layers each may put out fewer rows than the one before. Whether a model is one is tried: where rows of
     several depths meet, in a sum or a concatenation, their numbers do not fit.
     """
-    counted = Rehearsal(_TRIED)
-    _run_on_loops(call, rehearse, counted, _loops(call, _TRIED), training=False)
-    chain = bool(counted.widths) and all(_shrinks(call, rehearse, len(counted.widths), mode) for mode in (False, True))
-    return Looked(weakref.ref(call.model), tuple(counted.widths), chain, counted.hops_of)
+    counted = [Rehearsal(_TRIED) for _ in range(2)]
+    for rehearsal, training in zip(counted, (False, True), strict=True):  # some layers are there for training alone
+        _run_on_loops(call, rehearse, rehearsal, _loops(call, _TRIED), training=training)
+    longer = max(counted, key=lambda one: len(one.widths))
+    chain = bool(longer.widths) and all(_shrinks(call, rehearse, len(longer.widths), mode) for mode in (False, True))
+    return Looked(tuple(longer.widths), chain, longer.hops_of)
 
 
 def _shrinks(call: Call, rehearse: Rehearse, num_hops: int, training: bool) -> bool:
@@ -180,28 +179,39 @@ def _shrinks(call: Call, rehearse: Rehearse, num_hops: int, training: bool) -> b
     edges = _loops(call, num_rows)
     try:
         out = _run_on_loops(call, rehearse, Rehearsal(num_rows, edges=edges), edges, training=training)
-    except (RuntimeError, ValueError, IndexError):  # what is said where numbers of rows do not fit
+    except Exception:  # whatever a model says where numbers of rows do not fit
         return False
     # nothing of an earlier layer is put out
     return not any(one.dim() and _LEFT < one.size(0) < num_rows for one in tensors_of(out))
 
 
 def _loops(call: Call, num_rows: int) -> Tensor:
-    device = next((one.device for one in call.model.parameters()), None)
+    given = [*call.args, *call.kwargs.values(), *call.model.parameters()]
+    device = next((one.device for one in given if isinstance(one, Tensor)), None)
     return torch.arange(num_rows, device=device).repeat(2, 1)
 
 
 def _run_on_loops(call: Call, rehearse: Rehearse, rehearsal: Rehearsal, edges: Tensor, *, training: bool) -> Any:
-    """The model's output on a graph of self-loops, with ones in place of what is given."""
+    """The model's output on a graph of self-loops, with ones in place of numbers that are given, and first ids."""
 
     def given(value: Any, kind: Kind) -> Any:
         if isinstance(value, Adjacency):
             return edges
-        return value if kind is None else value.new_ones((rehearsal.num_rows, *value.shape[1:]))
+        if kind is None:
+            return _within(value, rehearsal.num_rows)
+        return value.new_full((rehearsal.num_rows, *value.shape[1:]), 1 if value.is_floating_point() else 0)
 
     args, kwargs = call.changed(given)
     with torch.no_grad(), rehearse(rehearsal, training):
         return call.model.forward(*args, **kwargs)
+
+
+def _within(value: Any, num_rows: int) -> Any:
+    """A tensor of ids, say of nodes whose rows are wanted, as ids in a graph of so many; anything else as it is."""
+    ids = isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+    return value % max(num_rows, 1) if ids else value
 
 
 def time_hops(
@@ -230,12 +240,16 @@ def time_hops(
     def timed(num_rows: int, num_edges: int, warm_up: int, rounds: int) -> tuple[Tensor, Tensor]:
         """Seconds of a row, and of an edge."""
         part = small_part(adjacency, num_rows, num_edges)
-        rehearsal = Rehearsal(part.num_dst, Clock(part.device))
+        clock = Clock(part.device)
+        rehearsal = Rehearsal(part.num_dst, clock)
 
         def cut(value: Any, kind: Kind) -> Any:
             if isinstance(value, Adjacency):
                 return part if value.value is None else part.with_value(value.value[: part.size(1)])
-            value = value if kind is None else value[: part.num_dst if kind == "node" else part.size(1)]
+            if kind is None:
+                value = _within(value, part.num_dst)
+            else:
+                value = value[: part.num_dst if kind == "node" else part.size(1)]
             # what was made in inference mode cannot be trained on
             return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
@@ -246,18 +260,23 @@ def time_hops(
             begin_pass()
             return total(call.model.forward(*args, **kwargs))
 
-        seconds = []
+        own = torch.zeros(2 * num_hops + 1, dtype=torch.float64)
+        runs = part.num_dst > 0 and part.size(1) > 0
+        slowest = usual = 0.0
+        communicator.gather([])  # all begin at once: who computes alone on a shared machine is faster
         with rehearse(rehearsal, True):
-            for _ in range(warm_up + rounds):
-                communicator.gather([])  # all begin at once: who computes alone on a shared machine is faster
-                if part.num_dst and part.size(1):
-                    assert rehearsal.clock is not None
-                    between, inside = rehearsal.clock.seconds(step, parameters, num_hops)
-                    seconds.append([*between, *inside])
-        mine = torch.tensor(seconds[warm_up:] or [[0.0] * (2 * num_hops + 1)]).mean(0).tolist()
-        counts = (part.num_dst, part.size(1)) if seconds else (0, 0)
-        found = communicator.gather([float(count) for count in counts] + mine).sum(0)
-        return found[2 : 3 + num_hops] / max(float(found[0]), 1.0), found[3 + num_hops :] / max(float(found[1]), 1.0)
+            for number in range(warm_up + rounds):
+                between, inside = clock.seconds(step, parameters, num_hops) if runs else ([], [])
+                taken = communicator.gather([sum(between) + sum(inside)])
+                if number >= warm_up and runs:
+                    own += torch.tensor([*between, *inside], dtype=torch.float64)
+                if number >= warm_up and bool(taken.any()):
+                    slowest, usual = slowest + float(taken.max()), usual + float(taken[taken > 0].mean())
+        counts = [rounds * part.num_dst, rounds * part.size(1)] if runs else [0, 0]
+        found = communicator.gather([*map(float, counts), *own.tolist()]).sum(0)
+        # an epoch is as long as the slowest rank's
+        seconds = found[2:] * (slowest / usual if usual else 1.0)
+        return seconds[: num_hops + 1] / max(float(found[0]), 1.0), seconds[num_hops + 1 :] / max(float(found[1]), 1.0)
 
     with torch.inference_mode(False), torch.enable_grad():
         row, edge = timed(_FIRST_ROWS, _FIRST_EDGES, 1, 1)

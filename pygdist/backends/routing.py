@@ -80,6 +80,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
     routed.first_hop.forget()
+    backend.forget_model(model)
     for module in list(model.modules()):
         base = type(module)
         if isinstance(module, MessagePassing):

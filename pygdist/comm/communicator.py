@@ -192,9 +192,10 @@ class Communicator:
                 first dimension, in shape, on all ranks.
             label: Named when something goes wrong.
         """
-        outgoing = [tensor.contiguous() for tensor in outgoing]
         if self.world_size == 1:
             return list(outgoing)
+        came_from = outgoing[self.rank].device
+        outgoing = [tensor.contiguous().to(self.device) for tensor in outgoing]
         lengths = [torch.tensor([tensor.size(0)], device=self.device) for tensor in outgoing]
         incoming = [torch.zeros_like(length) for length in lengths]
         self.send_and_receive(lengths, incoming, f"{label}, lengths")
@@ -202,7 +203,7 @@ class Communicator:
         found = [own.new_empty((int(length), *own.shape[1:])) for length in incoming]
         self.send_and_receive(list(outgoing), found, label)
         found[self.rank] = own
-        return found
+        return [tensor.to(came_from) for tensor in found]
 
     def send_to(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
         """Send contiguous tensors to one rank, which calls :meth:`receive_from`; for results, not for gradients."""

@@ -6,7 +6,7 @@ import ctypes
 
 __all__ = ["keep_freed_memory"]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of malloc.h
 _NEVER, _LARGEST = -1, 2**31 - 1
 
 
@@ -21,4 +21,8 @@ def keep_freed_memory() -> bool:
         Whether the C library has such a setting: glibc does.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    return bool(set_option and set_option(_MMAP_THRESHOLD, _LARGEST) and set_option(_TRIM_THRESHOLD, _NEVER))
+    if set_option is None:
+        return False
+    # older versions know no such threshold above 32 MiB, but to map nothing at all
+    mapped = set_option(_MMAP_THRESHOLD, _LARGEST) or set_option(_MMAP_MAX, 0)
+    return bool(set_option(_TRIM_THRESHOLD, _NEVER) and mapped)

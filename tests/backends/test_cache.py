@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GCN, BatchNorm, GCNConv, SAGEConv
 
-from pygdist.backends import CacheBackend, distribute
+from pygdist.backends import CacheBackend, distribute, undistribute
 from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.testing import RankPool, assert_exact, random_graph
 
@@ -55,8 +56,7 @@ class Seen(SAGEConv):
     """Notes how many rows it is given, and how many edges."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        if x.size(0) != 2:  # hops are counted on two nodes
-            self.seen = (x.size(0), edge_index.size(1))
+        self.seen = (x.size(0), edge_index.size(1))  # of the last call: before, hops are counted on a small graph
         return super().forward(x, edge_index)
 
 
@@ -119,7 +119,7 @@ class Depths(nn.Module):
         two = self.second(one, edge_index).relu()
         self.between = [one.size(0), two.size(0)]
         if self.kind == "all depths":
-            return [one, (two, self.third(two, edge_index))]
+            return [one, (two, {"out": self.third(two, edge_index)})]
         if self.kind == "in training only" and self.training:
             two = two + one
         out = self.third(two, edge_index)
@@ -154,6 +154,108 @@ def test_rows_of_several_depths(kind: str, tmp_path: Path, pool: RankPool) -> No
             assert between == list(computed[1:3])
         elif between:
             assert between == [computed[0]] * 2
+
+
+class Branching(nn.Module):
+    """Puts out, and asks for, more than it did at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(1, 5)
+        self.layers = nn.ModuleList([GCNConv(5, 5) for _ in range(3)])
+        self.hidden, self.depth = False, 2
+
+    def forward(self, x: Tensor, edge_index: Tensor, kind: Tensor, wanted: Tensor, edges: bool = False) -> Any:
+        x = x + self.kinds(kind)
+        rows = []
+        for layer in self.layers[: self.depth]:
+            x = layer(x, edge_index)
+            rows.append(x)
+        if edges:
+            return {"hidden": rows[0], "out": x}
+        return (rows[0], x) if self.hidden else x[wanted]
+
+
+def _branching(rank: int, world_size: int, folder: str) -> None:
+    backend, shard, _ = _bound(folder, rank)
+    data, _ = random_graph("power-law", num_nodes=200)
+    torch.manual_seed(0)
+    model = Branching().double()
+    twin = copy.deepcopy(model)
+    distribute(model, backend=backend)
+    whole, own = torch.zeros(200, dtype=torch.long), torch.zeros(shard.num_owned, dtype=torch.long)
+    wanted = torch.arange(shard.num_owned - 1, 0, -2)
+    everywhere = torch.arange(200)
+
+    def check(ours: Any, theirs: Any, rows: Tensor) -> None:
+        for one, two in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            torch.testing.assert_close(one, two[rows], rtol=0, atol=1e-12)
+
+    args = (shard.x, shard.adjacency, own, wanted)
+    check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id[wanted])
+    check(model(*args, edges=True), twin(data.x, data.edge_index, whole, everywhere, True), shard.owned_id)
+    model.hidden = twin.hidden = True
+    check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id)
+    model.depth = 1
+    check(model(*args)[1], twin(data.x, data.edge_index, whole, everywhere)[0], shard.owned_id)
+    model.depth = 3
+    with pytest.raises(InputError, match="GCNConv: the model makes more hops than the 2 of its first pass"):
+        model(*args)
+    undistribute(model)
+    distribute(model, backend=backend)
+    twin.depth = 3
+    check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id)
+    with pytest.raises(InputError, match=r"GCNConv runs outside a forward pass of the model.*checkpointing"):
+        model.layers[0](shard.x, shard.adjacency)
+
+
+def test_models_that_do_more_than_at_first(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    pool.run(_branching, 3, str(tmp_path / "parts"))
+
+
+def _sequential(rank: int, world_size: int, folder: str) -> float:
+    backend, shard, _ = _bound(folder, rank)
+    data, _ = random_graph("directed")
+    torch.manual_seed(0)
+    steps = [(pyg.GCNConv(5, 6), "x, e, w -> x"), nn.ReLU(), (pyg.GCNConv(6, 3), "x, e, w -> x")]
+    model = pyg.Sequential("x, e, w", steps).double()
+    whole = model(data.x, data.edge_index, data.edge_weight).detach()
+    ours = distribute(model, backend=backend)(shard.x, shard.adjacency, shard.edge_weight)
+    return float((ours - whole[shard.owned_id]).detach().abs().max())
+
+
+def test_weights_of_edges_among_arguments_without_names(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_sequential, 3, str(tmp_path / "parts"))) < 1e-12
+
+
+def _divided(rank: int, world_size: int, folder: str) -> bool:
+    backend, shard, _ = _bound(folder, rank)
+    torch.manual_seed(0)
+    model = Divided().double()
+    distribute(model, backend=backend)(shard.x, shard.adjacency).sum().backward()
+    return all(bool(one.grad.isfinite().all()) for one in model.parameters() if one.grad is not None)
+
+
+class Divided(nn.Module):
+    """Makes NaN of rows of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear, self.last = GCNConv(5, 5), nn.Linear(5, 5, bias=False), GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        between = self.linear(self.first(x, edge_index))
+        return self.last(x + between / between.norm(dim=1, keepdim=True), edge_index)
+
+
+def test_rows_that_nobody_needs_make_no_nan(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert all(pool.run(_divided, 3, str(tmp_path / "parts")))
 
 
 class Weighted(GCN):
@@ -206,8 +308,7 @@ def _product_rows(rank: int, world_size: int, folder: str, name: str) -> tuple[l
     with Products() as products:
         model(shard.x, shard.adjacency)  # in training: of features that stay the same the sums are kept
     assert backend._by_widths
-    rows = [count for count in products.rows if count != 2]  # hops are counted on two nodes
-    return rows, next(iter(backend._by_widths.values())).computed
+    return products.rows, next(iter(backend._by_widths.values())).computed
 
 
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_geometric.nn import GraphSAGE
+from torch_geometric.nn import GCN, GraphSAGE
 
-from pygdist.backends import CommBackend, Costs, HybridBackend, distribute
+from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, distribute, plans
 from pygdist.backends.hybrid import _chosen
-from pygdist.backends.plans import Expected, _followed, expected_epoch, load_plan, save_plan
+from pygdist.backends.plans import Expected, _followed, _similar, expected_epoch, load_plan, save_plan
 from pygdist.backends.probe import HopCosts
 from pygdist.backends.replicas import replicas_of
 from pygdist.comm import Communicator
@@ -129,7 +129,7 @@ def test_no_more_than_the_memory_holds() -> None:
     found = _near(np.random.default_rng(5), owned=9, halo=20, beyond=12)
     costs = Costs(vertex=0.0, edge=0.0, value=1.0)
     every, _ = _chosen(found, 9, 20, (3, 3), costs.by_hop((3, 3)), None, None)
-    some, _ = _chosen(found, 9, 20, (3, 3), costs.by_hop((3, 3)), None, 20 * 12 * 3 / 2**30)
+    some, _ = _chosen(found, 9, 20, (36, 36), costs.by_hop((3, 3)), None, 20 * 36 / 2**30)
     assert (every.sum(), some.sum()) == (40, 20)
     none, _ = _chosen(found, 9, 20, (3, 3), costs.by_hop((3, 3)), None, 0.0)
     assert none.sum() == 0
@@ -152,9 +152,13 @@ def test_costs_that_make_no_sense() -> None:
         Costs(vertex=-1.0, edge=0.0, value=0.0)
 
 
-def _train(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Three epochs with a plan that is measured, beside three with everything fetched."""
+def _plan(
+    rank: int, world_size: int, folder: str, arguments: dict[str, Any], same_network: bool = False
+) -> dict[str, Any]:
+    """What is expected of a plan; with it rows are as with everything fetched."""
     torch.set_num_threads(1 + rank % 2)  # ranks need not be alike
+    if same_network:  # so few rows tell little of how fast it is
+        plans._similar = lambda before, now: True
     shard = Shard.load(folder, rank)
     outputs, found = [], {}
     for backend in (HybridBackend(**arguments), CommBackend()):
@@ -177,6 +181,7 @@ def _train(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) -
             found = asdict(backend.expected)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-10)
     torch.set_num_threads(1)
+    plans._similar = _similar
     return found
 
 
@@ -221,26 +226,27 @@ def test_what_is_planned_for_is_what_is_made(seed: int, hops: int) -> None:
 def test_costs_are_measured_once_and_the_plan_is_kept(tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_nodes=300)
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
-    first = pool.run(_train, 3, str(tmp_path / "parts"), {})
+    first = pool.run(_plan, 3, str(tmp_path / "parts"), {})
     assert first[0] == first[1] == first[2]
     assert first[0]["epoch_s"] > 0
     assert len(first[0]["computed"]) == 2
-    plans = sorted(path.name for path in (tmp_path / "parts" / "plans").iterdir())
-    (summary,) = [name for name in plans if name.endswith(".json")]
-    assert plans == [*(summary.replace("json", f"{rank}.npy") for rank in range(3)), summary]
+    files = sorted(path.name for path in (tmp_path / "parts" / "plans").iterdir())
+    (summary,) = [name for name in files if name.endswith(".json")]
+    assert files == [*(summary.replace("json", f"{rank}.npy") for rank in range(3)), summary]
     facts = json.loads((tmp_path / "parts" / "plans" / summary).read_text())
     assert facts["expected"] == {**first[0], "computed": list(first[0]["computed"])}
     assert facts["ranks"] == 3
 
-    # one asks for a new plan
+    # the next run takes it; one asks for a new one
     path = tmp_path / "parts" / "plans" / summary
     path.write_text(json.dumps({**facts, "expected": {**facts["expected"], "epoch_s": 123.0}}))
-    assert pool.run(_train, 3, str(tmp_path / "parts"), {"replan": True})[0]["epoch_s"] < 123.0
+    assert [one["epoch_s"] for one in pool.run(_plan, 3, str(tmp_path / "parts"), {}, True)] == [123.0] * 3
+    assert pool.run(_plan, 3, str(tmp_path / "parts"), {"replan": True})[0]["epoch_s"] < 123.0
 
     # another model or rank is another plan; one that broke off is no plan
     (tmp_path / "parts" / "plans" / summary).write_text("{")
-    assert pool.run(_train, 3, str(tmp_path / "parts"), {})[0]["epoch_s"] < 123.0
-    pool.run(_train, 3, str(tmp_path / "parts"), {"memory_gib": 1.0})
+    assert pool.run(_plan, 3, str(tmp_path / "parts"), {})[0]["epoch_s"] < 123.0
+    pool.run(_plan, 3, str(tmp_path / "parts"), {"memory_gib": 1.0})
     assert len(list((tmp_path / "parts" / "plans").glob("*.json"))) == 2
 
 
@@ -270,3 +276,33 @@ def test_the_expected_epoch_follows_the_costs() -> None:
     # of hop 1 one edge, of hop 2 one needs nothing to arrive
     hidden = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **{**arguments, "overlap": True})
     assert hidden.epoch_s == fetched.epoch_s - min(2, 6.5) - min(20, 60.5)
+
+
+def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int, int]:
+    """Bytes that a rank sends in an epoch: counted, and worked out."""
+    communicator, shard = Communicator(dist.new_group()), Shard.load(folder, rank)
+    backend = HybridBackend(cache_ratio=ratio)
+    backend.bind(shard, communicator)
+    torch.manual_seed(0)
+    model = GCN(5, 6, num_layers=3, out_channels=4).double()
+    distribute(model, backend=backend, savings=Savings(first_hop=False))
+    for _ in range(2):
+        communicator.meter.reset()
+        model(shard.x, shard.adjacency).sum().backward()
+    ((widths, rows),) = backend._by_widths.items()
+    assert widths == (5, 6, 4), widths
+    fetched = [arrival.plan for arrival in rows.fetched]
+    values = sum(plan.num_sent * width for plan, width in zip(fetched, widths, strict=True))
+    # gradients of what arrived go back, but for features
+    values += sum(plan.num_received * width for plan, width in zip(fetched[1:], widths[1:], strict=True))
+    return communicator.meter.read().sent_bytes, values * 8
+
+
+@needs_native
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+def test_bytes_are_those_of_the_rows_that_are_fetched(ratio: float, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    for counted, expected in pool.run(_traffic, 3, str(tmp_path / "parts"), ratio):
+        assert counted == expected
+        assert (counted > 0) == (ratio < 1)

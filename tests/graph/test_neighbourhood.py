@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,9 +37,14 @@ def _check(rank: int, world_size: int, folder: str, kind: str, num_hops: int) ->
         mine = found.n_id[found.index[found.indptr[row] : found.indptr[row + 1]]]
         assert torch.equal(mine, source[target == node]) if edges_of[node] else mine.numel() == 0
 
-    # positions name the owner's edges: fetch something that only the owner has
-    own = torch.from_numpy(np.flatnonzero(parts[world_size][target.numpy()] == rank))
-    assert torch.equal(found.place[: own.numel()], torch.arange(own.numel()))
+    # positions are among the edges of the owner of their target
+    row = torch.repeat_interleave(torch.arange(found.n_id.numel()), found.indptr.diff())
+    for owner in range(world_size):
+        there = (part[target] == owner).nonzero().squeeze(1)
+        mine = found.owner[row] == owner
+        edge = there[found.place[mine]]
+        assert torch.equal(source[edge], found.n_id[found.index[mine]])
+        assert torch.equal(target[edge], found.n_id[row[mine]])
 
     others = found.n_id[shard.num_owned :].flip(0)
     plan, order = fetch_plan(shard, communicator, others, found.owner[shard.num_owned :].flip(0))
