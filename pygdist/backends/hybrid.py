@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from pygdist.backends.fetched import WireDtype
 from pygdist.backends.plans import Expected, computed_shares, expected_epoch, load_plan, plan_key, save_plan
-from pygdist.backends.probe import HopCosts, probe_exchange, probe_reduce
+from pygdist.backends.probe import HopCosts, Network, probe_exchange, probe_reduce
 from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
@@ -129,7 +129,7 @@ class HybridBackend(RecomputingBackend):
             chosen = self._greedy(found, widths, costs, None)
             self.expected = expected_epoch(
                 communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
-                latency_s=0.0, other_s=0.0, overlap=self.overlap,
+                network=Network(value_s=self.costs.value, latency_s=0.0, busy=0.0), other_s=0.0, overlap=self.overlap,
             )  # fmt: skip
             said = _described(self.expected)
         if communicator.rank == 0:
@@ -147,9 +147,7 @@ class HybridBackend(RecomputingBackend):
             return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
         start = time.perf_counter()
         like = next((one for one in probe.model.parameters() if one.is_floating_point()), shard.x).detach()
-        value_s, latency_s = probe_exchange(
-            communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire
-        )
+        network = probe_exchange(communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire)
         # the same on all ranks, as the name of what is kept is made of it
         threads = int(communicator.gather([float(torch.get_num_threads())]).max())
         facts = {
@@ -161,7 +159,11 @@ class HybridBackend(RecomputingBackend):
         }  # fmt: skip
         key = plan_key(facts)
         folder = None if shard.folder is None else shard.folder / "plans"
-        kept = None if self.replan else load_plan(communicator, folder, key, len(widths), found.n_id.numel(), value_s)
+        kept = (
+            None
+            if self.replan
+            else load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
+        )
         if kept is not None:
             communicator.buffers.clear()  # what was measured needs no memory any more
             self.expected = Expected(**kept[1]["expected"])
@@ -171,7 +173,9 @@ class HybridBackend(RecomputingBackend):
 
         row, edge = probe.measure()
         # a hop that did not run is kept: its rows are fetched once, not in every epoch
-        fetch = tuple(value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, edge, strict=True))
+        fetch = tuple(
+            network.value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, edge, strict=True)
+        )
         costs = HopCosts(row=row, edge=edge, fetch=fetch)
         gradients = sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
         other_s = probe_reduce(communicator, gradients)
@@ -186,7 +190,7 @@ class HybridBackend(RecomputingBackend):
         expected = {
             name: expected_epoch(
                 communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
-                latency_s=latency_s, other_s=other_s, overlap=self.overlap,
+                network=network, other_s=other_s, overlap=self.overlap,
             )
             for name, chosen in candidates.items()
         }  # fmt: skip
@@ -202,7 +206,7 @@ class HybridBackend(RecomputingBackend):
         communicator.buffers.clear()
         if folder is not None:
             measured = {
-                "value_s": value_s, "latency_s": latency_s, "costs": costs.to_dict(), "choice": name,
+                **asdict(network), "costs": costs.to_dict(), "choice": name,
                 "measured_in_s": probed - start, "planned_in_s": planned - probed,
             }  # fmt: skip
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)

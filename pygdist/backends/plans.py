@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pygdist.backends.probe import HopCosts
+from pygdist.backends.probe import HopCosts, Network
 from pygdist.comm import Communicator
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, load
@@ -56,7 +56,7 @@ def expected_epoch(
     chosen: Sequence[Tensor],
     costs: HopCosts,
     *,
-    latency_s: float,
+    network: Network,
     other_s: float,
     overlap: bool,
 ) -> Expected:
@@ -69,7 +69,7 @@ def expected_epoch(
         num_halo: After them, the sources of its edges.
         chosen: Which of these are computed here, by hop; see :func:`~pygdist.backends.replicas.replicas_of`.
         costs: Of rows and edges.
-        latency_s: Of an exchange, there and back, whatever its size.
+        network: Of it the latency, and what of an exchange cannot be hidden.
         other_s: What does not depend on the choice.
         overlap: Whether edges from this rank's own rows are aggregated while others' travel.
     """
@@ -86,11 +86,12 @@ def expected_epoch(
     moved = torch.maximum(received, sent).amax(0).tolist()  # of the busiest rank, by hop
     # rows that cost nothing do not travel in every epoch
     exchange = [
-        rows * cost + (latency_s if rows > 0 and cost > 0 else 0.0)
+        rows * cost + (network.latency_s if rows > 0 and cost > 0 else 0.0)
         for rows, cost in zip(moved, costs.fetch, strict=True)
     ]
     total, busy = compute, sum(exchange)
-    hidden = sum(min(costs.edge[hop] * edges[hop][1], exchange[hop]) for hop in range(num_hops)) if overlap else 0.0
+    idle = 1 - network.busy if overlap else 0.0
+    hidden = sum(min(costs.edge[hop] * edges[hop][1], idle * exchange[hop]) for hop in range(num_hops))
     figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()
     return Expected(
         epoch_s=figures[0] + other_s,

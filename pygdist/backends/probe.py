@@ -21,7 +21,7 @@ from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
-__all__ = ["Clock", "HopCosts", "probe_exchange", "probe_reduce", "small_part", "total"]
+__all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce", "small_part", "total"]
 
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
@@ -46,6 +46,22 @@ class HopCosts:
     def to_dict(self) -> dict[str, list[float]]:
         """For JSON."""
         return {name: list(values) for name, values in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What exchanges take.
+
+    Attributes:
+        value_s: Seconds for each value on the busiest rank, there and back.
+        latency_s: Seconds for each exchange, whatever its size.
+        busy: Share of that time in which ranks compute (they copy rows, and so does the system for them), from 0 to 1;
+            nothing else can be done meanwhile.
+    """
+
+    value_s: float
+    latency_s: float
+    busy: float
 
 
 class Clock:
@@ -135,8 +151,8 @@ def total(out: Any) -> Tensor:
 
 def probe_exchange(
     communicator: Communicator, plan: ExchangePlan, like: Tensor, *, ring: bool = False, wire: torch.dtype | None = None
-) -> tuple[float, float]:
-    """What the network takes: rows are fetched and given back, as many as the plan has or a clock needs.
+) -> Network:
+    """What exchanges take: rows are fetched and given back, as many as the plan has or a clock needs.
 
     Args:
         communicator: The ranks; each makes this call.
@@ -145,20 +161,19 @@ def probe_exchange(
         ring: With one peer after the other.
         wire: The dtype in which they travel.
 
-    Returns:
-        Seconds for each value on the busiest rank, there and back, and seconds for each exchange whatever its size.
     """
     if communicator.world_size == 1:
-        return 0.0, 0.0
+        return Network(value_s=0.0, latency_s=0.0, busy=0.0)
     latency = _exchanged(communicator, _at_most(plan, 0), like, ring, wire)[0]
     rows = _FIRST_ROWS
     while True:
         part = _at_most(plan, rows)
-        taken, values = _exchanged(communicator, part, like, ring, wire, rounds=1)
+        taken, _, _ = _exchanged(communicator, part, like, ring, wire, rounds=1)
         whole = int(communicator.gather([float(max(plan.send_counts + plan.recv_counts) > rows)]).max()) == 0
         if taken >= _LONG_ENOUGH_S or whole:
-            taken, values = _exchanged(communicator, part, like, ring, wire)
-            return (max(taken - latency, 0.0) / values if values else 0.0), latency
+            taken, values, busy = _exchanged(communicator, part, like, ring, wire)
+            value_s = max(taken - latency, 0.0) / values if values else 0.0
+            return Network(value_s=value_s, latency_s=latency, busy=busy)
         rows *= 4
 
 
@@ -199,17 +214,21 @@ def _exchanged(
     ring: bool,
     wire: torch.dtype | None,
     rounds: int = _ROUNDS,
-) -> tuple[float, int]:
-    """Seconds of the slowest rank, and values of the busiest."""
+) -> tuple[float, int, float]:
+    """Seconds of the slowest rank, values of the busiest, share of the time in which ranks computed."""
     num_rows = int(plan.send_index.max()) + 1 if plan.num_sent else 0
     x = like.new_ones(num_rows, _WIDTH)
-    taken = []
+    taken, computed = [], []
     for _ in range(rounds):
         communicator.gather([])
-        start = _now(communicator.device)
+        start, before = _now(communicator.device), time.process_time()
         halo = communicator.exchange_rows(x, plan, label="rows, timed", ring=ring, wire=wire)
         communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", ring=ring, wire=wire)
         taken.append(_now(communicator.device) - start)
+        computed.append(time.process_time() - before)
     moved = max(plan.num_sent, plan.num_received) * _WIDTH
-    seconds, values = communicator.gather([statistics.median(taken), float(moved)]).amax(0).tolist()
-    return seconds, int(values)
+    # what the processor does for an exchange on CUDA keeps no kernel waiting
+    busy = 0.0 if communicator.device.type == "cuda" else min(sum(computed) / sum(taken), 1.0)
+    everyone = communicator.gather([statistics.median(taken), float(moved), busy])
+    seconds, values, _ = everyone.amax(0).tolist()
+    return seconds, int(values), float(everyone[:, 2].mean())

@@ -18,8 +18,10 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.arguments import each_tensor, first_rows, mapped, node_dim, tensors_of
 from pygdist.backends.layers import neighbour_arguments
 from pygdist.backends.probe import Clock, small_part, total
+from pygdist.backends.replicas import leading
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
+from pygdist.kernels import CSR
 
 __all__ = ["Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "time_hops"]
 
@@ -75,7 +77,7 @@ class Rehearsal:
         edges: Those of a graph with nothing but self-loops, where each hop shall leave one row fewer.
     """
 
-    def __init__(self, num_rows: int, clock: Clock | None = None, edges: Tensor | None = None) -> None:
+    def __init__(self, num_rows: int, clock: Clock | None = None, edges: Adjacency | None = None) -> None:
         self.num_rows, self.clock, self.edges = num_rows, clock, edges
         self.widths: list[int] = []
         self.hops_of: dict[int, int] = {}
@@ -128,7 +130,7 @@ class Rehearsal:
         if not shrinks:
             return out
         assert self.edges is not None
-        self.num_rows = self.edges.size(1) - self._hop
+        self.num_rows = self.edges.num_dst - self._hop
         return each_tensor(out, lambda one: first_rows(one, (num_rows,), self.num_rows, node_dim(layer, one)))
 
     def _left(
@@ -137,12 +139,12 @@ class Rehearsal:
         """The arguments of a layer, with the rows and edges that are left; an error if it is given others."""
         edges, known = self.edges, []
         assert edges is not None
-        all_rows = edges.size(1)
+        all_rows = edges.num_dst
 
         def left(name: str, value: Any) -> Any:
             if value is edges:
                 known.append(value)
-                return edges[:, : self.num_rows]
+                return leading(edges, self.num_rows, self.num_rows, self.num_rows)
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
             dim = 0 if name.startswith("edge_") else node_dim(layer, value)
@@ -185,13 +187,14 @@ def _shrinks(call: Call, rehearse: Rehearse, num_hops: int, training: bool) -> b
     return not any(one.dim() and _LEFT < one.size(0) < num_rows for one in tensors_of(out))
 
 
-def _loops(call: Call, num_rows: int) -> Tensor:
+def _loops(call: Call, num_rows: int) -> Adjacency:
     given = [*call.args, *call.kwargs.values(), *call.model.parameters()]
     device = next((one.device for one in given if isinstance(one, Tensor)), None)
-    return torch.arange(num_rows, device=device).repeat(2, 1)
+    indptr = torch.arange(num_rows + 1, device=device)
+    return Adjacency.from_csr(CSR(indptr, indptr[:-1].to(torch.int32), num_rows))
 
 
-def _run_on_loops(call: Call, rehearse: Rehearse, rehearsal: Rehearsal, edges: Tensor, *, training: bool) -> Any:
+def _run_on_loops(call: Call, rehearse: Rehearse, rehearsal: Rehearsal, edges: Adjacency, *, training: bool) -> Any:
     """The model's output on a graph of self-loops, with ones in place of numbers that are given, and first ids."""
 
     def given(value: Any, kind: Kind) -> Any:
@@ -201,9 +204,11 @@ def _run_on_loops(call: Call, rehearse: Rehearse, rehearsal: Rehearsal, edges: T
             return _within(value, rehearsal.num_rows)
         return value.new_full((rehearsal.num_rows, *value.shape[1:]), 1 if value.is_floating_point() else 0)
 
-    args, kwargs = call.changed(given)
-    with torch.no_grad(), rehearse(rehearsal, training):
-        return call.model.forward(*args, **kwargs)
+    # as in training, where a layer's weight may come before or after its sum for other reasons
+    with torch.inference_mode(False), torch.enable_grad():
+        args, kwargs = call.changed(given)
+        with rehearse(rehearsal, training):
+            return call.model.forward(*args, **kwargs)
 
 
 def _within(value: Any, num_rows: int) -> Any:

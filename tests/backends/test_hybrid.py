@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch_geometric.nn import GCN, GraphSAGE
 from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, distribute, plans
 from pygdist.backends.hybrid import _chosen
 from pygdist.backends.plans import Expected, _followed, _similar, expected_epoch, load_plan, save_plan
-from pygdist.backends.probe import HopCosts
+from pygdist.backends.probe import HopCosts, Network
 from pygdist.backends.replicas import replicas_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
@@ -263,7 +263,8 @@ def test_the_expected_epoch_follows_the_costs() -> None:
     )
     costs = HopCosts(row=(1.0, 10.0, 100.0), edge=(2.0, 20.0), fetch=(3.0, 30.0))
     nothing, third = torch.zeros(4, dtype=torch.bool), torch.tensor([False, False, False, True])
-    arguments: dict[str, Any] = {"latency_s": 0.5, "other_s": 1000.0, "overlap": False}
+    network = Network(value_s=0.1, latency_s=0.5, busy=0.0)
+    arguments: dict[str, Any] = {"network": network, "other_s": 1000.0, "overlap": False}
     fetched = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **arguments)
     assert fetched.compute_s == 2 * (1 + 10 + 100) + 3 * (2 + 20)
     assert fetched.exchange_s == 2 * (3 + 30) + 2 * 0.5
@@ -276,6 +277,10 @@ def test_the_expected_epoch_follows_the_costs() -> None:
     # of hop 1 one edge, of hop 2 one needs nothing to arrive
     hidden = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **{**arguments, "overlap": True})
     assert hidden.epoch_s == fetched.epoch_s - min(2, 6.5) - min(20, 60.5)
+    # what the exchange computes itself is in nothing's shadow
+    arguments = {**arguments, "network": replace(network, busy=0.9), "overlap": True}
+    busy = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **arguments)
+    assert busy.epoch_s == pytest.approx(fetched.epoch_s - 0.65 - 6.05)
 
 
 def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int, int]:
@@ -290,7 +295,7 @@ def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int
         communicator.meter.reset()
         model(shard.x, shard.adjacency).sum().backward()
     ((widths, rows),) = backend._by_widths.items()
-    assert widths == (5, 6, 4), widths
+    assert widths == (5, 6, 4)  # each is aggregated on the narrower side of its weight
     fetched = [arrival.plan for arrival in rows.fetched]
     values = sum(plan.num_sent * width for plan, width in zip(fetched, widths, strict=True))
     # gradients of what arrived go back, but for features
