@@ -5,6 +5,7 @@ Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -267,7 +268,8 @@ def time_hops(
 
         own = torch.zeros(2 * num_hops + 1, dtype=torch.float64)
         runs = part.num_dst > 0 and part.size(1) > 0
-        slowest = usual = 0.0
+        slowest: list[float] = []  # of a round
+        usual: list[float] = []
         communicator.gather([])  # all begin at once: who computes alone on a shared machine is faster
         with rehearse(rehearsal, True):
             for number in range(warm_up + rounds):
@@ -276,11 +278,12 @@ def time_hops(
                 if number >= warm_up and runs:
                     own += torch.tensor([*between, *inside], dtype=torch.float64)
                 if number >= warm_up and bool(taken.any()):
-                    slowest, usual = slowest + float(taken.max()), usual + float(taken[taken > 0].mean())
+                    slowest.append(float(taken.max()))
+                    usual.append(float(taken[taken > 0].mean()))
         counts = [rounds * part.num_dst, rounds * part.size(1)] if runs else [0, 0]
         found = communicator.gather([*map(float, counts), *own.tolist()]).sum(0)
-        # an epoch is as long as the slowest rank's
-        seconds = found[2:] * (slowest / usual if usual else 1.0)
+        # an epoch is as long as the slowest rank's; its median, as others may use the machine too
+        seconds = found[2:] * (statistics.median(slowest) / statistics.fmean(usual) if usual else 1.0)
         return seconds[: num_hops + 1] / max(float(found[0]), 1.0), seconds[num_hops + 1 :] / max(float(found[1]), 1.0)
 
     with torch.inference_mode(False), torch.enable_grad():
