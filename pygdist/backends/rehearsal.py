@@ -243,8 +243,8 @@ def time_hops(
     """
     parameters: list[Tensor] = [one for one in call.model.parameters() if one.requires_grad]
 
-    def timed(num_rows: int, num_edges: int, warm_up: int, rounds: int) -> tuple[Tensor, Tensor]:
-        """Seconds of a row, and of an edge."""
+    def timed(num_rows: int, num_edges: int, warm_up: int, rounds: int) -> tuple[Tensor, Tensor, float]:
+        """Seconds of a row, and of an edge, by hop; those of an edge in the first pass, which makes what is kept."""
         part = small_part(adjacency, num_rows, num_edges)
         clock = Clock(part.device)
         rehearsal = Rehearsal(part.num_dst, clock)
@@ -268,6 +268,7 @@ def time_hops(
 
         own = torch.zeros(2 * num_hops + 1, dtype=torch.float64)
         runs = part.num_dst > 0 and part.size(1) > 0
+        first = 0.0
         slowest: list[float] = []  # of a round
         usual: list[float] = []
         communicator.gather([])  # all begin at once: who computes alone on a shared machine is faster
@@ -275,6 +276,8 @@ def time_hops(
             for number in range(warm_up + rounds):
                 between, inside = clock.seconds(step, parameters, num_hops) if runs else ([], [])
                 taken = communicator.gather([sum(between) + sum(inside)])
+                if number == 0 and runs:
+                    first = sum(inside) / part.size(1)
                 if number >= warm_up and runs:
                     own += torch.tensor([*between, *inside], dtype=torch.float64)
                 if number >= warm_up and bool(taken.any()):
@@ -284,11 +287,15 @@ def time_hops(
         found = communicator.gather([*map(float, counts), *own.tolist()]).sum(0)
         # an epoch is as long as the slowest rank's; its median, as others may use the machine too
         seconds = found[2:] * (statistics.median(slowest) / statistics.fmean(usual) if usual else 1.0)
-        return seconds[: num_hops + 1] / max(float(found[0]), 1.0), seconds[num_hops + 1 :] / max(float(found[1]), 1.0)
+        row, edge = (
+            seconds[: num_hops + 1] / max(float(found[0]), 1.0),
+            seconds[num_hops + 1 :] / max(float(found[1]), 1.0),
+        )
+        return row, edge, float(communicator.gather([first]).max())
 
     with torch.inference_mode(False), torch.enable_grad():
-        row, edge = timed(_FIRST_ROWS, _FIRST_EDGES, 1, 1)
+        row, edge, first = timed(_FIRST_ROWS, _FIRST_EDGES, 1, 1)
         num_rows = int(_PASS_S * _FOR_ROWS / max(float(row.sum()), 1e-9))
-        num_edges = int(_PASS_S * (1 - _FOR_ROWS) / max(float(edge.sum()), 1e-9))
-        row, edge = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _WARM_UP, _ROUNDS)
+        num_edges = int(_PASS_S * (1 - _FOR_ROWS) / max(float(edge.sum()), first, 1e-9))
+        row, edge, _ = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _WARM_UP, _ROUNDS)
     return tuple(row.tolist()), tuple(edge.tolist())
