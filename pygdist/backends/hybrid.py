@@ -281,7 +281,7 @@ def _shares(computed: tuple[float, ...]) -> str:
 
 def _structure(model: nn.Module) -> str:
     """The same for models that take the same time, on all ranks and in all runs: no address of a function is in it."""
-    modules = [f"{name} {type(one).__qualname__} {one.extra_repr()} {one}" for name, one in model.named_modules()]
+    modules = [f"{name} {type(one).__qualname__} {one}" for name, one in model.named_modules()]
     parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters()]
     return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(modules + parameters))
 

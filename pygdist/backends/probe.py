@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
@@ -144,9 +145,7 @@ def small_part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency
 
 def total(out: Any) -> Tensor:
     """The sum of all that a model puts out."""
-    if isinstance(out, (tuple, list)):
-        return torch.stack([total(one) for one in out]).sum()
-    return out.sum() if isinstance(out, Tensor) and out.is_floating_point() else torch.zeros(())
+    return sum((one.sum() for one in tensors_of(out) if one.is_floating_point()), torch.zeros(()))
 
 
 def probe_exchange(
