@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pygdist.testing import RankPool
+
+# how long an example takes tells nothing where tests share cores with ranks
+settings.register_profile("pygdist", deadline=None)
+settings.load_profile("pygdist")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

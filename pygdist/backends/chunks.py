@@ -33,6 +33,12 @@ class Arrival:
     plan: ExchangePlan
     position: Tensor
 
+    @classmethod
+    def nothing(cls, device: torch.device) -> Arrival:
+        """No row, from nobody."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(plan=ExchangePlan(send_index=none, send_counts=(), recv_counts=()), position=none)
+
     def to(self, device: torch.device) -> Arrival:
         """The same on ``device``."""
         return Arrival(plan=self.plan.to(device), position=self.position.to(device))

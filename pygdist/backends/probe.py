@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator, ExchangePlan
-from pygdist.graph import Adjacency
-from pygdist.kernels import CSR
 
-__all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce", "small_part", "total"]
+__all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce"]
 
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
@@ -131,21 +128,6 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.clock._mark(None, ctx.after)
         return grad, None, None
-
-
-def small_part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
-    """The first rows, and of the edges into them as many as asked for, evenly; sources fall among these rows."""
-    csr = adjacency.csr()
-    num_rows = min(csr.num_rows, num_rows)
-    end = int(csr.indptr[num_rows])
-    every = max(1, -(-end // max(num_edges, 1)))
-    indptr = (csr.indptr[: num_rows + 1] + every - 1).div(every, rounding_mode="floor")
-    return Adjacency.from_csr(CSR(indptr, csr.index[:end:every] % max(num_rows, 1), num_rows))
-
-
-def total(out: Any) -> Tensor:
-    """The sum of all that a model puts out."""
-    return sum((one.sum() for one in tensors_of(out) if one.is_floating_point()), torch.zeros(()))
 
 
 def probe_exchange(

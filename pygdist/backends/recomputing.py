@@ -25,8 +25,9 @@ from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
 from pygdist.backends.layers import computes_fewer, layer_name
-from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at, time_hops
+from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at
 from pygdist.backends.replicas import Rows, leading, make_rows
+from pygdist.backends.timing import time_hops
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
@@ -80,7 +81,8 @@ class RecomputingBackend(FetchingBackend):
         self._entered: int | None = None  # the hop with which the running layer begins
         self._computes = 0  # the rows that it computes
         self._at = 0  # the hop that runs, or whose edge_updater runs
-        self._rehearsal: Rehearsal | None = None  # while a model runs on a graph of this rank's own, to be looked at
+        self._alone = False  # a model runs on a graph of this rank's own, to be looked at; nothing is exchanged
+        self._rehearsal: Rehearsal | None = None  # what its hops are handed over to then, if anything
         # of each of a model's inputs that stays the same: what was given, so that its memory stays its own, and how it
         # was told from others; what the model gets for it
         self._inputs: dict[tuple[int, int], tuple[Tensor, tuple[object, ...], Tensor]] = {}
@@ -120,7 +122,7 @@ class RecomputingBackend(FetchingBackend):
         key, kinds = self._kinds(model, args, kwargs, known.kinds)
         call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
         if key not in known.looked:
-            known.looked[key] = look_at(call, rehearse)
+            known.looked[key] = look_at(call, rehearse, partial(self._attempt, model))
         looked = known.looked[key]
         shard, communicator, widths = self.shard, self.communicator, looked.widths
         if widths not in self._by_widths:
@@ -225,16 +227,40 @@ class RecomputingBackend(FetchingBackend):
 
     @contextlib.contextmanager
     def _rehearse(self, model: nn.Module, rehearsal: Rehearsal, training: bool) -> Iterator[None]:
+        """Hand a model's hops over; see :data:`~.rehearsal.Rehearse`."""
+        first_hop, shard = self.routing.first_hop, self.shard
+        with self._by_itself(model, training):
+            self._rehearsal = rehearsal
+            first_hop.stands_for = max(1.0, (shard.num_owned + shard.num_halo) / max(rehearsal.num_rows, 1))
+            try:
+                yield
+            finally:
+                self._rehearsal, first_hop.stands_for = None, 1.0
+
+    @contextlib.contextmanager
+    def _attempt(self, model: nn.Module, looked: Looked, rows: Rows, training: bool) -> Iterator[None]:
+        """Let a model run on other rows; see :data:`~.rehearsal.Attempt`."""
+        with self._by_itself(model, training):
+            self._model, self._rows, self._hop = looked, rows, 0
+            try:
+                yield
+            finally:
+                self._model = self._rows = self._entered = None
+                self._hop = 0
+
+    @contextlib.contextmanager
+    def _by_itself(self, model: nn.Module, training: bool) -> Iterator[None]:
+        """Nothing is exchanged, and nothing of what happens stays."""
         modes = {module: module.training for module in model.modules()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._rehearsal = rehearsal
+        self._alone = True
         try:
             device = self.shard.n_id.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 model.train(training)
                 yield
         finally:
-            self._rehearsal = None
+            self._alone = False
             self._forget()
             self.routing.forget()  # layers and norms may have kept something of that graph
             with torch.no_grad():
@@ -253,7 +279,14 @@ class RecomputingBackend(FetchingBackend):
         if self._rehearsal is not None:
             return self._rehearsal.run_layer(layer, forward, args, kwargs)
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
-        if self._entered is not None or not edges:
+        if self._entered is not None:
+            return forward(layer, *args, **kwargs)
+        if not edges:
+            if self._model is not None and self._model.shrinks:
+                raise InputError(
+                    f"{layer_name(layer)} is given edges of the model's own making, which it was not when the model "
+                    f"was first run: backend '{self.name}' took it for a chain; distribute it again when it changes"
+                )
             return forward(layer, *args, **kwargs)
         if self._rows is None or self._model is None:
             raise InputError(
@@ -272,6 +305,7 @@ class RecomputingBackend(FetchingBackend):
         one_hop = hops == 1
         fewer = computes_fewer(layer) if one_hop and args and isinstance(args[0], Tensor) else None
         num_computed = num_rows if fewer is None else rows.computed[hop]
+        held = rows.computed[:hop] if model.shrinks else rows.computed[:1]
 
         def trimmed(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
@@ -280,7 +314,7 @@ class RecomputingBackend(FetchingBackend):
                 return value
             if name.startswith("edge_") and value.size(0) == num_edges:
                 return value[:kept_edges]
-            value = first_rows(value, (rows.num_rows,), num_rows, node_dim(layer, value))
+            value = first_rows(value, held, num_rows, node_dim(layer, value))
             pair = fewer == "pairs" and name == "x" and num_computed < num_rows
             return (value, value[:num_computed]) if pair else value
 
@@ -364,22 +398,25 @@ class RecomputingBackend(FetchingBackend):
         if self._rehearsal is not None:
             return x
         rows = self._running
-        arrival = rows.everything
-        arrived = self.communicator.exchange_rows(x[: rows.num_owned], arrival.plan, label="node values")
-        every = torch.cat([x[: rows.num_owned], _in_order(arrived, arrival)])
+        own, arrival = x[: rows.num_owned], rows.everything
+        if self._alone:
+            others = own[:1].expand(rows.n_id.numel() - rows.num_owned, *own.shape[1:])
+        else:
+            others = _in_order(self.communicator.exchange_rows(own, arrival.plan, label="node values"), arrival)
+        every = torch.cat([own, others])
         return every if self._entered is None else every[: self.num_sources]
 
     @override
     def owned_rows(self, x: Tensor) -> Tensor:
-        return x if self._rehearsal is not None else x[: self.shard.num_owned]
+        return x if self._alone else x[: self.shard.num_owned]
 
     @override
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return x if self._rehearsal is not None else super().sum_over_ranks(x)
+        return x if self._alone else super().sum_over_ranks(x)
 
     @override
     def max_over_ranks(self, value: int) -> int:
-        return value if self._rehearsal is not None else super().max_over_ranks(value)
+        return value if self._alone else super().max_over_ranks(value)
 
     @property
     @override

@@ -4,7 +4,7 @@ Of the nodes of other ranks that a hop reads, some are *replicas* here: this ran
 itself, and so those that they read, down to the features (DepCache of NeutronStar, Sec. 2.2, Algorithm 2). The others
 are fetched, as in ``comm``. The model is given rows for all replicas, so that what stands between the layers sees them
 too; each layer then works on the leading rows that it or a later layer needs. In a chain of layers it puts out those
-that are needed after it; where rows of several depths meet, it puts out zeros for the rest.
+that are needed after it; where rows of several depths meet, copies of its first row stand for the rest.
 
 Rows are in one order: owned, then replicas by the last hop whose result is needed of them, then halo rows that are no
 replicas. So the rows that hop ``l`` computes are leading rows, and the edges into them leading edges.

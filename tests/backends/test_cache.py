@@ -118,6 +118,8 @@ class Depths(nn.Module):
             return self.third(self.second(one, edge_index.flip(0).flip(0)), edge_index)
         two = self.second(one, edge_index).relu()
         self.between = [one.size(0), two.size(0)]
+        if self.kind == "earlier rows":  # the last layer needs no more rows of them than of the second's
+            return self.third(one, edge_index)
         if self.kind == "all depths":
             return [one, (two, {"out": self.third(two, edge_index)})]
         if self.kind == "in training only" and self.training:
@@ -142,7 +144,16 @@ def _depths(rank: int, world_size: int, folder: str, kind: str) -> tuple[float, 
 
 @pytest.mark.parametrize(
     "kind",
-    ["chain", "skips one", "twice the same", "own edges", "all depths", "in training only", "concatenated"],
+    [
+        "chain",
+        "earlier rows",
+        "skips one",
+        "twice the same",
+        "own edges",
+        "all depths",
+        "in training only",
+        "concatenated",
+    ],
 )
 def test_rows_of_several_depths(kind: str, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_nodes=200)
@@ -150,10 +161,41 @@ def test_rows_of_several_depths(kind: str, tmp_path: Path, pool: RankPool) -> No
     for apart, between, computed in pool.run(_depths, 3, str(tmp_path / "parts"), kind):
         assert apart < 1e-12
         assert computed[-3] > computed[-2] > computed[-1]
-        if kind == "chain":  # what stands between layers works on no row that no later layer needs
+        if kind in {"chain", "earlier rows"}:  # what stands between layers works on no row that no later layer needs
             assert between == list(computed[1:3])
         elif between:
             assert between == [computed[0]] * 2
+
+
+class Changing(nn.Module):
+    """A chain of layers at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(5, 5), GCNConv(5, 5)
+        self.own_edges = False
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index)
+        return self.second(x, edge_index.flip(0).flip(0) if self.own_edges else edge_index)
+
+
+def _changing(rank: int, world_size: int, folder: str) -> None:
+    backend, shard, _ = _bound(folder, rank)
+    model = Changing().double()
+    distribute(model, backend=backend)
+    model(shard.x, shard.adjacency)
+    model.own_edges = True
+    with pytest.raises(InputError, match=r"GCNConv is given edges of the model's own making.*distribute it again"):
+        model(shard.x, shard.adjacency)
+    model.own_edges = False
+    model(shard.x, shard.adjacency)
+
+
+def test_what_is_no_chain_any_more_says_so(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    pool.run(_changing, 3, str(tmp_path / "parts"))
 
 
 class Branching(nn.Module):

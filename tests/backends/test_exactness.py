@@ -70,7 +70,7 @@ def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
 
 
 @given(num_nodes=st.integers(4, 70), seed=st.integers(0, 2**16), layer=st.sampled_from(SOME))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape_equals_one_process(num_nodes: int, seed: int, layer: str, pool: RankPool) -> None:
     kinds = ["directed", "power-law", "isolated", "empty-part", "no-train-part"]
     assert_exact(

@@ -105,7 +105,7 @@ def test_every_format_is_the_same_stream(name: str, tmp_path: Path) -> None:
     edges=st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 9)), min_size=1, max_size=40),
     block_bytes=st.integers(40, 200),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_text_does_not_depend_on_blocks(
     edges: list[tuple[int, int]], block_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -286,7 +286,7 @@ def test_arrays_that_do_not_fit(
     ids=st.lists(st.integers(0, (1 << 62) - 1), min_size=1, max_size=12, unique=True),
     ends=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ids_map_back(ids: list[int], ends: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("ids")
     edges = np.array(ids)[np.array(ends).T % len(ids)]
@@ -361,7 +361,7 @@ def test_features_labels_and_a_drawn_split(tmp_path: Path) -> None:
     symmetrize=st.booleans(),
     remove_self_loops=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_edges_change_as_in_memory(
     ends: list[tuple[int, int]],
     num_parts: int,
@@ -439,7 +439,7 @@ def test_features_are_not_loaded(tmp_path: Path) -> None:
 
 
 @given(chunk_edges=st.integers(1, 70), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_parts_do_not_depend_on_chunks(chunk_edges: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("chunks")
     rng = np.random.default_rng(seed)

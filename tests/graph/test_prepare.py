@@ -218,7 +218,7 @@ edge_lists = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=
 
 
 @given(edges=edge_lists)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_symmetric_graph_without_duplicates(edges: list[tuple[int, int]]) -> None:
     edge_index = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).t()
     data = Data(x=torch.ones(6, 1), edge_index=edge_index)
@@ -232,7 +232,7 @@ def test_symmetric_graph_without_duplicates(edges: list[tuple[int, int]]) -> Non
 
 
 @given(edges=edge_lists)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_duplicates_add_up(edges: list[tuple[int, int]]) -> None:
     edge_index = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).t()
     weight = torch.arange(1.0, len(edges) + 1)

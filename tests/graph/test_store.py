@@ -64,7 +64,7 @@ def partitioned(draw: st.DrawFn) -> tuple[Data, np.ndarray, int]:
 
 
 @given(case=partitioned())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_are_the_graph(case: tuple[Data, np.ndarray, int], tmp_path_factory: pytest.TempPathFactory) -> None:
     data, part, num_parts = case
     folder = tmp_path_factory.mktemp("store") / "store"

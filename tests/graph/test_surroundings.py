@@ -23,7 +23,7 @@ from tests.graph.test_store import random_graph
     num_hops=st.integers(2, 4),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_rows_and_edges_are_those_of_a_search(
     num_nodes: int,
     num_edges: int,

@@ -262,7 +262,7 @@ def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     assert_matches_oracle(csr, torch.randn(csr.num_cols, *shape, dtype=torch.float64), None, "sum")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     num_rows, num_cols = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))

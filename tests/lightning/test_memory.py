@@ -17,11 +17,13 @@ def faults() -> int:
     torch.ones(48 * 2**18)  # 48 MiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults()
-default = faults()
+def fewest() -> int:
+    # something small may come to lie where a tensor was, so that the next one does not fit there
+    return min(faults() for _ in range(8))
+
+default = fewest()
 assert keep_freed_memory()
-faults()
-print(default, faults())
+print(default, fewest())
 """
 
 

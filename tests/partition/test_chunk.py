@@ -21,7 +21,7 @@ def stream_with_in_degrees(in_degree: list[int]) -> EdgeStream:
     num_parts=st.integers(1, 10),
     node_weight=st.sampled_from([0.0, 1.0, 16.0]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_contiguous_and_never_empty(in_degree: list[int], num_parts: int, node_weight: float) -> None:
     num_parts = min(num_parts, len(in_degree))
     part = ChunkPartitioner(node_weight=node_weight).assign(stream_with_in_degrees(in_degree), num_parts)

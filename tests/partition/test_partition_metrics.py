@@ -24,7 +24,7 @@ def partitioned(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, in
 
 
 @given(case=partitioned(), chunk_edges=st.integers(1, 70), table_bytes=st.sampled_from([1, 40, 1 << 20]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_metrics_count_edges(
     case: tuple[np.ndarray, np.ndarray, np.ndarray, int], chunk_edges: int, table_bytes: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_subclass_does_not_take_its_parents_name() -> None:
 @given(
     num_nodes=st.integers(1, 40), edges=st.integers(0, 120), num_parts=st.integers(1, 8), chunk_edges=st.integers(1, 50)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_owner_of_every_node(name: str, num_nodes: int, edges: int, num_parts: int, chunk_edges: int) -> None:
     edge_index = np.random.default_rng(edges).integers(0, num_nodes, (2, edges))
     stream = EdgeStream(edge_index, num_nodes=num_nodes)
@@ -111,7 +111,7 @@ def test_owner_of_every_node(name: str, num_nodes: int, edges: int, num_parts: i
 
 @pytest.mark.parametrize("name", EVERY)
 @given(seed=st.integers(0, 999), num_parts=st.integers(1, 5))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_every_owner_has_the_whole_list_of_in_neighbours(
     name: str, seed: int, num_parts: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

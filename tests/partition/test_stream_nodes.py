@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="the native libra
 
 @pytest.mark.parametrize(("name", "obvious"), [("ldg", ldg), ("fennel", fennel)])
 @given(num_nodes=st.integers(1, 60), num_edges=st.integers(0, 300), num_parts=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nodes_go_where_the_obvious_puts_them(
     name: str, obvious: Callable[..., list[int]], num_nodes: int, num_edges: int, num_parts: int
 ) -> None:
@@ -38,7 +38,7 @@ def test_nodes_go_where_the_obvious_puts_them(
 
 
 @given(num_nodes=st.integers(1, 50), num_edges=st.integers(0, 200), window=st.integers(1, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_neighbour_lists_do_not_depend_on_the_window(num_nodes: int, num_edges: int, window: int) -> None:
     edge_index = skewed(num_nodes, num_edges, seed=num_edges)
     edges = EdgeStream(edge_index, num_nodes=num_nodes, chunk_edges=17)
@@ -64,7 +64,7 @@ def test_balance_is_kept(partitioner: LDGPartitioner | FennelPartitioner, monkey
 
 
 @given(num_nodes=st.integers(1, 60), num_edges=st.integers(0, 200), num_parts=st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_spring_deals_what_it_merged_evenly(num_nodes: int, num_edges: int, num_parts: int) -> None:
     num_parts = min(num_parts, num_nodes)
     edges = EdgeStream(skewed(num_nodes, num_edges, seed=num_edges), num_nodes=num_nodes)
@@ -81,7 +81,7 @@ def test_spring_deals_what_it_merged_evenly(num_nodes: int, num_edges: int, num_
     chunk_edges=st.integers(1, 100),
     volume=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_spring_merges_as_the_obvious_does(
     num_nodes: int, num_edges: int, num_parts: int, chunk_edges: int, volume: float
 ) -> None:

@@ -42,7 +42,7 @@ def skewed(num_nodes: int, num_edges: int, seed: int) -> NDArray[np.int64]:
     seed=st.sampled_from([0, 1, 2**64 - 1]),
     balance=st.sampled_from([1.0, 1.05, 2.0, 1e300]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_edge_is_where_the_obvious_puts_it(
     name: str, num_nodes: int, num_edges: int, num_parts: int, chunk_edges: int, seed: int, balance: float
 ) -> None:
