@@ -257,7 +257,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
-        "expected_epoch_s": None, "timeline": "",
+        "expected_epoch_s": None, "planning_s": None, "timeline": "",
         **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
@@ -390,7 +390,7 @@ def _read(run: dict[str, Any], folder: Path) -> None:
     for path in sorted(folder.rglob("metrics.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                for figure in ("val_acc", "test_acc", "gradient_bytes", "expected_epoch_s"):
+                for figure in ("val_acc", "test_acc", "gradient_bytes", "expected_epoch_s", "planning_s"):
                     if value := row.get(figure) or row.get(figure.replace("_acc", "_f1")):
                         run[figure] = float(value)
                         if figure == "val_acc":
@@ -444,8 +444,8 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "first_epoch_s": _of(statistics.median, [max(rank["epoch_s"] for rank in ranks) for ranks in epochs
                                                  if ranks[0]["epoch"] == 0]),
     }  # fmt: skip
-    expected = [run["expected_epoch_s"] for run in good if run.get("expected_epoch_s") is not None]
-    row["expected_epoch_s"] = _of(statistics.median, expected)
+    for figure in ("expected_epoch_s", "planning_s"):
+        row[figure] = _of(statistics.median, [run[figure] for run in good if run.get(figure) is not None])
     for figure in ("compute_s", "exchange_s"):
         for best, which in ((max, "max"), (min, "min")):
             values = [best(rank[figure] for rank in ranks) for ranks in counted]

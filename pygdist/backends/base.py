@@ -199,6 +199,11 @@ class Backend(ABC):
         return None
 
     @property
+    def planning_s(self) -> float | None:
+        """Seconds that measuring and planning took on this rank, in the first epoch; or ``None``."""
+        return None
+
+    @property
     def _num_ranks(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
 

@@ -114,11 +114,17 @@ class HybridBackend(RecomputingBackend):
             raise InputError(f"memory_gib is {memory_gib}, expected no negative number")
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
+        self._planning_s: float | None = None
 
     @override
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
+        if self.communicator.world_size == 1 or not widths:
+            return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
         if self.cache_ratio is None and self.costs is None:
-            return self._measured(found, widths, probe)
+            start = time.perf_counter()
+            chosen = self._measured(found, widths, probe)
+            self._planning_s = time.perf_counter() - start
+            return chosen
         shard, communicator = self.shard, self.communicator
         if self.cache_ratio is not None:
             chosen = self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
@@ -141,10 +147,13 @@ class HybridBackend(RecomputingBackend):
     def expected_epoch_s(self) -> float | None:
         return None if self.expected is None else self.expected.epoch_s
 
+    @property
+    @override
+    def planning_s(self) -> float | None:
+        return self._planning_s
+
     def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         shard, communicator = self.shard, self.communicator
-        if communicator.world_size == 1 or not widths:
-            return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
         start = time.perf_counter()
         like = next((one for one in probe.model.parameters() if one.is_floating_point()), shard.x).detach()
         network = probe_exchange(communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire)
@@ -171,12 +180,14 @@ class HybridBackend(RecomputingBackend):
                 log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
             return kept[0]
 
-        row, edge = probe.measure()
+        timed = probe.measure()
+        # who waits for a processor does not wait for the network
+        network = replace(network, busy=min(1.0, network.busy * timed.contention))
         # a hop that did not run is kept: its rows are fetched once, not in every epoch
         fetch = tuple(
-            network.value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, edge, strict=True)
+            network.value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, timed.edge, strict=True)
         )
-        costs = HopCosts(row=row, edge=edge, fetch=fetch)
+        costs = HopCosts(row=timed.row, edge=timed.edge, fetch=fetch)
         gradients = sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
         other_s = probe_reduce(communicator, gradients)
         probed = time.perf_counter()
@@ -206,7 +217,7 @@ class HybridBackend(RecomputingBackend):
         communicator.buffers.clear()
         if folder is not None:
             measured = {
-                **asdict(network), "costs": costs.to_dict(), "choice": name,
+                **asdict(network), "contention": timed.contention, "costs": costs.to_dict(), "choice": name,
                 "measured_in_s": probed - start, "planned_in_s": planned - probed,
             }  # fmt: skip
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)

@@ -27,7 +27,7 @@ from pygdist.backends.fetched import FetchingBackend, WireDtype
 from pygdist.backends.layers import computes_fewer, layer_name
 from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at
 from pygdist.backends.replicas import Rows, leading, make_rows
-from pygdist.backends.timing import time_hops
+from pygdist.backends.timing import Timed, time_hops
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
@@ -42,12 +42,12 @@ class Probe:
 
     Attributes:
         model: It.
-        measure: Times it on some of this rank's rows and edges: seconds for a row between hops (one more than there are
-            hops) and for an edge in each hop, the same on all ranks. All of them make the call at the same time.
+        measure: Times it on some of this rank's rows and edges; the same on all ranks, which make the call at the same
+            time.
     """
 
     model: nn.Module
-    measure: Callable[[], tuple[tuple[float, ...], tuple[float, ...]]]
+    measure: Callable[[], Timed]
 
 
 @dataclass(frozen=True)

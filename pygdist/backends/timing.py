@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,31 +18,51 @@ from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
-__all__ = ["time_hops"]
+__all__ = ["Timed", "time_hops"]
 
 _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
 # Then on as many as a pass of that length allows: tensors that fit into the caches nearest to a core cost less than
 # most do.
-_PASS_S, _FOR_ROWS = 0.07, 0.6  # of a pass, and the share of it that is for rows
+_PASS_S, _FOR_ROWS = 0.05, 0.6  # of a pass, and the share of it that is for rows
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
-_WARM_UP, _ROUNDS = 1, 3  # passes before it is timed, and while
+_FIRST_S, _S = 0.03, 0.2  # that passes are made for, at first and then
+_FEWEST, _MOST = 3, 12  # passes
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds, forward and backward.
+
+    Attributes:
+        row: Of a row before the first hop, after it, and so on.
+        edge: Of an edge in each hop.
+        contention: How long ranks take for what a processor does in a second, at least 1: they may have to share one.
+    """
+
+    row: tuple[float, ...]
+    edge: tuple[float, ...]
+    contention: float
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """What one rank's passes took.
+    """What passes took.
 
     Attributes:
-        num_rows: Of the graph that they ran on.
+        num_rows: Of the graph that this rank's ran on.
         num_edges: Of it.
-        first_s: Seconds in the hops of the first pass, which makes what is kept.
-        seconds: Of each later pass, between hops (one more than there are hops) and in them; one row for each pass.
+        split_s: This rank's seconds between hops (one more than there are hops), then in hops.
+        first_s: In the hops of the first pass, which makes what is kept.
+        processor_s: In which it computed.
+        pass_s: Seconds of a pass on the slowest rank.
     """
 
     num_rows: int
     num_edges: int
+    split_s: Tensor
     first_s: float
-    seconds: Tensor
+    processor_s: float
+    pass_s: float
 
 
 def time_hops(
@@ -50,10 +72,8 @@ def time_hops(
     adjacency: Adjacency,
     communicator: Communicator,
     num_hops: int,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a row between hops and of an edge in each hop, forward and backward.
-
-    Every rank makes the call at the same time and gets the same.
+) -> Timed:
+    """What rows cost between hops, and edges in them; every rank makes the call at the same time and gets the same.
 
     Args:
         call: The model, and what it is given.
@@ -64,17 +84,17 @@ def time_hops(
         num_hops: Of the model.
     """
 
-    def timed(num_rows: int, num_edges: int, warm_up: int, rounds: int) -> tuple[Tensor, Tensor, float]:
+    def timed(num_rows: int, num_edges: int, seconds: float) -> tuple[Tensor, Tensor, float, float]:
         part = _part(adjacency, num_rows, num_edges)
-        passes = _run(call, rehearse, begin_pass, part, communicator, num_hops, 1 + warm_up + rounds)
-        return _by_row_and_edge(communicator, passes, num_hops, rounds)
+        passes = _train(call, rehearse, begin_pass, part, communicator, num_hops, seconds)
+        return _by_row_and_edge(communicator, passes, num_hops)
 
     with torch.inference_mode(False), torch.enable_grad():
-        row, edge, first = timed(_FIRST_ROWS, _FIRST_EDGES, 0, 1)
+        row, edge, first, _ = timed(_FIRST_ROWS, _FIRST_EDGES, _FIRST_S)
         num_rows = int(_PASS_S * _FOR_ROWS / max(float(row.sum()), 1e-9))
         num_edges = int(_PASS_S * (1 - _FOR_ROWS) / max(float(edge.sum()), first, 1e-9))
-        row, edge, _ = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _WARM_UP, _ROUNDS)
-    return tuple(row.tolist()), tuple(edge.tolist())
+        row, edge, _, contention = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _S)
+    return Timed(tuple(row.tolist()), tuple(edge.tolist()), contention)
 
 
 def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
@@ -87,58 +107,69 @@ def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
     return Adjacency.from_csr(CSR(indptr, csr.index[:end:every] % max(num_rows, 1), num_rows))
 
 
-def _run(
+def _train(
     call: Call,
     rehearse: Rehearse,
     begin_pass: Callable[[], None],
     part: Adjacency,
     communicator: Communicator,
     num_hops: int,
-    num_passes: int,
+    seconds: float,
 ) -> _Passes:
-    """Train the model on a part of the graph; a rank without any takes part in what ranks do together."""
+    """Train the model on a part of the graph for some time, all ranks at once, and each waits for the others.
+
+    Ranks may share a machine, and who computes alone there is faster.
+    """
     clock = Clock(part.device)
     rehearsal = Rehearsal(part.num_dst, clock)
     parameters: list[Tensor] = [one for one in call.model.parameters() if one.requires_grad]
     args, kwargs = call.changed(lambda value, kind: _cut(value, kind, part))
+    runs = part.num_dst > 0 and part.size(1) > 0
 
     def step() -> Tensor:
         rehearsal.begin_pass()
         begin_pass()
         return _loss(call.model.forward(*args, **kwargs))
 
-    runs = part.num_dst > 0 and part.size(1) > 0
-    taken: list[list[float]] = []
+    def one_pass() -> tuple[Tensor, float, float]:
+        """This rank's split of it and what the processor did; seconds of the slowest rank."""
+        communicator.gather([])
+        before = time.process_time()
+        between, inside = (
+            clock.seconds(step, parameters, num_hops) if runs else ([0.0] * (num_hops + 1), [0.0] * num_hops)
+        )
+        split = torch.tensor([*between, *inside], dtype=torch.float64)
+        processor_s = time.process_time() - before
+        return split, processor_s, float(communicator.gather([float(split.sum())]).max())
+
     with rehearse(rehearsal, True):
-        for _ in range(num_passes):
-            communicator.gather([])  # all at once: who computes alone on a shared machine is faster
-            between, inside = (
-                clock.seconds(step, parameters, num_hops) if runs else ([0.0] * (num_hops + 1), [0.0] * num_hops)
-            )
-            taken.append([*between, *inside])
-    seconds = torch.tensor(taken, dtype=torch.float64)
+        first = one_pass()[0]
+        usual = one_pass()[2]
+        number = min(max(int(seconds / max(usual, 1e-9)), _FEWEST), _MOST)
+        passes = [one_pass() for _ in range(number)]
+    splits, processor_s, slowest = zip(*passes, strict=True)
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
-        first_s=float(seconds[0, num_hops + 1 :].sum()),
-        seconds=seconds,
+        split_s=torch.stack(splits).mean(0),
+        first_s=float(first[num_hops + 1 :].sum()),
+        processor_s=statistics.fmean(processor_s),
+        pass_s=statistics.median(slowest),
     )
 
 
-def _by_row_and_edge(
-    communicator: Communicator, passes: _Passes, num_hops: int, rounds: int
-) -> tuple[Tensor, Tensor, float]:
-    """Over all ranks and the last ``rounds`` passes: seconds of a row, of an edge, and of an edge in the first pass."""
-    seconds = passes.seconds[-rounds:]
-    own = [float(passes.num_rows), float(passes.num_edges), passes.first_s, *seconds.mean(0).tolist()]
-    everyone = communicator.gather([*own, *seconds.sum(1).tolist()])
-    num_rows, num_edges = everyone[:, 0].sum().clamp(min=1), everyone[:, 1].sum().clamp(min=1)
+def _by_row_and_edge(communicator: Communicator, passes: _Passes, num_hops: int) -> tuple[Tensor, Tensor, float, float]:
+    """Over all ranks: seconds of a row, of an edge, of an edge in the first pass; and the contention."""
+    own = [float(passes.num_rows), float(passes.num_edges), passes.first_s, passes.processor_s]
+    everyone = communicator.gather([*own, *passes.split_s.tolist()])
+    num_rows, num_edges, _, processor_s = everyone[:, :4].sum(0).clamp(min=1e-9).tolist()
     first = everyone[:, 2] / everyone[:, 1].clamp(min=1)
-    # an epoch is as long as the slowest rank's; the median over passes, as others may use the machine too
-    by_pass = everyone[everyone[:, 0] > 0, -rounds:]
-    slowest = float(by_pass.amax(0).median() / by_pass.mean()) if by_pass.numel() else 1.0
-    total = everyone[:, 3:-rounds].sum(0) * slowest
-    return total[: num_hops + 1] / num_rows, total[num_hops + 1 :] / num_edges, float(first.max())
+    split = everyone[:, 4:].sum(0)
+    total, ranks = float(split.sum()), int((everyone[:, 0] > 0).sum())
+    if total:  # an epoch is as long as the slowest rank's; the median, as others may use the machine too
+        split *= passes.pass_s * ranks / total
+    row, edge = split[: num_hops + 1] / max(num_rows, 1.0), split[num_hops + 1 :] / max(num_edges, 1.0)
+    return row, edge, float(first.max()), max(total / processor_s, 1.0) if total else 1.0
 
 
 def _cut(value: Any, kind: Kind, part: Adjacency) -> Any:

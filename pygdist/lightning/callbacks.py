@@ -40,6 +40,7 @@ class ExchangeMonitor(pl.Callback):
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     ``expected_epoch_s``           what a backend that plans (``hybrid``) expected of ``epoch_s``
+    ``planning_s``                 what it took to plan, on rank 0; part of the first ``epoch_s``
     =============================  ==================================================================
 
     The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
@@ -100,8 +101,9 @@ class ExchangeMonitor(pl.Callback):
             "kept_mib_total": total[6],
         }
         figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
-        if pl_module.backend.expected_epoch_s is not None:
-            figures["expected_epoch_s"] = pl_module.backend.expected_epoch_s
+        for name in ("expected_epoch_s", "planning_s"):
+            if (planned := getattr(pl_module.backend, name)) is not None:
+                figures[name] = planned
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
             figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         # figures about ranks, reduced already: rank 0 logs them as they are

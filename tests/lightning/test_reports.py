@@ -13,13 +13,16 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.lightning import ExchangeMonitor, PredictionWriter
+from pygdist.native import load
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
 
-def _monitored(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def _monitored(
+    rank: int, world_size: int, folder: str, backend: str = "comm"
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
     history = runs.History()
-    classifier, data = runs.module(folder)
+    classifier, data = runs.module(folder, backend=backend)
     trainer = runs.trainer(
         rank, world_size, folder, callbacks=[ExchangeMonitor(), history], strategy="graph_ddp", num_sanity_val_steps=0
     )
@@ -46,6 +49,14 @@ def test_bytes_and_messages_are_those_of_the_plan(pool: RankPool, tmp_path: Path
         assert 0 < epoch["exchange_s_min"] <= epoch["exchange_s_max"] < epoch["epoch_s"]
         assert epoch["compute_s_max"] + epoch["exchange_s_min"] <= 2 * epoch["epoch_s"]
         assert 0.05 < epoch["peak_gib_max"] < epoch["peak_gib_total"]
+
+
+@pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+def test_what_was_expected_of_an_epoch_is_logged(pool: RankPool, tmp_path: Path) -> None:
+    first, *later = pool.run(_monitored, 2, str(tmp_path), "hybrid")[0][0]
+    assert 0 < first["planning_s"] < first["epoch_s"]
+    for epoch in later:
+        assert epoch["expected_epoch_s"] == first["expected_epoch_s"] > 0
 
 
 def _predict(rank: int, world_size: int, folder: str, output: Any) -> torch.Tensor:
