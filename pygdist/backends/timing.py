@@ -21,9 +21,9 @@ from pygdist.kernels import CSR
 __all__ = ["Timed", "time_hops"]
 
 _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
-# Then on as many as a pass of that length allows: tensors that fit into the caches nearest to a core cost less than
-# most do.
-_PASS_S, _FOR_ROWS = 0.05, 0.6  # of a pass, and the share of it that is for rows
+# Then on as many rows as take so long, and all edges into them if these take no longer than that: a hop takes some time
+# for each row, however few edges go into it, and an edge less where they are many.
+_ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
 _FIRST_S, _S = 0.03, 0.2  # that passes are made for, at first and then
 _FEWEST, _MOST = 3, 12  # passes
@@ -35,7 +35,7 @@ class Timed:
 
     Attributes:
         row: Of a row before the first hop, after it, and so on.
-        edge: Of an edge in each hop.
+        edge: Of an edge in each hop; 0 if what the hop makes is kept.
         contention: How long ranks take for what a processor does in a second, at least 1: they may have to share one.
     """
 
@@ -65,6 +65,23 @@ class _Passes:
     pass_s: float
 
 
+@dataclass(frozen=True)
+class _Average:
+    """What passes took, over all ranks.
+
+    Attributes:
+        row: Seconds of a row between hops.
+        edge: Seconds of an edge in each hop.
+        first_edge_s: Seconds of an edge in the first pass, on the slowest rank.
+        contention: See :class:`Timed`.
+    """
+
+    row: Tensor
+    edge: Tensor
+    first_edge_s: float
+    contention: float
+
+
 def time_hops(
     call: Call,
     rehearse: Rehearse,
@@ -84,17 +101,16 @@ def time_hops(
         num_hops: Of the model.
     """
 
-    def timed(num_rows: int, num_edges: int, seconds: float) -> tuple[Tensor, Tensor, float, float]:
+    def timed(num_rows: int, num_edges: int, seconds: float) -> _Average:
         part = _part(adjacency, num_rows, num_edges)
-        passes = _train(call, rehearse, begin_pass, part, communicator, num_hops, seconds)
-        return _by_row_and_edge(communicator, passes, num_hops)
+        return _average(communicator, _train(call, rehearse, begin_pass, part, communicator, num_hops, seconds))
 
     with torch.inference_mode(False), torch.enable_grad():
-        row, edge, first, _ = timed(_FIRST_ROWS, _FIRST_EDGES, _FIRST_S)
-        num_rows = int(_PASS_S * _FOR_ROWS / max(float(row.sum()), 1e-9))
-        num_edges = int(_PASS_S * (1 - _FOR_ROWS) / max(float(edge.sum()), first, 1e-9))
-        row, edge, _, contention = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _S)
-    return Timed(tuple(row.tolist()), tuple(edge.tolist()), contention)
+        first = timed(_FIRST_ROWS, _FIRST_EDGES, _FIRST_S)
+        num_rows = int(_ROWS_S / max(float(first.row.sum()), 1e-9))
+        num_edges = int(_EDGES_S / max(float(first.edge.sum()), first.first_edge_s, 1e-9))
+        found = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _S)
+    return Timed(tuple(found.row.tolist()), tuple(found.edge.tolist()), found.contention)
 
 
 def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
@@ -158,18 +174,22 @@ def _train(
     )
 
 
-def _by_row_and_edge(communicator: Communicator, passes: _Passes, num_hops: int) -> tuple[Tensor, Tensor, float, float]:
-    """Over all ranks: seconds of a row, of an edge, of an edge in the first pass; and the contention."""
+def _average(communicator: Communicator, passes: _Passes) -> _Average:
+    """Over all ranks; each makes the call."""
     own = [float(passes.num_rows), float(passes.num_edges), passes.first_s, passes.processor_s]
     everyone = communicator.gather([*own, *passes.split_s.tolist()])
     num_rows, num_edges, _, processor_s = everyone[:, :4].sum(0).clamp(min=1e-9).tolist()
-    first = everyone[:, 2] / everyone[:, 1].clamp(min=1)
     split = everyone[:, 4:].sum(0)
     total, ranks = float(split.sum()), int((everyone[:, 0] > 0).sum())
     if total:  # an epoch is as long as the slowest rank's; the median, as others may use the machine too
         split *= passes.pass_s * ranks / total
-    row, edge = split[: num_hops + 1] / max(num_rows, 1.0), split[num_hops + 1 :] / max(num_edges, 1.0)
-    return row, edge, float(first.max()), max(total / processor_s, 1.0) if total else 1.0
+    num_hops = split.numel() // 2
+    return _Average(
+        row=split[: num_hops + 1] / max(num_rows, 1.0),
+        edge=split[num_hops + 1 :] / max(num_edges, 1.0),
+        first_edge_s=float((everyone[:, 2] / everyone[:, 1].clamp(min=1)).max()),
+        contention=max(total / processor_s, 1.0),
+    )
 
 
 def _cut(value: Any, kind: Kind, part: Adjacency) -> Any:
