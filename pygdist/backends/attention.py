@@ -4,10 +4,10 @@ r"""PyG's attention layers by fused kernels: what stands for their hops once the
 part between rows in and rows out is replaced, so that no tensor of edges :math:`\times` heads :math:`\times` channels
 is made. A subclass that writes its own ``message`` or ``edge_update`` keeps what it wrote.
 
-``GATConv`` asks for the weights of the edges in one hop and uses them in the next. Where nobody else sees them, what
-they are made of is passed on in their place (:class:`Unweighted`), and :func:`pygdist.kernels.gat` does the rest. Edge
-attributes, dropout of the weights in training, returned weights and a subclass's own ``forward`` need them edge by
-edge.
+``GATConv`` and ``GATv2Conv`` ask for the weights of the edges in one hop and use them in the next. Where nobody else
+sees them, what they are made of is passed on in their place (:class:`Unweighted`), and :func:`pygdist.kernels.gat` does
+the rest; or nothing is (:class:`Unscored`), and they are computed where the rows arrive. Edge attributes, dropout of
+the weights in training, returned weights and a subclass's own ``forward`` need them edge by edge.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,19 @@ from pygdist.backends.layers import hooked, is_linear, stand_in, writes_hops
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
-__all__ = ["UNSEEN", "AttentionHop", "Unweighted", "attention_forward", "attention_hop"]
+__all__ = [
+    "UNSEEN",
+    "AttentionHop",
+    "Unscored",
+    "Unweighted",
+    "attends_by_piece",
+    "attention_forward",
+    "attention_hop",
+    "defers_scores",
+]
 
 UNSEEN = "_weights_are_unseen"
-"""Attribute of a stand-in whose ``edge_updater`` may pass :class:`Unweighted` on."""
+"""Attribute of a stand-in of whose edges nobody sees the weights; see :attr:`Backend.weights_unseen`."""
 
 AttentionHop = Callable[..., Tensor]
 """Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
@@ -58,7 +68,7 @@ def attention_hop(
         return _unweighted
     edges = layer.lin_edge
     if edges is None:
-        return hop
+        return _unseen_transformer if unseen and hop is _transformer else hop
     if isinstance(layer, GATConv):  # its code for the edges' part of the score is read as a product of two weights
         return hop if is_linear(edges) and edges.bias is None else None
     # the others add edge attributes to the rows of the sources, channel by channel; TransformerConv insists on them
@@ -82,26 +92,52 @@ class Unweighted:
         return _gat_alpha(self.layer, self.adjacency, alpha=(self.source, self.target), edge_attr=None)
 
 
+@dataclass(frozen=True)
+class Unscored:
+    """Stands for the weights of ``GATv2Conv``'s edges where its rows have not arrived yet."""
+
+
+def defers_scores(layer: MessagePassing, edge_index: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Whether the ``edge_updater`` of ``layer`` may return :class:`Unscored`, if its weights are unseen."""
+    return isinstance(layer, GATv2Conv) and attention_hop(layer, "edge_updater", edge_index, arguments) is not None
+
+
+def attends_by_piece(
+    layer: MessagePassing, edge_index: Tensor, arguments: Mapping[str, Any], *, unseen: bool
+) -> tuple[str, ...]:
+    """The arguments whose rows ``propagate`` may read piece by piece, the last of which it sums; none if it may not."""
+    transformer = isinstance(layer, TransformerConv) and unseen
+    if not transformer and not isinstance(arguments.get("alpha"), (Unweighted, Unscored)):
+        return ()
+    if attention_hop(layer, "propagate", edge_index, arguments) is None:
+        return ()
+    return ("key", "value") if transformer else ("x",)
+
+
 def attention_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
     """What may stand for the ``forward`` of a layer class; see :func:`~pygdist.backends.weights.cheaper_forward`."""
-    return _gat_forward if issubclass(base, GATConv) and base.forward is GATConv.forward else None
+    own = any(issubclass(base, cls) and base.forward is cls.forward for cls in _HOPS)
+    return _unseen_forward if own else None
 
 
-def _gat_forward(
+def _unseen_forward(
     backend: Backend,
-    layer: GATConv,
+    layer: GATConv | GATv2Conv | TransformerConv,
     own: Callable[..., Tensor],
     x: Any,
     edge_index: Tensor,
     edge_attr: Tensor | None = None,
-    size: Any = None,
+    *args: Any,
     return_attention_weights: bool | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """The layer's own ``forward``, saying that its weights are only summed with."""
+    # TransformerConv returns them if told True or False
+    asked = return_attention_weights is not None or any(isinstance(one, bool) for one in args)
     dropped = layer.training and layer.dropout > 0
-    if edge_attr is not None or return_attention_weights or dropped or layer.negative_slope < 0:
+    if edge_attr is not None or asked or dropped or getattr(layer, "negative_slope", 0) < 0:
         return None
-    return own(stand_in(layer, **{UNSEEN: True}), x, edge_index, size=size)
+    return own(stand_in(layer, **{UNSEEN: True}), x, edge_index, None, *args, **kwargs)
 
 
 def _unweighted(layer: GATConv, adjacency: Adjacency, *, alpha: tuple[Tensor, Tensor], edge_attr: None) -> Any:
@@ -142,7 +178,13 @@ def _gatv2_alpha(layer: GATv2Conv, adjacency: Adjacency, *, x: Any, edge_attr: N
     return functional.dropout(edge_softmax(adjacency.csr(), scores), p=layer.dropout, training=layer.training)
 
 
-def _weighted_sum(layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | Unweighted) -> Tensor:
+def _weighted_sum(
+    layer: GATConv | GATv2Conv, adjacency: Adjacency, *, x: Any, alpha: Tensor | Unweighted | Unscored
+) -> Tensor:
+    if isinstance(alpha, Unscored):
+        dtype = torch.promote_types(x[0].dtype, layer.att.dtype)
+        score = partial(gatv2_scores, negative_slope=layer.negative_slope)
+        return adjacency.attend_by([x[0].to(dtype)], score, (x[1].to(dtype), layer.att.squeeze(0).to(dtype)))
     if isinstance(alpha, Unweighted):
         dtype = torch.promote_types(x[0].dtype, alpha.source.dtype)  # they differ under autocast
         rows = (x[0].to(dtype), alpha.source.to(dtype), alpha.target.to(dtype))
@@ -163,6 +205,14 @@ def _transformer(
     layer._alpha = edge_softmax(csr, scores)  # the layer's forward returns it on request
     weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
     return spmm(csr, value, weights, transposed=adjacency.transposed)
+
+
+def _unseen_transformer(
+    layer: TransformerConv, adjacency: Adjacency, *, query: Any, key: Any, value: Any, edge_attr: None
+) -> Tensor:
+    query = query[1] if isinstance(query, (tuple, list)) else query
+    parts = [rows[0] if isinstance(rows, (tuple, list)) else rows for rows in (key, value)]
+    return adjacency.attend_by(parts, sddmm, (query / math.sqrt(layer.out_channels),))
 
 
 _HOPS: dict[type[MessagePassing], dict[str, AttentionHop]] = {

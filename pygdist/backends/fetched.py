@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.attention import Unweighted, attention_hop
+from pygdist.backends.attention import Unscored, attends_by_piece, attention_hop, defers_scores
 from pygdist.backends.base import Backend, Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.layers import (
@@ -50,7 +50,7 @@ class FetchingBackend(Backend):
             once (NeutronStar, Sec. 4.3); without, with all at once.
         overlap: Aggregate each chunk while the next one travels, and in the backward pass send gradients while others
             are computed; without, a hop waits until all rows are here. Either way layers whose neighbours cannot be
-            taken piece by piece wait: messages of PyG, GATv2, Transformer, LSTM.
+            taken piece by piece wait: messages of PyG, attention with edge attributes or dropout, LSTM.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Most memory that other ranks' rows may take at a time, on each rank, in hops that can be taken piece
             by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes;
@@ -126,6 +126,9 @@ class FetchingBackend(Backend):
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
+        deferred = self.weights_unseen and self.savings.fused_attention and defers_scores(layer, edge_index, kwargs)
+        if deferred and self.arrival() is not None:
+            return cast(Tensor, Unscored())
         rows = self._with_sources(layer, kwargs, edges=True, fused=False)
         return self._run(layer, inner, edge_index, rows, edges=True)
 
@@ -177,24 +180,17 @@ class FetchingBackend(Backend):
 
     def _hop_in_chunks(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> Hop | None:
         """How to run a hop in chunks, if its aggregation can be taken piece by piece."""
-        x = kwargs.get("x")
-        x = x[0] if isinstance(x, (tuple, list)) else x
-        if not isinstance(x, Tensor) or not isinstance(edge_index, Adjacency) or self._known(x) is not None:
-            return None
-        if isinstance(kwargs.get("alpha"), Unweighted):
-            by_piece = (
-                self.savings.fused_attention and attention_hop(layer, "propagate", edge_index, kwargs) is not None
-            )
-        else:
-            by_piece = fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None
-        arrival = self.arrival() if by_piece else None
+        read = self._read_by_piece(layer, edge_index, kwargs)
+        arrival = self.arrival() if read else None
         if arrival is None:
             return None
-        self._check_rows(layer, "x", x)
+        for name, x in read.items():
+            self._check_rows(layer, name, x)
         label = f"hop {self._hop} of {layer_name(layer)}"
+        row_bytes = sum(math.prod(x.shape[1:]) * (self._wire or x.dtype).itemsize for x in read.values())
         return Hop(
             communicator=self.communicator,
-            pieces=self._in_pieces(arrival, x),
+            pieces=self._in_pieces(arrival, row_bytes),
             label=label,
             ring=self.ring,
             overlap=self.overlap,
@@ -202,6 +198,22 @@ class FetchingBackend(Backend):
             parts=self._parts,
             whole=lambda rows: self.joined(rows, self.halo_rows(rows, label=label)),
         )
+
+    def _read_by_piece(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """The rows that a hop may read piece by piece; nothing if it may not, or they are here."""
+        names: tuple[str, ...] = ()
+        if self.savings.fused_attention:
+            names = attends_by_piece(layer, edge_index, kwargs, unseen=self.weights_unseen)
+        if not names and fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
+            names = ("x",)
+        found: dict[str, Tensor] = {}
+        for name in names if isinstance(edge_index, Adjacency) else ():
+            x = kwargs.get(name)
+            x = x[0] if isinstance(x, (tuple, list)) else x
+            if not isinstance(x, Tensor) or self._known(x) is not None:
+                return {}
+            found[name] = x
+        return found
 
     @property
     def _parts(self) -> int:
@@ -215,20 +227,19 @@ class FetchingBackend(Backend):
             return 1
         return min(_MOST_PARTS, max(1, shard.num_nodes // shard.num_parts // _ROWS_OF_A_PART))
 
-    def _in_pieces(self, arrival: Arrival, x: Tensor) -> tuple[Arrival, ...]:
+    def _in_pieces(self, arrival: Arrival, row_bytes: int) -> tuple[Arrival, ...]:
         """What arrives for a hop, as much at a time as there is memory for; the same number of pieces on all ranks."""
-        values = math.prod(x.shape[1:]) * (self._wire or x.dtype).itemsize
-        known = self._pieces.get((id(arrival), values))
+        known = self._pieces.get((id(arrival), row_bytes))
         if known is None:
             known = (arrival,)
             if self.halo_gib is not None:
                 plan = arrival.plan
                 others = len(plan.send_counts) - 1
-                rows = max(1, int(self.halo_gib * _GIB) // (max(values, 1) * others))  # of each pair of ranks
+                rows = max(1, int(self.halo_gib * _GIB) // (max(row_bytes, 1) * others))  # of each pair of ranks
                 most = self.max_over_ranks(max(plan.send_counts + plan.recv_counts))
                 if most > rows:
                     known = tuple(arrival.piece(first, rows) for first in range(0, most, rows))
-            self._pieces[id(arrival), values] = known
+            self._pieces[id(arrival), row_bytes] = known
         return known
 
     def _run(
@@ -236,7 +247,8 @@ class FetchingBackend(Backend):
     ) -> Tensor:
         size = (self.num_sources, self.num_rows)
         # attention of our own needs no edge, and must go the same way on all ranks
-        ours = edges and self.savings.fused_attention and attention_hop(layer, "edge_updater", edge_index, rows)
+        hop = "edge_updater" if edges else "propagate"
+        ours = self.savings.fused_attention and attention_hop(layer, hop, edge_index, rows)
         if edge_index.size(1) == 0 and not ours:
             return with_phantom_edge(layer, inner, size, rows, edges=edges)
         return inner(edge_index, size=size, **rows)

@@ -21,10 +21,18 @@ from pygdist.backends.chunks import Arrival, Chunk, Chunks, split_by_source
 from pygdist.comm import Communicator, Leg, Transfer, describe_rows, part_of
 from pygdist.comm.recorder import recorded
 from pygdist.graph import Adjacency
-from pygdist.graph.adjacency import Reduce
-from pygdist.kernels import CSR
-from pygdist.kernels.chunked import extremum_grad, gat_grad, gat_part, merge_gat, spmm_into, tie_counts
-from pygdist.kernels.spmm import spmm
+from pygdist.graph.adjacency import Reduce, Score
+from pygdist.kernels import CSR, sddmm, spmm
+from pygdist.kernels.chunked import (
+    extremum_grad,
+    gat_grad,
+    gat_part,
+    merge_gat,
+    merge_softmax,
+    softmax_part,
+    spmm_into,
+    tie_counts,
+)
 
 __all__ = ["ChunkedAdjacency", "Hop"]
 
@@ -273,6 +281,17 @@ class ChunkedAdjacency(Adjacency):
         out: Tensor = _Attention.apply(*parts, chunks, self._hop, negative_slope)  # type: ignore[no-untyped-call]
         return out.view(-1, heads, channels)
 
+    @override
+    def attend_by(self, parts: Sequence[Tensor], score: Score, others: Sequence[Tensor]) -> Tensor:
+        """Aggregate by attention; ``parts`` hold the rows of this rank."""
+        rows, shape = torch.stack(tuple(parts), dim=1), parts[-1].shape[1:]
+        if rows.dtype not in (torch.float32, torch.float64):
+            return self.origin.attend_by(self._hop.whole(rows).unbind(1), score, others)
+        chunks = self._chunks(rows.size(0))
+        scored = _Scored(score, len(parts), *shape)
+        out: Tensor = _AttentionBy.apply(rows.flatten(1), chunks, self._hop, scored, *others)  # type: ignore[no-untyped-call]
+        return out
+
     def _chunks(self, num_local: int) -> Chunks:
         # a layer of several hops fetches other rows in each, over the same edges
         known: dict[tuple[int, int, int], tuple[Any, Chunks]] = self.origin.derived.setdefault("chunks", {})
@@ -397,6 +416,71 @@ class _Attention(torch.autograd.Function):
 
         gradients = Gradients(of, hop, chunks, x, kept)
         return hop.give_back(gradients, x), grad_source, grad_target, None, None, None
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """How the rows of a chunk are read; see :meth:`~pygdist.graph.Adjacency.attend_by`."""
+
+    score: Score
+    num_parts: int
+    heads: int
+    channels: int
+
+    def read(self, chunk: Chunk, rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Scores of the chunk's edges ``(E, H)``, and what is summed of its rows ``(M, H, C)``."""
+        parts = rows.view(-1, self.num_parts, self.heads, self.channels).unbind(1)
+        return self.score(_plain(chunk.csr), parts[0], *others, transposed=chunk.transposed), parts[-1]
+
+
+class _AttentionBy(torch.autograd.Function):
+    """Attention with any score: the softmax over all edges of a row, by the running maximum and sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks, hop: Hop, scored: _Scored, *others: Tensor) -> Tensor:
+        ctx.chunks, ctx.hop, ctx.scored = chunks, hop, scored
+        x = x.detach().contiguous()
+        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
+        with recorded(hop.communicator.recorder, "aggregate", "own rows"):
+            found = softmax_part(_plain(chunks.local.csr), *scored.read(chunks.local, x, others))
+        arrived = {}
+        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
+            if hop.at_once:
+                arrived[one.leg] = one.rows
+            more = softmax_part(_plain(one.chunk.csr), *scored.read(one.chunk, one.rows, others))
+            found = merge_softmax(found, more)
+        out, most, total = found
+        out = out / total.clamp(min=1).unsqueeze(-1)  # the largest score alone gives 1; without edges there is none
+        ctx.legs = list(arrived)
+        ctx.save_for_backward(x, out, most, total, *others, *arrived.values())
+        return out.clone() if any(ctx.needs_input_grad) else out  # a step after the layer may write into what it gets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, out, most, total, *rest = ctx.saved_tensors
+        chunks, hop, scored = ctx.chunks, ctx.hop, ctx.scored
+        others = rest[: len(rest) - len(ctx.legs)]
+        kept = dict(zip(ctx.legs, rest[len(others) :], strict=True))
+        grad, shared = grad.contiguous(), (grad * out).sum(-1)
+        totals = [torch.zeros_like(other) for other in others]
+
+        def of(_leg: Leg | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
+            csr = _plain(chunk.csr)
+            row = csr.row_index()
+            with torch.enable_grad():
+                leaves = [one.detach().requires_grad_() for one in (rows, *others)]
+                scores, values = scored.read(chunk, leaves[0], leaves[1:])
+                weights = (scores.detach() - most[row]).exp() / total[row]
+                summed = spmm(csr, values, weights, transposed=chunk.transposed)
+            towards = weights * (sddmm(csr, values.detach(), grad) - shared[row])
+            found, *more = torch.autograd.grad([scores, summed], leaves, [towards, grad])
+            for one, part in zip(totals, more, strict=True):
+                one += part
+            return found
+
+        gradients = Gradients(of, hop, chunks, x, kept)
+        return hop.give_back(gradients, x), None, None, None, *totals
 
 
 def _plain(csr: CSR) -> CSR:

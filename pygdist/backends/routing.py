@@ -266,15 +266,16 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
         decomposed, self._decomposed_layers = self._decomposed_layers, 1  # a memory option; the result is the same
         if name == "propagate":
             backend.begin_hop()
-        inner = partial(_aggregate, self, own, name, unseen)
+        inner = partial(_aggregate, self, own, name)
         run = partial(getattr(backend, name), self, inner, edge_index, size, kwargs)
+        backend.weights_unseen = unseen
         try:
             if name == "propagate" and fuses(self, edge_index, kwargs):
                 result: Tensor = _routing_of(backend).first_hop.run(self, edge_index, kwargs, run)
             else:
                 result = run()
         finally:
-            self._decomposed_layers = decomposed
+            self._decomposed_layers, backend.weights_unseen = decomposed, False
         return result
 
     hop.__name__ = name
@@ -316,7 +317,6 @@ def _aggregate(
     layer: MessagePassing,
     own: Callable[..., Tensor],
     name: str,
-    unseen: bool,
     edge_index: Tensor,
     size: Any = None,
     **kwargs: Any,
@@ -332,7 +332,7 @@ def _aggregate(
             else layer.message_and_aggregate(fused, **arguments)
         )
     if backend.savings.fused_attention:
-        attention = attention_hop(layer, name, edge_index, kwargs, unseen=unseen)
+        attention = attention_hop(layer, name, edge_index, kwargs, unseen=backend.weights_unseen)
         if attention is not None:
             return attention(layer, edge_index, **kwargs)
     # a backend may give one hop the adjacency, and the next one plain edges

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,11 +11,14 @@ from torch_geometric import EdgeIndex
 from torch_geometric.edge_index import SortOrder
 
 from pygdist.graph.identity import fixable, identity_of
-from pygdist.kernels import CSR, gat, spmm, transpose
+from pygdist.kernels import CSR, edge_softmax, gat, spmm, transpose
 
-__all__ = ["Adjacency", "Reduce"]
+__all__ = ["Adjacency", "Reduce", "Score"]
 
 Reduce = Literal["sum", "add", "mean", "max", "min"]
+
+Score: TypeAlias = Callable[..., Tensor]
+"""What gives the edges of attention their scores; see :meth:`Adjacency.attend_by`."""
 
 
 class Adjacency(EdgeIndex):
@@ -215,6 +219,22 @@ class Adjacency(EdgeIndex):
     def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
         """Aggregate source rows with the weights of GAT; see :func:`pygdist.kernels.gat`."""
         return gat(self._csr, x, source, target, negative_slope=negative_slope, transposed=self.transposed)
+
+    def attend_by(self, parts: Sequence[Tensor], score: Score, others: Sequence[Tensor]) -> Tensor:
+        r"""Aggregate source rows by attention with any score.
+
+        Args:
+            parts: What is read of the sources: ``score`` gets the first, the last is summed.
+            score: Called as ``score(csr, parts[0], *others, transposed=...)``, where ``csr`` holds these edges or some
+                of them.
+            others: Rows of the destinations, or parameters.
+
+        Shapes:
+            Each of ``parts`` is :math:`(n_{src}, H, C)`, what ``score`` returns :math:`(E, H)`, the result
+            :math:`(n_{dst}, H, C)`.
+        """
+        scores = score(self._csr, parts[0], *others, transposed=self.transposed)
+        return spmm(self._csr, parts[-1], edge_softmax(self._csr, scores), transposed=self.transposed)
 
     def __matmul__(self, other: Tensor) -> Tensor:
         """Like :meth:`matmul`."""

@@ -14,11 +14,26 @@ from torch import Tensor
 from pygdist.kernels._choose import kernels_for
 from pygdist.kernels._spmm_ops import spmm_into_op
 from pygdist.kernels.csr import CSR
+from pygdist.kernels.spmm import spmm
 
-__all__ = ["GatPart", "extremum_grad", "gat_grad", "gat_part", "merge_gat", "spmm_into", "tie_counts"]
+__all__ = [
+    "GatPart",
+    "SoftmaxPart",
+    "extremum_grad",
+    "gat_grad",
+    "gat_part",
+    "merge_gat",
+    "merge_softmax",
+    "softmax_part",
+    "spmm_into",
+    "tie_counts",
+]
 
 GatPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """The result for some edges of each row, its part with positive scores, and three numbers for each row and head."""
+
+SoftmaxPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""For some edges of each row and each head: the sum with exponentials as weights, the largest score, their sum."""
 
 
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *, onto: bool = False) -> None:
@@ -105,3 +120,25 @@ def gat_grad(
         transposed, x, source, target, slope, out, above, facts, grad
     )
     return found
+
+
+def softmax_part(csr: CSR, scores: Tensor, values: Tensor) -> SoftmaxPart:
+    r"""The sum of the sources' rows by the exponentials of scores, less the largest of each row.
+
+    Shapes:
+        ``scores`` is :math:`(E, H)`, ``values`` :math:`(M, H, C)`, the results :math:`(N, H, C)`, :math:`(N, H)`, which
+        is :math:`-\infty` for rows without edges, and :math:`(N, H)`.
+    """
+    most = torch.segment_reduce(scores, "max", offsets=csr.indptr, axis=0, initial=float("-inf"))
+    weights = (scores - most[csr.row_index()]).exp()
+    ones = values.new_ones(values.shape[0], values.shape[1], 1)
+    return spmm(csr, values, weights), most, spmm(csr, ones, weights).squeeze(-1)
+
+
+def merge_softmax(first: SoftmaxPart, second: SoftmaxPart) -> SoftmaxPart:
+    """The same over the edges of both, by the running maximum and sum."""
+    most = torch.maximum(first[1], second[1])
+    # of a row without edges nothing is there to be scaled
+    one, other = (torch.where(part[2] > 0, (part[1] - most).exp(), 0) for part in (first, second))
+    out = first[0] * one.unsqueeze(-1) + second[0] * other.unsqueeze(-1)
+    return out, most, first[2] * one + second[2] * other

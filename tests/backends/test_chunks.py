@@ -17,15 +17,15 @@ from pygdist.backends.chunks import Arrival, split_by_source
 from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
-from pygdist.kernels import CSR, gat, spmm
-from pygdist.kernels.chunked import gat_part, merge_gat, spmm_into, tie_counts
+from pygdist.kernels import CSR, edge_softmax, gat, sddmm, spmm
+from pygdist.kernels.chunked import gat_part, merge_gat, merge_softmax, softmax_part, spmm_into, tie_counts
 from pygdist.native import load
 from pygdist.testing import RankPool, assert_exact, random_graph
 
-# by piece: sums, means, extrema and GAT; whole: scores of GATv2, messages with edge attributes, an LSTM
+# by piece: sums, means, extrema and attention; whole: attention and messages with edge attributes, an LSTM
 LAYERS = [
     "GCNConv", "SAGEConv-mean", "SAGEConv-max", "SAGEConv-min", "GINConv", "GraphConv", "ARMAConv", "GATConv",
-    "GATConv-edges", "GATv2Conv", "GINEConv", "SAGEConv-lstm",
+    "GATConv-edges", "GATv2Conv", "GATv2Conv-edges", "TransformerConv", "GINEConv", "SAGEConv-lstm",
 ]  # fmt: skip
 
 
@@ -155,6 +155,22 @@ def test_the_softmax_is_merged_piece_by_piece(scale: float) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 900.0])
+def test_any_softmax_is_merged_piece_by_piece(scale: float) -> None:
+    csr, x, _ = _case(8, torch.float64)
+    values, keys = x.view(40, 2, 4), scale * torch.randn(40, 2, 4, dtype=torch.float64)
+    queries = torch.randn(50, 2, 4, dtype=torch.float64)
+    merged = None
+    for part, columns in _pieces(csr).values():
+        part = CSR(part.indptr, part.index, part.num_cols)
+        piece = softmax_part(part, sddmm(part, keys[columns], queries), values[columns])
+        merged = piece if merged is None else merge_softmax(merged, piece)
+    assert merged is not None
+    expected = spmm(csr, values, edge_softmax(csr, sddmm(csr, keys, queries)))
+    torch.testing.assert_close(merged[0] / merged[2].clamp(min=1).unsqueeze(-1), expected)
+    assert bool((merged[2] == 0).eq(csr.indptr.diff().eq(0).unsqueeze(1)).all())
+
+
 def test_ties_are_counted_over_all_pieces() -> None:
     csr, _, _ = _case(1, torch.float32)
     x = torch.randint(-1, 2, (40, 5)).float()  # many ties, and zeros
@@ -176,8 +192,12 @@ HIDDEN, CLASSES, HEADS = 8, 5, 2
 
 def _model(name: str, num_features: int) -> torch.nn.Module:
     torch.manual_seed(0)
-    arguments = {"heads": HEADS} if name == "GAT" else {}
-    made: torch.nn.Module = getattr(pyg, name)(num_features, HIDDEN, 3, CLASSES, **arguments)
+    if name == "Transformer":
+        widths = [num_features, HIDDEN, HIDDEN]
+        layers = [pyg.TransformerConv(width, HIDDEN // HEADS, heads=HEADS) for width in widths]
+        return pyg.Sequential("x, e", [(layer, "x, e -> x") for layer in layers])
+    arguments = {"GAT": {"heads": HEADS}, "GATv2": {"heads": HEADS, "v2": True}}.get(name, {})
+    made: torch.nn.Module = getattr(pyg, name.removesuffix("v2"))(num_features, HIDDEN, 3, CLASSES, **arguments)
     return made
 
 
@@ -214,13 +234,18 @@ def test_no_memory_is_asked_for_anew(tmp_path: Path, overlap: bool, pool: RankPo
         assert epochs[1]["memory"] == epochs[2]["memory"] == epochs[3]["memory"]
 
 
-def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("name", ["GCN", "GATv2", "Transformer"])
+def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(
+    name: str, tmp_path: Path, pool: RankPool
+) -> None:
     store = _store(tmp_path, 3)
+    # the first hop of GCN is kept
+    label = f"hop {2 if name == 'GCN' else 1} of {name}Conv, forward"
     for overlap in (True, False):
-        for epochs in pool.run(_check_epochs, 3, store, "GCN", {"overlap": overlap}, 0.3)[1:]:
+        for epochs in pool.run(_check_epochs, 3, store, name, {"overlap": overlap}, 0.3)[1:]:
             spans = epochs[-1]["spans"]
             start = next(one.start for one in spans if (one.kind, one.label) == ("aggregate", "own rows"))
-            late = max(one.end for one in spans if one.kind == "travel" and "hop 2 of GCNConv, forward" in one.label)
+            late = max(one.end for one in spans if one.kind == "travel" and label in one.label)
             assert (start < late) == overlap
 
 
@@ -233,6 +258,8 @@ def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(tmp
         ("GIN", [HIDDEN, CLASSES]),
         ("GraphSAGE", [HIDDEN, CLASSES]),
         ("GAT", [HEADS, HIDDEN, HEADS, HIDDEN, HEADS, HEADS * CLASSES]),  # scores, then rows
+        ("GATv2", [HIDDEN, HIDDEN, HEADS * CLASSES]),
+        ("Transformer", [2 * HIDDEN] * 3),  # keys and values
     ],
 )
 def test_bytes_of_an_epoch_are_what_halo_rows_and_widths_say(
@@ -244,13 +271,13 @@ def test_bytes_of_an_epoch_are_what_halo_rows_and_widths_say(
     assert sum(epochs[-1]["sent"] for epochs in found) == there_and_back * halo * size * sum(widths)
 
 
-def _check_bfloat16(rank: int, world_size: int, store: str) -> float:
-    """GAT in bfloat16, beside the same with one exchange for all rows."""
+def _check_bfloat16(rank: int, world_size: int, store: str, name: str) -> float:
+    """Attention in bfloat16, beside the same with one exchange for all rows."""
     shard = Shard.load(store, rank)
     found = []
     for backend in (CommBackend(), Whole()):
         backend.bind(shard, Communicator(dist.new_group()))
-        model = distribute(_model("GAT", shard.x.size(1)).bfloat16(), backend=backend)
+        model = distribute(_model(name, shard.x.size(1)).bfloat16(), backend=backend)
         out = model(shard.x.bfloat16(), shard.adjacency)
         out.float().square().sum().backward()
         found.append((out, next(model.parameters()).grad))
@@ -264,8 +291,9 @@ class Whole(CommBackend):
         return super().halo_rows(x, label=label)
 
 
-def test_attention_in_half_precision_is_what_it_is_without_chunks(tmp_path: Path, pool: RankPool) -> None:
-    assert max(pool.run(_check_bfloat16, 3, _store(tmp_path, 3))) == 0
+@pytest.mark.parametrize("name", ["GAT", "GATv2", "Transformer"])
+def test_attention_in_half_precision_is_what_it_is_without_chunks(name: str, tmp_path: Path, pool: RankPool) -> None:
+    assert max(pool.run(_check_bfloat16, 3, _store(tmp_path, 3), name)) < 1e-2
 
 
 def _check_second_derivative(rank: int, world_size: int, store: str, name: str) -> None:
@@ -278,7 +306,7 @@ def _check_second_derivative(rank: int, world_size: int, store: str, name: str) 
         first.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["GCN", "GAT"])
+@pytest.mark.parametrize("name", ["GCN", "GAT", "Transformer"])
 def test_second_derivatives_are_refused_not_wrong(name: str, tmp_path: Path, pool: RankPool) -> None:
     pool.run(_check_second_derivative, 2, _store(tmp_path, 2), name)
 
