@@ -14,6 +14,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from pygdist.backends.fetched import WireDtype
 from pygdist.backends.plans import Expected, computed_shares, expected_epoch, load_plan, plan_key, save_plan
 from pygdist.backends.probe import HopCosts, Network, probe_exchange, probe_reduce
 from pygdist.backends.recomputing import Probe, RecomputingBackend
+from pygdist.backends.timing import Timed
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, load
@@ -157,54 +160,36 @@ class HybridBackend(RecomputingBackend):
         start = time.perf_counter()
         like = next((one for one in probe.model.parameters() if one.is_floating_point()), shard.x).detach()
         network = probe_exchange(communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire)
-        # the same on all ranks, as the name of what is kept is made of it
-        threads = int(communicator.gather([float(torch.get_num_threads())]).max())
-        facts = {
-            "widths": list(widths), "ranks": communicator.world_size, "device": _device(shard.n_id.device),
-            "threads": threads, "memory_gib": self.memory_gib,
-            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
-            "savings": asdict(self.savings),
-            "model": _structure(probe.model),
-        }  # fmt: skip
-        key = plan_key(facts)
-        folder = None if shard.folder is None else shard.folder / "plans"
-        kept = (
-            None
-            if self.replan
-            else load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
-        )
-        if kept is not None:
-            communicator.buffers.clear()  # what was measured needs no memory any more
-            self.expected = Expected(**kept[1]["expected"])
-            if communicator.rank == 0:
-                log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
-            return kept[0]
-
-        timed = probe.measure()
-        # who waits for a processor does not wait for the network
-        network = replace(network, busy=min(1.0, network.busy * timed.contention))
+        facts = self._facts(widths, probe.model)
+        key, folder = plan_key(facts), None if shard.folder is None else shard.folder / "plans"
+        kept = None
+        if not self.replan:
+            kept = load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
+        timed = probe.measure() if kept is None else Timed.from_dict(kept[1]["timed"])
         # a hop that did not run is kept: its rows are fetched once, not in every epoch
         fetch = tuple(
             network.value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, timed.edge, strict=True)
         )
-        costs = HopCosts(row=timed.row, edge=timed.edge, fetch=fetch)
-        gradients = sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
-        other_s = probe_reduce(communicator, gradients)
+        expect = partial(
+            expected_epoch, communicator, found, shard.num_owned, shard.num_halo,
+            costs=(costs := HopCosts(row=timed.row, edge=timed.edge, fetch=fetch)),
+            # who waits for a processor does not wait for the network
+            network=replace(network, busy=min(1.0, network.busy * timed.contention)),
+            other_s=probe_reduce(
+                communicator, sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
+            ),
+            overlap=self.overlap, shrinks=probe.shrinks,
+        )  # fmt: skip
+        communicator.buffers.clear()  # what was measured needs no memory any more
+        if kept is not None:
+            self.expected = expect(kept[0])
+            if communicator.rank == 0:
+                log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
+            return kept[0]
+
         probed = time.perf_counter()
-        candidates: dict[str, list[Tensor]] = {}
-        for factor in _FACTORS:
-            scaled = replace(costs, fetch=tuple(seconds * factor for seconds in costs.fetch))
-            candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(found, widths, scaled, None)
-        candidates["all fetched"] = [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
-        if self.memory_gib is None:
-            candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
-        expected = {
-            name: expected_epoch(
-                communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
-                network=network, other_s=other_s, overlap=self.overlap,
-            )
-            for name, chosen in candidates.items()
-        }  # fmt: skip
+        candidates = self._candidates(found, widths, costs)
+        expected = {name: expect(chosen) for name, chosen in candidates.items()}
         name = min(expected, key=lambda one: expected[one].epoch_s)
         self.expected, chosen, planned = expected[name], candidates[name], time.perf_counter()
         if communicator.rank == 0:
@@ -214,14 +199,35 @@ class HybridBackend(RecomputingBackend):
             )  # fmt: skip
             for other, figures in expected.items():
                 log.info("  %s: %.3g s an epoch", other, figures.epoch_s)
-        communicator.buffers.clear()
         if folder is not None:
             measured = {
-                **asdict(network), "contention": timed.contention, "costs": costs.to_dict(), "choice": name,
+                **asdict(network), "timed": asdict(timed), "costs": costs.to_dict(), "choice": name,
                 "measured_in_s": probed - start, "planned_in_s": planned - probed,
             }  # fmt: skip
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
         return chosen
+
+    def _facts(self, widths: tuple[int, ...], model: nn.Module) -> dict[str, Any]:
+        """What a plan depends on; the same on all ranks, as the name of what is kept is made of it."""
+        threads = int(self.communicator.gather([float(torch.get_num_threads())]).max())
+        return {
+            "widths": list(widths), "ranks": self.communicator.world_size, "device": _device(self.shard.n_id.device),
+            "threads": threads, "memory_gib": self.memory_gib,
+            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
+            "savings": asdict(self.savings),
+            "model": _structure(model),
+        }  # fmt: skip
+
+    def _candidates(self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts) -> dict[str, list[Tensor]]:
+        """Choices to compare, by what they are."""
+        candidates: dict[str, list[Tensor]] = {}
+        for factor in _FACTORS:
+            scaled = replace(costs, fetch=tuple(seconds * factor for seconds in costs.fetch))
+            candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(found, widths, scaled, None)
+        candidates["all fetched"] = [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
+        if self.memory_gib is None:
+            candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
+        return candidates
 
     def _greedy(
         self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts, share: float | None

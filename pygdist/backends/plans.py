@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ __all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_k
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 _SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
 
 
@@ -59,6 +61,7 @@ def expected_epoch(
     network: Network,
     other_s: float,
     overlap: bool,
+    shrinks: bool = True,
 ) -> Expected:
     """What a choice costs; every rank makes the call and gets the same.
 
@@ -72,11 +75,13 @@ def expected_epoch(
         network: Of it the latency, and what of an exchange cannot be hidden.
         other_s: What does not depend on the choice.
         overlap: Whether edges from this rank's own rows are aggregated while others' travel.
+        shrinks: Whether what stands between hops works on the rows that are needed there; on all of them otherwise.
     """
     num_hops = len(chosen)
     needed, edges = _followed(found, num_owned, num_halo, chosen)
     halo = slice(num_owned, num_owned + num_halo)
-    compute = sum(costs.row[hop] * (num_owned + int(needed[hop].sum())) for hop in range(num_hops + 1))
+    replicas = [int(needed[hop if shrinks else 0].sum()) for hop in range(num_hops + 1)]
+    compute = sum(cost * (num_owned + count) for cost, count in zip(costs.row, replicas, strict=True))
     compute += sum(costs.edge[hop] * edges[hop][0] for hop in range(num_hops))
     # a rank is as busy as what it receives or what others want of it
     size = communicator.world_size
@@ -142,13 +147,12 @@ def save_plan(
     """Keep a plan beside the partitioned graph; where that cannot be written, say so and go on."""
     try:
         folder.mkdir(exist_ok=True)
-        bits = np.packbits(torch.stack(list(chosen)).numpy(), axis=1)
-        with _replacing(folder / f"{key}.{rank}.npy").open("wb") as file:
-            np.save(file, bits)
-        _done(folder / f"{key}.{rank}.npy")
+        masks = torch.stack(list(chosen)).numpy()
+        with _replaced(folder / f"{key}.{rank}.npz", rank) as path, path.open("wb") as file:
+            np.savez(file, bits=np.packbits(masks, axis=1), num_rows=masks.shape[1])
         text = json.dumps({**facts, "expected": asdict(expected)}, indent=1) + "\n"
-        _replacing(folder / f"{key}.json").write_text(text, encoding="utf-8")  # the same by all ranks
-        _done(folder / f"{key}.json")
+        with _replaced(folder / f"{key}.json", rank) as path:  # by each, as hosts need not share a folder
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         log.warning("the plan could not be kept for the next run: %s: %s", folder, error.strerror or error)
 
@@ -160,12 +164,19 @@ def load_plan(
     found: tuple[list[Tensor], dict[str, Any]] | None = None
     if folder is not None:
         try:
-            bits = np.load(folder / f"{key}.{communicator.rank}.npy")
+            with np.load(folder / f"{key}.{communicator.rank}.npz") as kept:
+                masks = np.unpackbits(kept["bits"], axis=1, count=num_rows).astype(bool)
+                fits = (len(masks), int(kept["num_rows"])) == (num_hops, num_rows)
             facts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-            masks = np.unpackbits(bits, axis=1, count=num_rows).astype(bool)
-            if masks.shape == (num_hops, num_rows) and _similar(facts["value_s"], value_s):
+            if fits and _similar(facts["value_s"], value_s):
                 found = (list(torch.from_numpy(masks)), facts)
-        except (OSError, ValueError, EOFError, KeyError):  # none yet, or one that broke off: it is made anew
+        except (
+            OSError,
+            ValueError,
+            EOFError,
+            KeyError,
+            zipfile.BadZipFile,
+        ):  # none yet, or one that broke off: it is made anew
             found = None
     everywhere = bool(communicator.gather([float(found is not None)]).min() > 0)
     return found if everywhere else None
@@ -176,10 +187,9 @@ def _similar(before: float, now: float) -> bool:
     return max(before, now) <= _SIMILAR * min(before, now) + _NEGLIGIBLE_S
 
 
-def _replacing(path: Path) -> Path:
-    """Where a file is written first, so that half of one is never taken for whole."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
-def _done(path: Path) -> None:
-    _replacing(path).replace(path)
+@contextlib.contextmanager
+def _replaced(path: Path, rank: int) -> Iterator[Path]:
+    """Where a file is written before it takes its place, so that half of one is never taken for whole."""
+    before = path.with_name(f"{path.name}.{rank}.{os.getpid()}.tmp")
+    yield before
+    before.replace(path)

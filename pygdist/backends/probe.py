@@ -165,7 +165,7 @@ def probe_reduce(communicator: Communicator, num_bytes: int) -> float:
     memory = torch.zeros(num_bytes // 4, device=communicator.device)
     taken = []
     for _ in range(_ROUNDS):
-        communicator.gather([])  # all begin at once
+        communicator.barrier()
         start = _now(communicator.device)
         communicator.reduce_in_place(memory, "gradients, timed")
         taken.append(_now(communicator.device) - start)
@@ -201,7 +201,7 @@ def _exchanged(
     x = like.new_ones(num_rows, _WIDTH)
     taken, computed = [], []
     for _ in range(rounds):
-        communicator.gather([])
+        communicator.barrier()
         start, before = _now(communicator.device), time.process_time()
         halo = communicator.exchange_rows(x, plan, label="rows, timed", ring=ring, wire=wire)
         communicator.return_rows(halo, plan, num_owned=num_rows, label="rows, timed, back", ring=ring, wire=wire)

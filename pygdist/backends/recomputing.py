@@ -44,10 +44,12 @@ class Probe:
         model: It.
         measure: Times it on some of this rank's rows and edges; the same on all ranks, which make the call at the same
             time.
+        shrinks: Whether its layers put out fewer rows than go in; see :class:`~.rehearsal.Looked`.
     """
 
     model: nn.Module
     measure: Callable[[], Timed]
+    shrinks: bool
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,17 @@ class RecomputingBackend(FetchingBackend):
             known = self._models[id(model)] = _Known(weakref.ref(model))
         key, kinds = self._kinds(model, args, kwargs, known.kinds)
         call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
-        if key not in known.looked:
-            known.looked[key] = look_at(call, rehearse, partial(self._attempt, model))
-        looked = known.looked[key]
-        shard, communicator, widths = self.shard, self.communicator, looked.widths
-        if widths not in self._by_widths:
-            found = in_neighbourhood(shard, communicator, max(len(widths), 1))
-            begin_pass = self.routing.first_hop.begin_forward
-            measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
-            chosen = self.choose(found, widths, Probe(model, measure))
-            self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
+        begin_pass = self.routing.first_hop.begin_forward
+        with torch.inference_mode(False):  # training uses what evaluation may begin
+            if key not in known.looked:
+                known.looked[key] = look_at(call, rehearse, partial(self._attempt, model), begin_pass)
+            looked = known.looked[key]
+            shard, communicator, widths = self.shard, self.communicator, looked.widths
+            if widths not in self._by_widths:
+                found = in_neighbourhood(shard, communicator, max(len(widths), 1))
+                measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
+                chosen = self.choose(found, widths, Probe(model, measure, looked.shrinks))
+                self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
         self._model, self._rows = looked, self._by_widths[widths]
         place = itertools.count()
         return call.changed(lambda value, kind: self._extended(value, kind, next(place)))

@@ -72,7 +72,7 @@ class Rehearsal:
 
     def __init__(self, num_rows: int, clock: Clock | None = None) -> None:
         self.num_rows, self.clock = num_rows, clock
-        self.widths: list[int] = []
+        self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
         self.hops_of: dict[int, int] = {}
         self._hop = 0
 
@@ -93,7 +93,7 @@ class Rehearsal:
         read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
         rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
         values = sum(one.numel() // one.size(node_dim(layer, one)) for one in rows if isinstance(one, Tensor))
-        self.widths.append(values)
+        self.widths[self._hop] = values
         return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)
 
     def edge_updater(
@@ -122,18 +122,31 @@ Attempt: TypeAlias = Callable[[Looked, Rows, bool], AbstractContextManager[None]
 """Runs a model's layers on such rows, as in a pass on the rank's own graph but for exchanges."""
 
 
-def look_at(call: Call, rehearse: Rehearse, attempt: Attempt) -> Looked:
+def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> Looked:
     """The hops of a forward pass: on a few nodes, each with a self-loop.
+
+    Two passes are made: only in the second is known whether the rows that the first layers get stay the same, and so
+    which side of their weights they aggregate.
 
     In a chain of layers each may put out fewer rows than the one before. Whether a model is one is tried: where rows of
     several depths meet, in a sum or a concatenation, their numbers do not fit.
+
+    Args:
+        call: The model, and what it is given.
+        rehearse: Runs it by itself.
+        attempt: The same on given rows.
+        begin_pass: Called before each pass.
     """
     counted = [Rehearsal(_COUNTED_ON) for _ in range(2)]
-    for rehearsal, training in zip(counted, (False, True), strict=True):  # some layers are there for training alone
+    for rehearsal, training in zip(counted, (True, False), strict=True):  # some layers are there for training alone
         with rehearse(rehearsal, training):
-            _run_on_loops(call, _loops(call, _COUNTED_ON))
+            model = _on_loops(call, _loops(call, _COUNTED_ON), _COUNTED_ON)
+            for _ in range(2):
+                begin_pass()
+                rehearsal.begin_pass()
+                model()
     longer = max(counted, key=lambda one: len(one.widths))
-    chain = Looked(tuple(longer.widths), shrinks=True, hops_of=longer.hops_of)
+    chain = Looked(tuple(longer.widths.values()), shrinks=True, hops_of=longer.hops_of)
     if longer.widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
         return chain
     return replace(chain, shrinks=False)
@@ -144,7 +157,7 @@ def _fits(call: Call, attempt: Attempt, chain: Looked, training: bool) -> bool:
     rows = _rows_of_loops(_loops(call, _LEFT + len(chain.widths)), len(chain.widths))
     try:
         with attempt(chain, rows, training):
-            out = _run_on_loops(call, rows.adjacency)
+            out = _on_loops(call, rows.adjacency, rows.num_owned)()
     except Exception:  # whatever a model says where numbers of rows do not fit
         return False
     return not any(one.dim() and _LEFT < one.size(0) < rows.num_rows for one in tensors_of(out))
@@ -177,21 +190,24 @@ def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
     )
 
 
-def _run_on_loops(call: Call, edges: Adjacency) -> Any:
-    """The model's output on a graph of self-loops, with ones in place of numbers that are given, and first ids."""
-    num_rows = edges.num_dst
+def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
+    """The model on a graph of self-loops, with ones in place of numbers that are given, and ids below ``num_ids``."""
 
     def given(value: Any, kind: Kind) -> Any:
         if isinstance(value, Adjacency):
             return edges
         if kind is None:
-            return within(value, num_rows)
-        return value.new_full((num_rows, *value.shape[1:]), 1 if value.is_floating_point() else 0)
+            return within(value, num_ids)
+        return value.new_full((edges.num_dst, *value.shape[1:]), 1 if value.is_floating_point() else 0)
 
-    # as in training, where a layer's weight may come before or after its sum for other reasons
-    with torch.inference_mode(False), torch.enable_grad():
-        args, kwargs = call.changed(given)
-        return call.model.forward(*args, **kwargs)
+    args, kwargs = call.changed(given)
+
+    def run() -> Any:
+        # as in training, where a layer's weight may come before or after its sum for other reasons
+        with torch.enable_grad():
+            return call.model.forward(*args, **kwargs)
+
+    return run
 
 
 def within(value: Any, num_rows: int) -> Any:

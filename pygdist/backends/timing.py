@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,11 @@ class Timed:
     row: tuple[float, ...]
     edge: tuple[float, ...]
     contention: float
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Timed:
+        """From what came of JSON."""
+        return cls(tuple(given["row"]), tuple(given["edge"]), float(given["contention"]))
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def time_hops(
         part = _part(adjacency, num_rows, num_edges)
         return _average(communicator, _train(call, rehearse, begin_pass, part, communicator, num_hops, seconds))
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.enable_grad():
         first = timed(_FIRST_ROWS, _FIRST_EDGES, _FIRST_S)
         num_rows = int(_ROWS_S / max(float(first.row.sum()), 1e-9))
         num_edges = int(_EDGES_S / max(float(first.edge.sum()), first.first_edge_s, 1e-9))
@@ -149,7 +154,7 @@ def _train(
 
     def one_pass() -> tuple[Tensor, float, float]:
         """This rank's split of it and what the processor did; seconds of the slowest rank."""
-        communicator.gather([])
+        communicator.barrier()
         before = time.process_time()
         between, inside = (
             clock.seconds(step, parameters, num_hops) if runs else ([0.0] * (num_hops + 1), [0.0] * num_hops)

@@ -170,6 +170,10 @@ class Communicator:
         self.done()
         return torch.stack(rows).cpu()
 
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather([0.0])  # nothing but numbers waits for others: an empty tensor does not travel
+
     def agree(self, error: str | None) -> None:
         """Raise on all ranks or on none: every rank says what is wrong on its side, or ``None``.
 

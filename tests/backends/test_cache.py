@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GCN, BatchNorm, GCNConv, SAGEConv
 
-from pygdist.backends import CacheBackend, distribute, undistribute
+from pygdist.backends import CacheBackend, HybridBackend, distribute, undistribute
 from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
+from pygdist.native import load
 from pygdist.testing import RankPool, assert_exact, random_graph
 
 
@@ -198,6 +199,35 @@ def test_what_is_no_chain_any_more_says_so(tmp_path: Path, pool: RankPool) -> No
     pool.run(_changing, 3, str(tmp_path / "parts"))
 
 
+class Noisy(nn.Module):
+    """Its first layer gets other rows in each pass, or the same."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.first, self.second = nn.Dropout(dropout), GCNConv(5, 3), GCNConv(3, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.first(self.dropout(x), edge_index), edge_index)
+
+
+def _widths(rank: int, world_size: int, folder: str, dropout: float) -> tuple[int, ...]:
+    backend, shard, _ = _bound(folder, rank)
+    distribute(model := Noisy(dropout).double(), backend=backend)
+    model(shard.x, shard.adjacency)
+    (found,) = backend._by_widths
+    return found
+
+
+@pytest.mark.parametrize(("dropout", "widths"), [(0.0, (5, 3)), (0.5, (3, 3))])
+def test_widths_are_those_of_later_passes(
+    dropout: float, widths: tuple[int, ...], tmp_path: Path, pool: RankPool
+) -> None:
+    """Rows that stay the same are aggregated before the layer's weight and kept; others on its narrower side."""
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    assert pool.run(_widths, 2, str(tmp_path / "parts"), dropout) == [widths] * 2
+
+
 class Branching(nn.Module):
     """Puts out, and asks for, more than it did at first."""
 
@@ -234,6 +264,9 @@ def _branching(rank: int, world_size: int, folder: str) -> None:
             torch.testing.assert_close(one, two[rows], rtol=0, atol=1e-12)
 
     args = (shard.x, shard.adjacency, own, wanted)
+    model(*args)
+    ((looked, *_),) = [list(known.looked.values()) for known in backend._models.values()]
+    assert looked.shrinks  # whatever ids are asked for
     check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id[wanted])
     check(model(*args, edges=True), twin(data.x, data.edge_index, whole, everywhere, True), shard.owned_id)
     model.hidden = twin.hidden = True
@@ -255,6 +288,24 @@ def test_models_that_do_more_than_at_first(tmp_path: Path, pool: RankPool) -> No
     data, parts = random_graph("power-law", num_nodes=200)
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
     pool.run(_branching, 3, str(tmp_path / "parts"))
+
+
+def _inferred(rank: int, world_size: int, folder: str, ratio: float) -> None:
+    shard, backend = Shard.load(folder, rank), HybridBackend(cache_ratio=ratio)
+    backend.bind(shard, Communicator(dist.new_group()))
+    model = distribute(pyg.GraphSAGE(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    with torch.inference_mode():
+        model(shard.x, shard.adjacency)
+    model(shard.x, shard.adjacency).sum().backward()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_training_uses_what_inference_mode_began(ratio: float, tmp_path: Path, pool: RankPool) -> None:
+    if load() is None and ratio < 1:
+        pytest.skip("hybrid plans in the native library")
+    data, parts = random_graph("power-law", num_nodes=200)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    pool.run(_inferred, 3, str(tmp_path / "parts"), ratio)
 
 
 def _sequential(rank: int, world_size: int, folder: str) -> float:

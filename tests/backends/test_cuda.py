@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist import Shard, distribute
-from pygdist.backends import CommBackend
+from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import LAYERS, run_ranks
@@ -21,10 +21,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 SOME = ["GCNConv", "SAGEConv-max", "GATConv", "GINConv", "BatchNorm", "GraphNorm"]
 
 
-def _compare(name: str, shard: Shard, communicator: Communicator) -> float:
+def _compare(name: str, shard: Shard, communicator: Communicator, backend: Backend) -> float:
     data, _ = random_graph("directed")
     reference = reference_step(build(name, 5, 3), data)
-    backend = CommBackend()
     backend.bind(shard, communicator)
     model = distribute(build(name, 5, 3).cuda(), backend=backend)
     found = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id.cpu())
@@ -32,17 +31,22 @@ def _compare(name: str, shard: Shard, communicator: Communicator) -> float:
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_every_layer_on_one_gpu(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [CommBackend, CacheBackend, HybridBackend])
+def test_every_layer_on_one_gpu(backend: type[Backend], name: str, tmp_path: Path) -> None:
     data, part = random_graph("directed")
     write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
-    assert _compare(name, Shard.load(tmp_path / "store", 0).to("cuda"), Communicator()) < 1e-10
+    assert _compare(name, Shard.load(tmp_path / "store", 0).to("cuda"), Communicator(), backend()) < 1e-10
 
 
 def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
     torch.cuda.set_device(rank)
     communicator = Communicator(dist.new_group(backend="nccl"))
     shard = Shard.load(store, rank).to(f"cuda:{rank}")
-    return {name: _compare(name, shard, communicator) for name in SOME}
+    return {
+        f"{name}, {backend.name}": _compare(name, shard, communicator, backend())
+        for name in SOME
+        for backend in (CommBackend, CacheBackend, HybridBackend)
+    }
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl between ranks needs two GPUs")

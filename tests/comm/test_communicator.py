@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -118,6 +119,19 @@ def _check_agree(rank: int, world_size: int) -> str:
     with pytest.raises(InputError) as error:
         communicator.agree("part_1/x.npy: is damaged" if rank == 1 else None)
     return str(error.value)
+
+
+def _leave(rank: int, world_size: int) -> tuple[float, float]:
+    communicator = Communicator(dist.new_group())
+    time.sleep(0.3 if rank == 1 else 0.0)
+    came = time.time()
+    communicator.barrier()
+    return came, time.time()
+
+
+def test_nobody_leaves_a_barrier_before_all_are_there(pool: RankPool) -> None:
+    came, left = zip(*pool.run(_leave, 3), strict=True)
+    assert max(came) <= min(left)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
