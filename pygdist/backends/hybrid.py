@@ -82,7 +82,7 @@ class HybridBackend(RecomputingBackend):
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
-            ``comm``, 1 is ``cache``.
+            ``comm``, 1 is ``cache``. Rows with very many edges below them count as equally expensive.
         costs: What decides where no share is given, instead of what is measured.
         memory_gib: Most memory that replicas may take on a rank; no limit by default.
         replan: Measure and choose anew even if a plan is kept.

@@ -25,8 +25,8 @@ _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
 # for each row, however few edges go into it, and an edge less where they are many.
 _ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
-_FIRST_S, _S = 0.03, 0.2  # that passes are made for, at first and then
-_FEWEST, _MOST = 3, 12  # passes
+_ROUNDS, _ROUND_S = 3, 0.07  # in each of which all ranks make passes for so long, without waiting for each other
+_FIRST_ROUND_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Passes:
         num_edges: Of it.
         split_s: This rank's seconds between hops (one more than there are hops), then in hops.
         first_s: In the hops of the first pass, which makes what is kept.
-        processor_s: In which it computed.
+        processor_s: Of the pass, in which the processor worked for this rank.
         pass_s: Seconds of a pass on the slowest rank.
     """
 
@@ -106,15 +106,15 @@ def time_hops(
         num_hops: Of the model.
     """
 
-    def timed(num_rows: int, num_edges: int, seconds: float) -> _Average:
+    def timed(num_rows: int, num_edges: int, rounds: int, seconds: float) -> _Average:
         part = _part(adjacency, num_rows, num_edges)
-        return _average(communicator, _train(call, rehearse, begin_pass, part, communicator, num_hops, seconds))
+        return _average(communicator, _train(call, rehearse, begin_pass, part, communicator, num_hops, rounds, seconds))
 
     with torch.enable_grad():
-        first = timed(_FIRST_ROWS, _FIRST_EDGES, _FIRST_S)
+        first = timed(_FIRST_ROWS, _FIRST_EDGES, 1, _FIRST_ROUND_S)
         num_rows = int(_ROWS_S / max(float(first.row.sum()), 1e-9))
         num_edges = int(_EDGES_S / max(float(first.edge.sum()), first.first_edge_s, 1e-9))
-        found = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _S)
+        found = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _ROUNDS, _ROUND_S)
     return Timed(tuple(found.row.tolist()), tuple(found.edge.tolist()), found.contention)
 
 
@@ -135,9 +135,10 @@ def _train(
     part: Adjacency,
     communicator: Communicator,
     num_hops: int,
+    rounds: int,
     seconds: float,
 ) -> _Passes:
-    """Train the model on a part of the graph for some time, all ranks at once, and each waits for the others.
+    """Train the model on a part of the graph, all ranks at once for as long as a round takes.
 
     Ranks may share a machine, and who computes alone there is faster.
     """
@@ -152,23 +153,22 @@ def _train(
         begin_pass()
         return _loss(call.model.forward(*args, **kwargs))
 
-    def one_pass() -> tuple[Tensor, float, float]:
-        """This rank's split of it and what the processor did; seconds of the slowest rank."""
+    def one_round(seconds: float) -> tuple[Tensor, float, float]:
+        """This rank's split of a pass and what the processor did in it; a pass of the slowest rank."""
         communicator.barrier()
-        before = time.process_time()
-        between, inside = (
-            clock.seconds(step, parameters, num_hops) if runs else ([0.0] * (num_hops + 1), [0.0] * num_hops)
-        )
-        split = torch.tensor([*between, *inside], dtype=torch.float64)
-        processor_s = time.process_time() - before
+        splits: list[Tensor] = []
+        start, before = time.perf_counter(), time.process_time()
+        while runs and (not splits or time.perf_counter() - start < seconds):
+            between, inside = clock.seconds(step, parameters, num_hops)
+            splits.append(torch.tensor([*between, *inside], dtype=torch.float64))
+        processor_s = (time.process_time() - before) / max(len(splits), 1)
+        split = torch.stack(splits).mean(0) if runs else torch.zeros(2 * num_hops + 1, dtype=torch.float64)
         return split, processor_s, float(communicator.gather([float(split.sum())]).max())
 
     with rehearse(rehearsal, True):
-        first = one_pass()[0]
-        usual = one_pass()[2]
-        number = min(max(int(seconds / max(usual, 1e-9)), _FEWEST), _MOST)
-        passes = [one_pass() for _ in range(number)]
-    splits, processor_s, slowest = zip(*passes, strict=True)
+        first = one_round(0.0)[0]
+        taken = [one_round(seconds) for _ in range(rounds)]
+    splits, processor_s, slowest = zip(*taken, strict=True)
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,

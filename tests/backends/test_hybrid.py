@@ -126,6 +126,24 @@ def test_a_share_takes_the_cheapest() -> None:
 
 
 @needs_native
+def test_a_share_of_a_dense_graph_is_chosen_without_walking_all_of_it_for_each_row() -> None:
+    rng = np.random.default_rng(0)
+    owned, halo, degree = 10, 4000, 300  # 3 hops below a row: 1.2 M edges, and that 4000 times
+    num_rows = owned + halo
+    found = Neighbourhood(
+        n_id=torch.arange(num_rows),
+        owner=torch.zeros(num_rows, dtype=torch.int64),
+        num_hops=3,
+        indptr=torch.arange(num_rows + 1) * degree,
+        index=torch.from_numpy(rng.integers(0, num_rows, num_rows * degree)),
+        place=torch.arange(num_rows * degree),
+    )
+    costs = Costs(vertex=1.0, edge=1.0, value=0.0)
+    chosen, _ = _chosen(found, owned, halo, (3, 3, 3), costs.by_hop((3, 3, 3)), 0.5, None)
+    assert chosen.sum(axis=1).tolist() == [2000, 2000, 2000]
+
+
+@needs_native
 def test_no_more_than_the_memory_holds() -> None:
     found = _near(np.random.default_rng(5), owned=9, halo=20, beyond=12)
     costs = Costs(vertex=0.0, edge=0.0, value=1.0)
@@ -317,24 +335,27 @@ def test_the_expected_epoch_follows_the_costs() -> None:
     assert busy.epoch_s == pytest.approx(fetched.epoch_s - 0.65 - 6.05)
 
 
-def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int, int]:
-    """Bytes that a rank sends in an epoch: counted, and worked out."""
+def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int, list[list[int]]]:
+    """Bytes that a rank sends in an epoch; for each hop the nodes that it chose to compute again."""
     communicator, shard = Communicator(dist.new_group()), Shard.load(folder, rank)
     backend = HybridBackend(cache_ratio=ratio)
     backend.bind(shard, communicator)
+    chosen: list[list[int]] = []
+    choose = backend.choose
+
+    def noted(found: Neighbourhood, widths: tuple[int, ...], probe: Any) -> list[torch.Tensor]:
+        masks = choose(found, widths, probe)
+        chosen.extend(found.n_id[mask].tolist() for mask in masks)
+        return masks
+
+    backend.choose = noted  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = GCN(5, 6, num_layers=3, out_channels=4).double()
     distribute(model, backend=backend, savings=Savings(first_hop=False))
     for _ in range(2):
         communicator.meter.reset()
         model(shard.x, shard.adjacency).sum().backward()
-    ((widths, rows),) = backend._by_widths.items()
-    assert widths == (5, 6, 4)  # each is aggregated on the narrower side of its weight
-    fetched = [arrival.plan for arrival in rows.fetched]
-    values = sum(plan.num_sent * width for plan, width in zip(fetched, widths, strict=True))
-    # gradients of what arrived go back, but for features
-    values += sum(plan.num_received * width for plan, width in zip(fetched[1:], widths[1:], strict=True))
-    return communicator.meter.read().sent_bytes, values * 8
+    return communicator.meter.read().sent_bytes, chosen
 
 
 @needs_native
@@ -342,6 +363,20 @@ def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int
 def test_bytes_are_those_of_the_rows_that_are_fetched(ratio: float, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_nodes=200)
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
-    for counted, expected in pool.run(_traffic, 3, str(tmp_path / "parts"), ratio):
-        assert counted == expected
-        assert (counted > 0) == (ratio < 1)
+    sources: dict[int, set[int]] = {}
+    for source, target in data.edge_index.t().tolist():
+        sources.setdefault(target, set()).add(source)
+    found = pool.run(_traffic, 3, str(tmp_path / "parts"), ratio)
+    expected = 0
+    for rank, (_, chosen) in enumerate(found):
+        own = set((parts[3] == rank).nonzero()[0].tolist())
+        halo = set().union(*(sources.get(node, set()) for node in own)) - own
+        needed: set[int] = set()  # of others' rows, after the hop
+        for hop, width in zip((3, 2, 1), (4, 6, 5), strict=True):  # on the narrower side of each weight
+            needed |= {*chosen[hop - 1]}.union(*(sources.get(node, set()) for node in needed)) - own
+            # gradients of what was fetched go back, but for features
+            expected += len(halo - needed) * width * 8 * (2 if hop > 1 else 1)
+        if ratio == 0.4:
+            assert 0 < len(chosen[2]) < len(halo)
+    assert sum(sent for sent, _ in found) == expected
+    assert (expected > 0) == (ratio < 1)

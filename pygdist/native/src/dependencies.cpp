@@ -11,19 +11,26 @@
 
 namespace {
 
+// Where a share is asked for no cost ends a walk. On dense graphs nearly all of the graph is below most rows: which of
+// these is the cheaper one is not worth walking so many edges of each.
+constexpr int64_t kEdgesOfAllWalks = 200'000'000, kEdgesOfAWalk = 10'000;
+
 // The rows below one dependency, level by level; those that are replicas already cost nothing, nor does what is below.
 class Subtree {
  public:
   Subtree(const pygdist_dependencies& given, std::vector<std::vector<uint8_t>>& replicas)
       : given_(given), replicas_(replicas), seen_(given.num_rows, 0) {}
 
-  // Seconds to compute the row of `root` after hop `level` again, `limit` or more if it is at least that.
-  double cost(int64_t root, int32_t level, double limit) {
+  // Seconds to compute the row of `root` after hop `level` again, `limit` or more if it is at least that; less than it
+  // is where it takes more than `most_edges`.
+  double cost(int64_t root, int32_t level, double limit, int64_t most_edges) {
     double seconds = 0;
+    int64_t edges = 0;
     walk(root, level, [&](int64_t row, int32_t at) {
-      seconds += given_.row_s[at];
-      if (at > 0) seconds += static_cast<double>(given_.indptr[row + 1] - given_.indptr[row]) * given_.edge_s[at];
-      return seconds < limit;
+      const int64_t degree = at > 0 ? given_.indptr[row + 1] - given_.indptr[row] : 0;
+      seconds += given_.row_s[at] + static_cast<double>(degree) * given_.edge_s[at];
+      edges += degree;
+      return seconds < limit && edges < most_edges;
     });
     return seconds;
   }
@@ -94,16 +101,18 @@ int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* 
     const bool by_share = given->share >= 0;
     const int64_t most = by_share ? static_cast<int64_t>(given->share * static_cast<double>(halo) + 0.5) : halo;
     const double limit = by_share ? std::numeric_limits<double>::infinity() : fetch;
+    const int64_t most_edges = by_share && halo > 0 ? std::max(kEdgesOfAWalk, kEdgesOfAllWalks / halo)
+                                                    : std::numeric_limits<int64_t>::max();
     uint8_t* mine = chosen + (hop - 1) * halo;
     std::fill(mine, mine + halo, 0);
-    for (int64_t i = 0; i < halo; ++i) cost[i] = subtree.cost(given->num_owned + i, hop - 1, limit);
+    for (int64_t i = 0; i < halo; ++i) cost[i] = subtree.cost(given->num_owned + i, hop - 1, limit, most_edges);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cost[a] < cost[b]; });
     double again = 0;
     int64_t taken = 0;
     for (int64_t i = 0; i < halo && taken < most && !full; ++i) {
       const int64_t row = given->num_owned + order[i];
-      const double now = subtree.cost(row, hop - 1, limit);
+      const double now = subtree.cost(row, hop - 1, limit, most_edges);
       if (now >= limit) continue;
       full = !subtree.keep(row, hop - 1, room);
       if (full) break;
