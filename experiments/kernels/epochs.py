@@ -86,7 +86,6 @@ def run(command: Sequence[str], folder: Path, options: argparse.Namespace) -> En
     paths = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     threads = str(options.threads)
     environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    environment["MASTER_PORT"] = "0"  # one process listens at any that is free then; Lightning looks for one before
     limit = int(options.max_gib * _GIB)
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         process = subprocess.Popen(

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
 
 from pygdist.lightning import GraphDDPStrategy, strategies
+from pygdist.testing import RankPool
 from tests.lightning import runs
 
 _FAULTS = """
@@ -39,14 +39,18 @@ def test_large_tensors_are_mapped_once() -> None:
     assert kept < default / 4
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_strategy_may_leave_the_c_library_as_it_is(
-    keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _keeps(rank: int, world_size: int, folder: str, keep: bool) -> bool:
     called: list[bool] = []
-    monkeypatch.setattr(strategies, "keep_freed_memory", lambda: called.append(True))
-    classifier, data = runs.module(str(tmp_path))
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = GraphDDPStrategy(keep_memory=keep)
-    Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **options).fit(classifier, datamodule=data)
-    assert bool(called) == keep
+    before, strategies.keep_freed_memory = strategies.keep_freed_memory, lambda: bool(called.append(True))
+    try:
+        classifier, data = runs.module(folder)
+        trainer = runs.trainer(rank, world_size, folder, strategy=GraphDDPStrategy(keep_memory=keep), max_epochs=1)
+        trainer.fit(classifier, datamodule=data)
+    finally:
+        strategies.keep_freed_memory = before
+    return bool(called)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_strategy_may_leave_the_c_library_as_it_is(keep: bool, tmp_path: Path, pool: RankPool) -> None:
+    assert pool.run(_keeps, 2, str(tmp_path), keep) == [keep] * 2
