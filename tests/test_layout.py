@@ -54,8 +54,9 @@ def test_imports_run_downward(path: Path) -> None:
 
 def test_backends_do_not_import_each_other() -> None:
     systems = {path.stem for path in (ROOT / "backends").glob("*.py")} - {
-        "__init__", "arguments", "attention", "base", "blocks", "chunks", "fetched", "layers", "overlap", "plans",
-        "probe", "recomputing", "refusals", "rehearsal", "replicas", "reuse", "routing", "savings", "timing", "weights",
+        "__init__", "arguments", "attention", "base", "blocks", "chunks", "fetched", "hop", "inputs", "layers",
+        "overlap", "overlap_attention", "plans", "probe", "recomputing", "refusals", "rehearsal", "replicas", "reuse",
+        "routing", "savings", "timing", "weights",
     }  # fmt: skip
     for system in systems:
         others = {f"pygdist.backends.{other}" for other in systems - {system}}

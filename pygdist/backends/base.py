@@ -202,7 +202,7 @@ class Backend(ABC):
 
     @property
     def planning_s(self) -> float | None:
-        """Seconds that measuring and planning took on this rank, in the first epoch; or ``None``."""
+        """Seconds in the first epoch in which this rank found what is around its nodes and chose; or ``None``."""
         return None
 
     @property

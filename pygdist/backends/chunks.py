@@ -84,7 +84,7 @@ class Chunk:
         """The edges by source; made once."""
         if self._transposed is None:
             with torch.inference_mode(False):
-                self._transposed = transpose(CSR(self.csr.indptr, self.csr.index, self.csr.num_cols))
+                self._transposed = transpose(self.csr.unpermuted())
         return self._transposed
 
     def values(self, value: Tensor | None, *, transposed: bool = False) -> Tensor | None:

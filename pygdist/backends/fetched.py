@@ -19,6 +19,7 @@ from typing_extensions import override
 from pygdist.backends.attention import Unscored, attends_by_piece, attention_hop, defers_scores
 from pygdist.backends.base import Backend, Inner
 from pygdist.backends.chunks import Arrival
+from pygdist.backends.hop import Hop
 from pygdist.backends.layers import (
     fused_arguments,
     fuses,
@@ -27,7 +28,7 @@ from pygdist.backends.layers import (
     norms_over_edges,
     with_phantom_edge,
 )
-from pygdist.backends.overlap import ChunkedAdjacency, Hop
+from pygdist.backends.overlap import ChunkedAdjacency
 from pygdist.comm import ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency

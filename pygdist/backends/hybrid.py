@@ -117,17 +117,13 @@ class HybridBackend(RecomputingBackend):
             raise InputError(f"memory_gib is {memory_gib}, expected no negative number")
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
-        self._planning_s: float | None = None
 
     @override
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         if self.communicator.world_size == 1 or not widths:
             return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
         if self.cache_ratio is None and self.costs is None:
-            start = time.perf_counter()
-            chosen = self._measured(found, widths, probe)
-            self._planning_s = time.perf_counter() - start
-            return chosen
+            return self._measured(found, widths, probe)
         shard, communicator = self.shard, self.communicator
         if self.cache_ratio is not None:
             chosen = self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
@@ -149,11 +145,6 @@ class HybridBackend(RecomputingBackend):
     @override
     def expected_epoch_s(self) -> float | None:
         return None if self.expected is None else self.expected.epoch_s
-
-    @property
-    @override
-    def planning_s(self) -> float | None:
-        return self._planning_s
 
     def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         shard, communicator = self.shard, self.communicator
@@ -238,7 +229,7 @@ class HybridBackend(RecomputingBackend):
             masks[:, own : own + halo] = True
             return list(masks)
         row_bytes = [_COPIES * self.shard.x.element_size() * width for width in widths]
-        chosen = _chosen(found, own, halo, row_bytes, costs, share, self.memory_gib)[0]
+        chosen = _chosen(found, own, halo, row_bytes, costs, share, self.memory_gib)
         masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
         masks[:, own : own + halo] = torch.from_numpy(chosen.astype(bool))
         return list(masks)
@@ -252,8 +243,8 @@ def _chosen(
     costs: HopCosts,
     share: float | None,
     memory_gib: float | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which halo rows each hop computes again, ``(hops, halo)``, and seconds of that and of fetching, ``(hops, 2)``."""
+) -> np.ndarray:
+    """Which halo rows each hop computes again, ``(hops, halo)``."""
     native = load()
     if native is None:
         raise InputError(
@@ -261,7 +252,7 @@ def _chosen(
             "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'cache' and 'comm' work without"
         )
     num_hops = len(row_bytes)
-    chosen, seconds = np.zeros((num_hops, num_halo), dtype=np.uint8), np.zeros((num_hops, 2))
+    chosen = np.zeros((num_hops, num_halo), dtype=np.uint8)
     indptr, index = found.indptr.numpy(), found.index.numpy()
     row, edge, fetch = (
         np.array(part, dtype=np.float64) for part in (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch))
@@ -282,10 +273,10 @@ def _chosen(
         share=-1.0 if share is None else share,
         num_hops=num_hops,
     )
-    status = native.pygdist_choose_dependencies(ctypes.byref(given), chosen.ctypes.data, seconds.ctypes.data)
+    status = native.pygdist_choose_dependencies(ctypes.byref(given), chosen.ctypes.data)
     if status != 0:
         raise MemoryError("not enough memory to choose what is computed again")
-    return chosen, seconds
+    return chosen
 
 
 def _described(expected: Expected) -> str:

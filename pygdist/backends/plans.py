@@ -191,5 +191,8 @@ def _similar(before: float, now: float) -> bool:
 def _replaced(path: Path, rank: int) -> Iterator[Path]:
     """Where a file is written before it takes its place, so that half of one is never taken for whole."""
     before = path.with_name(f"{path.name}.{rank}.{os.getpid()}.tmp")
-    yield before
-    before.replace(path)
+    try:
+        yield before
+        before.replace(path)
+    finally:
+        before.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ rank's own loss go through its replicas into the parameters, or back to the owne
 from __future__ import annotations
 
 import contextlib
-import itertools
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ from pygdist.backends.arguments import each_tensor, first_rows, mapped, node_dim
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.fetched import FetchingBackend, WireDtype
+from pygdist.backends.inputs import ModelInputs, in_order, kinds_of
 from pygdist.backends.layers import computes_fewer, layer_name
 from pygdist.backends.rehearsal import Call, Kind, Looked, Rehearsal, look_at
 from pygdist.backends.replicas import Rows, leading, make_rows
@@ -85,10 +86,8 @@ class RecomputingBackend(FetchingBackend):
         self._at = 0  # the hop that runs, or whose edge_updater runs
         self._alone = False  # a model runs on a graph of this rank's own, to be looked at; nothing is exchanged
         self._rehearsal: Rehearsal | None = None  # what its hops are handed over to then, if anything
-        # of each of a model's inputs that stays the same: what was given, so that its memory stays its own, and how it
-        # was told from others; what the model gets for it
-        self._inputs: dict[tuple[int, int], tuple[Tensor, tuple[object, ...], Tensor]] = {}
-        self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
+        self._inputs = ModelInputs()
+        self._planning_s: float | None = None
 
     @abstractmethod
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
@@ -99,6 +98,11 @@ class RecomputingBackend(FetchingBackend):
             widths: How many values of a source each hop reads.
             probe: The model, and what measures its hops.
         """
+
+    @property
+    @override
+    def planning_s(self) -> float | None:
+        return self._planning_s
 
     @override
     def unbind(self) -> None:
@@ -121,7 +125,7 @@ class RecomputingBackend(FetchingBackend):
         if known is None or known.model() is not model:
             self._models = {key: one for key, one in self._models.items() if one.model() is not None}
             known = self._models[id(model)] = _Known(weakref.ref(model))
-        key, kinds = self._kinds(model, args, kwargs, known.kinds)
+        key, kinds = kinds_of(model, args, kwargs, self.shard, self.communicator, known.kinds)
         call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
         begin_pass = self.routing.first_hop.begin_forward
         with torch.inference_mode(False):  # training uses what evaluation may begin
@@ -130,56 +134,18 @@ class RecomputingBackend(FetchingBackend):
             looked = known.looked[key]
             shard, communicator, widths = self.shard, self.communicator, looked.widths
             if widths not in self._by_widths:
+                start = time.perf_counter()
                 found = in_neighbourhood(shard, communicator, max(len(widths), 1))
                 measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
                 chosen = self.choose(found, widths, Probe(model, measure, looked.shrinks))
+                self._planning_s = time.perf_counter() - start
                 self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
         self._model, self._rows = looked, self._by_widths[widths]
-        place = itertools.count()
-        return call.changed(lambda value, kind: self._extended(value, kind, next(place)))
+        return self._inputs.extended(call, self._rows, shard, communicator)
 
     @override
     def forget_model(self, model: nn.Module) -> None:
         self._models.pop(id(model), None)
-
-    def _kinds(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: dict[tuple[object, ...], list[Kind]],
-    ) -> tuple[tuple[object, ...], list[Kind]]:
-        """Which arguments of the model hold a row per node, and which a row per edge; see :class:`~.rehearsal.Call`.
-
-        Told by their length, and by all ranks together: class weights may be as long as one rank's nodes are many.
-        """
-        shard = self.shard
-        expected: dict[Kind, int] = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
-        looks: list[tuple[str, object]] = []
-        lengths: list[int] = []
-
-        def look(name: str, value: Any) -> Any:
-            rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
-            plain = value if isinstance(value, (bool, str)) else type(value)
-            looks.append((name, value.dim() if rows else plain))
-            lengths.append(value.size(0) if rows else -1)
-            return value
-
-        mapped(model.forward, args, kwargs, look)
-        key = tuple(looks)
-        if key not in known:
-            fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]
-            everywhere = self.communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
-            nodes, edges = everywhere[: len(lengths)], everywhere[len(lengths) :]
-            known[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
-        for (name, _), kind, length in zip(looks, known[key], lengths, strict=True):
-            if kind is not None and length != expected[kind]:
-                raise InputError(
-                    f"argument '{name or type(model).__name__}' of the model held a row for each {kind} of the rank "
-                    f"before, {expected[kind]}; now it has another number on rank {shard.rank}",
-                    of_one_rank=True,
-                )
-        return key, known[key]
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -200,45 +166,17 @@ class RecomputingBackend(FetchingBackend):
         super().end_forward()
         self._entered = None
 
-    def _extended(self, value: Any, kind: Kind, place: int) -> Any:
-        """An input of the model, by its place, with what this rank has more than a rank of ``comm``."""
-        rows, shard = self._running, self.shard
-        if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
-            return rows.adjacency if value.value is None else self._weighted(value.value, place)
-        return value if kind is None else self._grown(value, rows.edges if kind == "edge" else rows.inputs, place)
-
-    def _weighted(self, weight: Tensor, place: int) -> Adjacency:
-        """The edges with weights, the same object for the same weights: what is derived from it is kept by that."""
-        grown = self._grown(weight, self._running.edges, place)
-        key = identity_of(grown)
-        if self._adjacency is None or self._adjacency[0] != key:
-            self._adjacency = (key, self._running.adjacency.with_value(grown))
-        return self._adjacency[1]
-
-    def _grown(self, value: Tensor, arrival: Arrival, place: int) -> Tensor:
-        """Own rows, then others'; fetched once if they stay the same."""
-        fixed = fixable(value) and not (value.requires_grad and torch.is_grad_enabled())
-        known = self._inputs.get((id(arrival), place))
-        if fixed and known is not None and known[1] == identity_of(value):
-            return known[2]
-        with torch.inference_mode(False):
-            arrived = self.communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
-            grown = torch.cat([value, _in_order(arrived, arrival)])
-        if fixed:
-            self._inputs[id(arrival), place] = (value.detach(), identity_of(value), grown)
-        return grown
-
     @contextlib.contextmanager
     def _rehearse(self, model: nn.Module, rehearsal: Rehearsal, training: bool) -> Iterator[None]:
         """Hand a model's hops over; see :data:`~.rehearsal.Rehearse`."""
         first_hop, shard = self.routing.first_hop, self.shard
         with self._by_itself(model, training):
-            self._rehearsal = rehearsal
+            self._rehearsal, first_hop.rehearsed = rehearsal, True
             first_hop.stands_for = max(1.0, (shard.num_owned + shard.num_halo) / max(rehearsal.num_rows, 1))
             try:
                 yield
             finally:
-                self._rehearsal, first_hop.stands_for = None, 1.0
+                self._rehearsal, first_hop.rehearsed, first_hop.stands_for = None, False, 1.0
 
     @contextlib.contextmanager
     def _attempt(self, model: nn.Module, looked: Looked, rows: Rows, training: bool) -> Iterator[None]:
@@ -405,7 +343,7 @@ class RecomputingBackend(FetchingBackend):
         if self._alone:
             others = own[:1].expand(rows.n_id.numel() - rows.num_owned, *own.shape[1:])
         else:
-            others = _in_order(self.communicator.exchange_rows(own, arrival.plan, label="node values"), arrival)
+            others = in_order(self.communicator.exchange_rows(own, arrival.plan, label="node values"), arrival)
         every = torch.cat([own, others])
         return every if self._entered is None else every[: self.num_sources]
 
@@ -451,15 +389,3 @@ class RecomputingBackend(FetchingBackend):
     @property
     def _running(self) -> Rows:
         return self._bound(self._rows)
-
-
-def _kind(name: str, node: bool, edge: bool) -> Kind:
-    """Of what an argument holds a row, by its name and whether it is as long as a rank has nodes, or edges."""
-    if name.startswith("edge_"):
-        return "edge" if edge else None
-    return "node" if node else "edge" if edge and not name else None
-
-
-def _in_order(arrived: Tensor, arrival: Arrival) -> Tensor:
-    """Rows in the order of this rank, from that in which their owners send them."""
-    return arrived.index_select(0, torch.argsort(arrival.position))

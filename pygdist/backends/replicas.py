@@ -127,7 +127,7 @@ def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, ch
     csr = CSR(indptr, index.to(narrowest(order.numel())), order.numel())
 
     n_id, owner = found.n_id[order], found.owner[order]
-    edge_owner = torch.repeat_interleave(owner[: computed[0]], indptr.diff())
+    replicas = slice(num_owned, rows_with_edges)
     fetched, exchanges = [], []
     for hop in range(1, len(needed)):
         wanted = base[is_halo & ~needed[hop - 1]].sort().values
@@ -147,7 +147,7 @@ def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, ch
         fetched=tuple(fetched),
         inputs=_arrival(shard, communicator, n_id, owner, torch.arange(num_owned, computed[0])),
         everything=_arrival(shard, communicator, n_id, owner, torch.arange(num_owned, order.numel())),
-        edges=_edges(communicator, found.place[entries], edge_owner, num_own_edges),
+        edges=_edges(communicator, found.start[order[replicas]], degree[replicas], owner[replicas], num_own_edges),
         num_own_edges=num_own_edges,
         exchanges=tuple(exchanges),
     )
@@ -168,16 +168,20 @@ def _arrival(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tens
     return Arrival(plan=plan, position=wanted[order])
 
 
-def _edges(communicator: Communicator, place: Tensor, owner: Tensor, num_own: int) -> Arrival:
-    """Edges of replicas, by their position at the owner of their target."""
-    place, owner = place[num_own:], owner[num_own:]
+def _edges(communicator: Communicator, start: Tensor, degree: Tensor, owner: Tensor, num_own: int) -> Arrival:
+    """Edges of replicas: where those of each begin at its owner, and how many they are."""
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
-    asked = communicator.swap(place[order].split(counts), label="plan of an exchange of edges")
+    extents = torch.stack([start, degree], dim=1)[order]
+    asked = communicator.swap(extents.split(counts), label="plan of an exchange of edges")
+    sent = [ranges(*part.unbind(1)) for part in asked]
     plan = ExchangePlan(
-        send_index=torch.cat(asked), send_counts=tuple(part.numel() for part in asked), recv_counts=tuple(counts)
+        send_index=torch.cat(sent),
+        send_counts=tuple(part.numel() for part in sent),
+        recv_counts=tuple(int(part[:, 1].sum()) for part in extents.split(counts)),
     )
-    return Arrival(plan=plan, position=num_own + order)
+    first = num_own + degree.cumsum(0) - degree
+    return Arrival(plan=plan, position=ranges(first[order], degree[order]))
 
 
 def _on(rows: Rows, device: torch.device) -> Rows:

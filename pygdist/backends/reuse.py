@@ -65,7 +65,8 @@ class FirstHop:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.stands_for = 1.0  # each row of a hop stands for so many: more than one while a model is tried on few
+        self.stands_for = 1.0  # each row of a hop stands for so many
+        self.rehearsed = False  # a model is tried on few rows
         self._states: weakref.WeakKeyDictionary[MessagePassing, dict[tuple[int, bool], _Kept | _Changing]]
         self._states = weakref.WeakKeyDictionary()
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
@@ -165,7 +166,7 @@ class FirstHop:
             self._limit = self._backend.first_hop_bytes(result.device)
         total = self.stands_for * (self.kept_bytes + result.nbytes)
         fits = self._backend.max_over_ranks(int(total > self._limit)) == 0
-        if not fits and self.stands_for == 1:
+        if not fits and not self.rehearsed:
             warnings.warn(
                 f"the first hop of {layer_name(layer)} is computed in every epoch: keeping its result would bring what "
                 f"is kept to {total / 2**20:.0f} MiB on this rank or more on another, beyond the limit of "

@@ -6,7 +6,6 @@ so on, one hop after the other. Every rank makes every call.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +28,11 @@ class Neighbourhood:
         indptr: In-edges of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``; rows that are ``num_hops`` away or more
             have none here.
         index: Source of each edge, a position in ``n_id``; in its owner's order.
-        place: Position of each edge among those of the rank that owns its target.
+        start: Where the in-edges of each row begin among those of the rank that owns it; of rows that have some here.
 
     Shapes:
-        ``n_id`` and ``owner`` are :math:`(N)`, ``indptr`` :math:`(N + 1)`, ``index`` and ``place`` :math:`(E)`; int64.
+        ``n_id`` and ``owner`` are :math:`(N)`, ``indptr`` :math:`(N + 1)`, ``index`` :math:`(E)`, ``start`` at most
+        :math:`(N)`; int64.
     """
 
     n_id: Tensor
@@ -40,7 +40,7 @@ class Neighbourhood:
     num_hops: int
     indptr: Tensor
     index: Tensor
-    place: Tensor
+    start: Tensor
 
 
 def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) -> Neighbourhood:
@@ -55,26 +55,27 @@ def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) ->
     counts = [shard.num_owned, *shard.plan.recv_counts]  # the halo is grouped by owner
     owner = torch.repeat_interleave(torch.tensor([shard.rank, *range(shard.num_parts)]), torch.tensor(counts))
     n_id = shard.n_id.cpu()
-    degrees, sources, places = [csr.indptr.diff().cpu()], [csr.index.long().cpu()], [torch.arange(csr.num_entries)]
+    starts, degrees, sources = [csr.indptr[:-1].cpu()], [csr.indptr.diff().cpu()], [csr.index.long().cpu()]
     done = shard.num_owned
     for _ in range(num_hops - 1):
         frontier = slice(done, n_id.numel())
-        degree, source, place, ids, owners = _ask(shard, communicator, n_id[frontier], owner[frontier], owner)
+        start, degree, edges, met = _ask(shard, communicator, n_id[frontier], owner[frontier], owner)
         done = n_id.numel()
-        n_id, owner, position = _met(n_id, owner, ids, owners)
+        n_id, owner, position = _met(n_id, owner, *torch.cat(met).unbind(1))
+        starts.append(start)
         degrees.append(degree)
-        sources.append(position[source])
-        places.append(place)
-    indptr = torch.zeros(n_id.numel() + 1, dtype=torch.int64)
+        of_rank = position.split([part.size(0) for part in met])
+        sources += [among.index_select(0, part) for among, part in zip(of_rank, edges, strict=True)]
     known = torch.cat(degrees)
+    indptr = torch.zeros(n_id.numel() + 1, dtype=torch.int64)
     indptr[1 : known.numel() + 1] = known
     return Neighbourhood(
         n_id=n_id,
         owner=owner,
         num_hops=num_hops,
-        indptr=indptr.cumsum(0),
+        indptr=indptr.cumsum_(0),
         index=torch.cat(sources),
-        place=torch.cat(places),
+        start=torch.cat(starts),
     )
 
 
@@ -104,40 +105,31 @@ def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Te
 
 def _ask(
     shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor, owner_of_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In-edges of nodes: number, source and place of each, in the order asked for; ids of the sources, their owners.
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """In-edges of nodes, which are grouped by owner.
 
-    Edges travel as positions among the sources, of which there are far fewer: what is done for each edge is an indexed
-    copy, and only sources are looked up.
+    Returns where they begin there and how many they are; rank by rank, the position of each edge's source among the
+    sources met there, and these with their owners. Edges travel as positions, as there are far fewer sources: what is
+    done for each edge is an indexed copy, and only sources are looked up.
     """
-    order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
-    asked = communicator.swap(n_id[order].split(counts), label="in-edges, asked for")
+    asked = communicator.swap(n_id.split(counts), label="in-edges, asked for")
     csr, owned = shard.adjacency.csr(), shard.owned_id.cpu()
     indptr, index, ids = csr.indptr.cpu(), csr.index.cpu(), shard.n_id.cpu()
     extents, edges, nodes = [], [], []
     for wanted in asked:
         rows = torch.searchsorted(owned, wanted)
         start, degree = indptr[rows], indptr[rows + 1] - indptr[rows]
-        local = index[ranges(start, degree)]
+        local = index.index_select(0, ranges(start, degree))
         used = torch.zeros(ids.numel(), dtype=torch.bool)
         used[local] = True
         known = used.nonzero().squeeze(1)
         extents.append(torch.stack([start, degree], dim=1))
-        edges.append((used.cumsum(0, dtype=torch.int32) - 1)[local])
+        edges.append((used.cumsum(0, dtype=torch.int32) - 1).index_select(0, local))
         nodes.append(torch.stack([ids[known], owner_of_rows[known]], dim=1))
     start, degree = torch.cat(communicator.swap(extents, label="in-edges, numbers")).unbind(1)
     found = communicator.swap(edges, label="in-edges")
-    met = communicator.swap(nodes, label="in-edges, sources")
-    before = [0, *itertools.accumulate(part.size(0) for part in met)]
-    source = torch.cat([part.long() + first for part, first in zip(found, before, strict=False)])
-    # back to the order asked for
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel())
-    first = degree.cumsum(0) - degree
-    start, degree = start[back], degree[back]
-    ids, owners = torch.cat(met).unbind(1)
-    return degree, source[ranges(first[back], degree)], ranges(start, degree), ids, owners
+    return start, degree, found, communicator.swap(nodes, label="in-edges, sources")
 
 
 def ranges(start: Tensor, length: Tensor) -> Tensor:
@@ -148,11 +140,13 @@ def ranges(start: Tensor, length: Tensor) -> Tensor:
 
 
 def _met(n_id: Tensor, owner: Tensor, ids: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append the nodes of ``ids`` that are new; also the position of each of ``ids``."""
+    """Append the nodes of ``ids`` that are new, grouped by owner; also the position of each of ``ids``."""
     values, first = _unique(torch.cat([n_id, ids]))
     new = first >= n_id.numel()
-    grown = torch.cat([n_id, values[new]])
-    owner = torch.cat([owner, torch.cat([owner, owners])[first[new]]])
+    ids_of_new, owner_of_new = values[new], owners[first[new] - n_id.numel()]
+    order = torch.argsort(owner_of_new, stable=True)
+    grown = torch.cat([n_id, ids_of_new[order]])
+    owner = torch.cat([owner, owner_of_new[order]])
     by_id = torch.argsort(grown)
     return grown, owner, by_id[torch.searchsorted(grown[by_id], ids.contiguous())]
 

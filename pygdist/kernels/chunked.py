@@ -55,7 +55,7 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *,
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
     """How many entries of each row attain its maximum or minimum ``out``, value by value."""
     op = "copy" if weight is None else "mul"
-    plain = CSR(csr.indptr, csr.index, csr.num_cols)
+    plain = csr.unpermuted()
     share = kernels_for(x).share_ties(plain, x, weight, op, out, torch.ones_like(out))
     # an extremum of 0 has one share more; where nothing attains it, 1 / 0
     return torch.where(share.isinf(), 0, (1 / share).round() - (out == 0).to(out.dtype))
@@ -70,7 +70,7 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, out: Tensor
 
 def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float) -> GatPart:
     """What :func:`pygdist.kernels.gat` computes, for some of the edges, and what merging and gradients need of it."""
-    plain = CSR(csr.indptr, csr.index, csr.num_cols)
+    plain = csr.unpermuted()
     found: GatPart = kernels_for(x).gat(plain, x, source, target, slope, True)
     return found
 

@@ -53,6 +53,10 @@ class CSR:
         if any(tensor.device != self.indptr.device for tensor in (self.index, self.perm) if tensor is not None):
             raise ValueError(f"indptr is on {self.indptr.device}, index and perm must be too")
 
+    def unpermuted(self) -> CSR:
+        """The same entries, whose values come in their own order."""
+        return CSR(self.indptr, self.index, self.num_cols)
+
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, *, num_rows: int, num_cols: int) -> CSR:
         """Sort entries by row; entries of one row keep their order.

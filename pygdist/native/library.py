@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 10
+ABI_VERSION = 11
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -159,7 +159,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_fill_neighbours": (_EDGES, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_place_nodes": (_LONG, _LONG, _ARRAY, _ARRAY, _INT, _LONG, _INT, _REAL, _REAL, _ARRAY, _ARRAY),
     "pygdist_parse_edges": (ctypes.c_char_p, _LONG, ctypes.POINTER(NativeText), _ARRAY),
-    "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY),
+    "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY),
     "pygdist_follow_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY, _ARRAY),
     "pygdist_counting_sort": (_ARRAY, _LONG, _LONG, _ARRAY, _ARRAY),
     "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),

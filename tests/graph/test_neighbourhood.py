@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
-from pygdist.graph.neighbourhood import fetch_plan, in_neighbourhood
+from pygdist.graph.neighbourhood import fetch_plan, in_neighbourhood, ranges
 from pygdist.testing import RankPool, random_graph
 
 
@@ -37,12 +37,15 @@ def _check(rank: int, world_size: int, folder: str, kind: str, num_hops: int) ->
         mine = found.n_id[found.index[found.indptr[row] : found.indptr[row + 1]]]
         assert torch.equal(mine, source[target == node]) if edges_of[node] else mine.numel() == 0
 
-    # positions are among the edges of the owner of their target
+    # rows begin among the edges of their owner
+    degree = found.indptr.diff()[: found.start.numel()]
+    assert found.indptr[-1] == degree.sum()
     row = torch.repeat_interleave(torch.arange(found.n_id.numel()), found.indptr.diff())
+    place = ranges(found.start, degree)
     for owner in range(world_size):
         there = (part[target] == owner).nonzero().squeeze(1)
         mine = found.owner[row] == owner
-        edge = there[found.place[mine]]
+        edge = there[place[mine]]
         assert torch.equal(source[edge], found.n_id[found.index[mine]])
         assert torch.equal(target[edge], found.n_id[row[mine]])
 

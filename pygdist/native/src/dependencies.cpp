@@ -88,7 +88,7 @@ class Subtree {
 
 extern "C" {
 
-int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen, double* seconds) try {
+int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen) try {
   const int64_t halo = given->num_halo;
   std::vector<std::vector<uint8_t>> replicas(given->num_hops, std::vector<uint8_t>(given->num_rows, 0));
   Subtree subtree(*given, replicas);
@@ -97,10 +97,9 @@ int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* 
   double room = given->max_bytes;
   bool full = false;  // the algorithm ends with the first that does not fit
   for (int32_t hop = 1; hop <= given->num_hops; ++hop) {
-    const double fetch = given->fetch_s[hop];
     const bool by_share = given->share >= 0;
     const int64_t most = by_share ? static_cast<int64_t>(given->share * static_cast<double>(halo) + 0.5) : halo;
-    const double limit = by_share ? std::numeric_limits<double>::infinity() : fetch;
+    const double limit = by_share ? std::numeric_limits<double>::infinity() : given->fetch_s[hop];
     const int64_t most_edges = by_share && halo > 0 ? std::max(kEdgesOfAWalk, kEdgesOfAllWalks / halo)
                                                     : std::numeric_limits<int64_t>::max();
     uint8_t* mine = chosen + (hop - 1) * halo;
@@ -108,20 +107,15 @@ int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* 
     for (int64_t i = 0; i < halo; ++i) cost[i] = subtree.cost(given->num_owned + i, hop - 1, limit, most_edges);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cost[a] < cost[b]; });
-    double again = 0;
     int64_t taken = 0;
     for (int64_t i = 0; i < halo && taken < most && !full; ++i) {
       const int64_t row = given->num_owned + order[i];
-      const double now = subtree.cost(row, hop - 1, limit, most_edges);
-      if (now >= limit) continue;
+      if (subtree.cost(row, hop - 1, limit, most_edges) >= limit) continue;
       full = !subtree.keep(row, hop - 1, room);
       if (full) break;
       mine[order[i]] = 1;
-      again += now;
       ++taken;
     }
-    seconds[2 * (hop - 1)] = again;
-    seconds[2 * (hop - 1) + 1] = fetch * static_cast<double>(halo - taken);
   }
   return PYGDIST_OK;
 } catch (const std::bad_alloc&) {

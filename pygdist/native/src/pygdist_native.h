@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 10
+#define PYGDIST_ABI_VERSION 11
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -212,9 +212,8 @@ typedef struct pygdist_dependencies {
   int32_t num_hops;
 } pygdist_dependencies;
 
-// chosen[(hop - 1) * num_halo + i]: halo row i is a replica before hop `hop`; else it is fetched. seconds[2 (hop - 1)]:
-// of computing these, each counted once, and after it of fetching the others.
-PYGDIST_API int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen, double* seconds);
+// chosen[(hop - 1) * num_halo + i]: halo row i is a replica before hop `hop`; else it is fetched.
+PYGDIST_API int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen);
 
 // What follows from a choice. needed[hop * num_rows + row], hops from 0: the row is a replica whose values after that
 // hop are needed. edges[2 (hop - 1)]: edges that hop `hop` aggregates over, and after it how many of these come from rows
