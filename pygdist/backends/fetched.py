@@ -230,7 +230,8 @@ class FetchingBackend(Backend):
 
     def _in_pieces(self, arrival: Arrival, row_bytes: int) -> tuple[Arrival, ...]:
         """What arrives for a hop, as much at a time as there is memory for; the same number of pieces on all ranks."""
-        known = self._pieces.get((id(arrival), row_bytes))
+        key = (id(arrival), 0 if self.halo_gib is None else row_bytes)  # one piece whatever the width, or as many
+        known = self._pieces.get(key)
         if known is None:
             known = (arrival,)
             if self.halo_gib is not None:
@@ -240,7 +241,7 @@ class FetchingBackend(Backend):
                 most = self.max_over_ranks(max(plan.send_counts + plan.recv_counts))
                 if most > rows:
                     known = tuple(arrival.piece(first, rows) for first in range(0, most, rows))
-            self._pieces[id(arrival), row_bytes] = known
+            self._pieces[key] = known
         return known
 
     def _run(

@@ -166,9 +166,8 @@ class HybridBackend(RecomputingBackend):
             costs=(costs := HopCosts(row=timed.row, edge=timed.edge, fetch=fetch)),
             # who waits for a processor does not wait for the network
             network=replace(network, busy=min(1.0, network.busy * timed.contention)),
-            other_s=probe_reduce(
-                communicator, sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)
-            ),
+            other_s=timed.fixed
+            + probe_reduce(communicator, sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)),
             overlap=self.overlap, shrinks=probe.shrinks,
         )  # fmt: skip
         communicator.buffers.clear()  # what was measured needs no memory any more

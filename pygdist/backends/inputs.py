@@ -77,7 +77,7 @@ def _kind(name: str, node: bool, edge: bool) -> Kind:
     """Of what an argument holds a row, by its name and whether it is as long as a rank has nodes, or edges."""
     if name.startswith("edge_"):
         return "edge" if edge else None
-    return "node" if node else "edge" if edge and not name else None
+    return "node" if node else "edge" if edge else None
 
 
 class ModelInputs:

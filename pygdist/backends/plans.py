@@ -27,7 +27,7 @@ __all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_k
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 _SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
 
 
@@ -39,7 +39,7 @@ class Expected:
         epoch_s: All of it.
         compute_s: Computing, replicas included.
         exchange_s: Exchanging, whether it is hidden behind computing or not.
-        other_s: What does not depend on the plan: averaging gradients over ranks.
+        other_s: What does not depend on the plan: averaging gradients over ranks, and what takes as long on any graph.
         computed: Share of the remote rows that are computed again, by hop; over all ranks.
     """
 

@@ -241,19 +241,22 @@ class RecomputingBackend(FetchingBackend):
                 f"{layer_name(layer)}: the model makes more hops than the {rows.num_hops} of its first pass, for which "
                 f"backend '{self.name}' computed what is needed; distribute it again when it changes"
             )
-        num_rows, num_edges, kept_edges = rows.computed[hop - 1], edges[0].size(1), rows.num_edges[hop]
+        num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
         # a layer of several hops needs all its rows to the last one
         one_hop = hops == 1
         fewer = computes_fewer(layer) if one_hop and args and isinstance(args[0], Tensor) else None
         num_computed = num_rows if fewer is None else rows.computed[hop]
         held = rows.computed[:hop] if model.shrinks else rows.computed[:1]
+        # the layer's edges, which may be more than the shard's: with self-loops
+        kept_edges = self._edges_into(edges[0], hop, num_computed).size(1)
+        as_edges = num_edges not in (*held, num_rows)
 
         def trimmed(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
                 return self._edges_into(value, hop, num_computed)
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
-            if name.startswith("edge_") and value.size(0) == num_edges:
+            if value.size(0) == num_edges and (as_edges or name.startswith("edge_")):
                 return value[:kept_edges]
             value = first_rows(value, held, num_rows, node_dim(layer, value))
             pair = fewer == "pairs" and name == "x" and num_computed < num_rows
@@ -266,6 +269,7 @@ class RecomputingBackend(FetchingBackend):
                 out = forward(*args, **kwargs)
         finally:
             self._entered = None
+        self._hop = hop - 1 + hops  # also where the layer keeps what its hops made, and makes none (cached=True)
         made, left = (num_rows, num_computed), rows.computed[self._hop]
         if model.shrinks:
             return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))

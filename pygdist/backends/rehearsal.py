@@ -74,6 +74,7 @@ class Rehearsal:
         self.num_rows, self.clock = num_rows, clock
         self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
         self.hops_of: dict[int, int] = {}
+        self.num_hops = 0
         self._hop = 0
 
     def begin_pass(self) -> None:
@@ -83,6 +84,7 @@ class Rehearsal:
     def begin_hop(self) -> None:
         """Called before each hop, also where what was kept of an earlier one stands for it."""
         self._hop += 1
+        self.num_hops = max(self.num_hops, self._hop)
         if self.clock is not None:
             self.clock.begin(self._hop)
 
@@ -111,7 +113,9 @@ class Rehearsal:
         """A layer, whose hops are counted."""
         before = self._hop
         out = forward(layer, *args, **kwargs)
-        self.hops_of[id(layer)] = self._hop - before
+        # a layer may keep what its hops made, and make none from then on (cached=True)
+        hops = self.hops_of[id(layer)] = max(self._hop - before, self.hops_of.get(id(layer), 0))
+        self._hop = before + hops
         return out
 
 
@@ -145,9 +149,11 @@ def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callab
                 begin_pass()
                 rehearsal.begin_pass()
                 model()
-    longer = max(counted, key=lambda one: len(one.widths))
-    chain = Looked(tuple(longer.widths.values()), shrinks=True, hops_of=longer.hops_of)
-    if longer.widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
+    longer = max(counted, key=lambda one: one.num_hops)
+    # a hop that never ran reads nothing: an earlier one over the same rows stands for it
+    widths = tuple(longer.widths.get(hop, 0) for hop in range(1, longer.num_hops + 1))
+    chain = Looked(widths, shrinks=True, hops_of=longer.hops_of)
+    if widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
         return chain
     return replace(chain, shrinks=False)
 
@@ -179,7 +185,6 @@ def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
         num_owned=computed[-1],
         computed=computed,
         num_sources=computed[:-1],
-        num_edges=computed,
         adjacency=edges,
         fetched=(nothing,) * num_hops,
         inputs=nothing,

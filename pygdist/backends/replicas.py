@@ -36,7 +36,6 @@ class Rows:
         num_owned: The first so many are the rank's own.
         computed: ``computed[l]`` leading rows are there after hop ``l``, for ``l`` from 0 (the features) to L.
         num_sources: ``num_sources[l - 1]`` leading rows hold every source of hop ``l``.
-        num_edges: ``num_edges[l]`` leading edges go into the first ``computed[l]`` rows.
         adjacency: In-edges of the first ``computed[1]`` rows; the other rows have none.
         fetched: What arrives for hop ``l``, at ``l - 1``.
         inputs: Fetches the replicas' rows of what the model is given.
@@ -50,7 +49,6 @@ class Rows:
     num_owned: int
     computed: tuple[int, ...]
     num_sources: tuple[int, ...]
-    num_edges: tuple[int, ...]
     adjacency: Adjacency
     fetched: tuple[Arrival, ...]
     inputs: Arrival
@@ -142,7 +140,6 @@ def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, ch
             max(before, int(index[:end].max()) + 1 if end else 0)
             for before, end in zip(computed[:-1], ends.tolist(), strict=True)
         ),
-        num_edges=tuple(indptr[list(computed)].tolist()),
         adjacency=Adjacency.from_csr(csr),
         fetched=tuple(fetched),
         inputs=_arrival(shard, communicator, n_id, owner, torch.arange(num_owned, computed[0])),

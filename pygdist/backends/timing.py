@@ -20,6 +20,7 @@ from pygdist.kernels import CSR
 
 __all__ = ["Timed", "time_hops"]
 
+_FEW_ROWS, _FEW_EDGES = 8, 64  # take as long as a pass takes however small the graph
 _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
 # Then on as many rows as take so long, and all edges into them if these take no longer than that: a hop takes some time
 # for each row, however few edges go into it, and an edge less where they are many.
@@ -27,6 +28,7 @@ _ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
 _ROUNDS, _ROUND_S = 3, 0.07  # in each of which all ranks make passes for so long, without waiting for each other
 _FIRST_ROUND_S = 0.03
+_LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,19 @@ class Timed:
     Attributes:
         row: Of a row before the first hop, after it, and so on.
         edge: Of an edge in each hop; 0 if what the hop makes is kept.
+        fixed: Of a pass, however many rows and edges there are.
         contention: How long ranks take for what a processor does in a second, at least 1: they may have to share one.
     """
 
     row: tuple[float, ...]
     edge: tuple[float, ...]
+    fixed: float
     contention: float
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Timed:
         """From what came of JSON."""
-        return cls(tuple(given["row"]), tuple(given["edge"]), float(given["contention"]))
+        return cls(tuple(given["row"]), tuple(given["edge"]), float(given["fixed"]), float(given["contention"]))
 
 
 @dataclass(frozen=True)
@@ -56,17 +60,15 @@ class _Passes:
     Attributes:
         num_rows: Of the graph that this rank's ran on.
         num_edges: Of it.
-        split_s: This rank's seconds between hops (one more than there are hops), then in hops.
+        split_s: Seconds in which this rank ran between hops (one more than there are hops), then in hops.
         first_s: In the hops of the first pass, which makes what is kept.
-        processor_s: Of the pass, in which the processor worked for this rank.
-        pass_s: Seconds of a pass on the slowest rank.
+        pass_s: Seconds of a pass on the slowest rank, whether it ran or waited for a processor.
     """
 
     num_rows: int
     num_edges: int
     split_s: Tensor
     first_s: float
-    processor_s: float
     pass_s: float
 
 
@@ -75,14 +77,18 @@ class _Average:
     """What passes took, over all ranks.
 
     Attributes:
-        row: Seconds of a row between hops.
-        edge: Seconds of an edge in each hop.
+        rows: Of the graph of a rank.
+        edges: Of it.
+        between: Seconds between hops.
+        inside: Seconds in each hop.
         first_edge_s: Seconds of an edge in the first pass, on the slowest rank.
         contention: See :class:`Timed`.
     """
 
-    row: Tensor
-    edge: Tensor
+    rows: float
+    edges: float
+    between: Tensor
+    inside: Tensor
     first_edge_s: float
     contention: float
 
@@ -112,10 +118,25 @@ def time_hops(
 
     with torch.enable_grad():
         first = timed(_FIRST_ROWS, _FIRST_EDGES, 1, _FIRST_ROUND_S)
-        num_rows = int(_ROWS_S / max(float(first.row.sum()), 1e-9))
-        num_edges = int(_EDGES_S / max(float(first.edge.sum()), first.first_edge_s, 1e-9))
+        few = timed(_FEW_ROWS, _FEW_EDGES, 1, _FIRST_ROUND_S)
+        row_s, edge_s = (float(part.sum()) / max(count, 1.0) for part, count in _parts_of(first))
+        num_rows = int(_ROWS_S / max(row_s, 1e-9))
+        num_edges = int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9))
         found = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _ROUNDS, _ROUND_S)
-    return Timed(tuple(found.row.tolist()), tuple(found.edge.tolist()), found.contention)
+    row, edge = (
+        (many - some).clamp(min=_LEAST_S) / max(more - less, 1.0)
+        for (many, more), (some, less) in zip(_parts_of(found), _parts_of(few), strict=True)
+    )
+    edge = torch.where(found.inside > 0, edge, 0.0)  # what is kept takes nothing
+    fixed = float(
+        (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
+    )
+    return Timed(tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention)
+
+
+def _parts_of(average: _Average) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
+    """Seconds for rows and how many they are, and the same of edges."""
+    return (average.between, average.rows), (average.inside, average.edges)
 
 
 def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
@@ -153,47 +174,50 @@ def _train(
         begin_pass()
         return _loss(call.model.forward(*args, **kwargs))
 
-    def one_round(seconds: float) -> tuple[Tensor, float, float]:
-        """This rank's split of a pass and what the processor did in it; a pass of the slowest rank."""
+    def one_round(seconds: float) -> tuple[Tensor, float]:
+        """This rank's split of a pass, and a pass of the slowest rank."""
         communicator.barrier()
         splits: list[Tensor] = []
-        start, before = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         while runs and (not splits or time.perf_counter() - start < seconds):
             between, inside = clock.seconds(step, parameters, num_hops)
             splits.append(torch.tensor([*between, *inside], dtype=torch.float64))
-        processor_s = (time.process_time() - before) / max(len(splits), 1)
+        pass_s = (time.perf_counter() - start) / max(len(splits), 1)
         split = torch.stack(splits).mean(0) if runs else torch.zeros(2 * num_hops + 1, dtype=torch.float64)
-        return split, processor_s, float(communicator.gather([float(split.sum())]).max())
+        return split, float(communicator.gather([pass_s]).max())
 
     with rehearse(rehearsal, True):
         first = one_round(0.0)[0]
         taken = [one_round(seconds) for _ in range(rounds)]
-    splits, processor_s, slowest = zip(*taken, strict=True)
+    splits, slowest = zip(*taken, strict=True)
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
         split_s=torch.stack(splits).mean(0),
         first_s=float(first[num_hops + 1 :].sum()),
-        processor_s=statistics.fmean(processor_s),
         pass_s=statistics.median(slowest),
     )
 
 
 def _average(communicator: Communicator, passes: _Passes) -> _Average:
     """Over all ranks; each makes the call."""
-    own = [float(passes.num_rows), float(passes.num_edges), passes.first_s, passes.processor_s]
+    own = [float(passes.num_rows), float(passes.num_edges), passes.first_s]
     everyone = communicator.gather([*own, *passes.split_s.tolist()])
-    num_rows, num_edges, _, processor_s = everyone[:, :4].sum(0).clamp(min=1e-9).tolist()
-    split = everyone[:, 4:].sum(0)
-    total, ranks = float(split.sum()), int((everyone[:, 0] > 0).sum())
-    if total:  # an epoch is as long as the slowest rank's; the median, as others may use the machine too
-        split *= passes.pass_s * ranks / total
+    ranks = max(int((everyone[:, 0] > 0).sum()), 1)
+    num_rows, num_edges, *split_s = (everyone.sum(0) / ranks).tolist()
+    split = torch.tensor(split_s[1:], dtype=torch.float64)
+    running = float(split.sum())
+    # an epoch is as long as the slowest rank's; the median, as others may use the machine too
+    contention = passes.pass_s / running if running else 1.0
+    split *= contention
     num_hops = split.numel() // 2
     return _Average(
-        row=split[: num_hops + 1] / max(num_rows, 1.0),
-        edge=split[num_hops + 1 :] / max(num_edges, 1.0),
+        rows=num_rows,
+        edges=num_edges,
+        between=split[: num_hops + 1],
+        inside=split[num_hops + 1 :],
         first_edge_s=float((everyone[:, 2] / everyone[:, 1].clamp(min=1)).max()),
-        contention=max(total / processor_s, 1.0),
+        contention=max(contention, 1.0),
     )
 
 

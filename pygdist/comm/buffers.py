@@ -1,6 +1,8 @@
-"""Memory for rows that travel, used again in every exchange of the same shape instead of asked for anew."""
+"""Memory for rows that travel, used again in every exchange instead of asked for anew."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """Tensors by what they are for and by their shape; at most one exchange is under way, so nobody else has them.
+    """Memory by what it is for, as much as the largest exchange needs; at most one is under way, so nobody else has it.
 
     Who hands one on, to be kept beyond the exchange, must copy it.
     """
@@ -27,11 +29,14 @@ class Buffers:
             dtype: Of the values.
         """
         dtype = dtype or like.dtype
-        key = (use, num_rows, like.shape[1:], dtype, like.device)
-        if key not in self._kept:
+        shape = (num_rows, *like.shape[1:])
+        num_values = math.prod(shape)
+        key = (use, dtype, like.device)
+        known = self._kept.get(key)
+        if known is None or known.numel() < num_values:
             with torch.inference_mode(False):  # training uses what evaluation may have asked for first
-                self._kept[key] = torch.empty((num_rows, *like.shape[1:]), dtype=dtype, device=like.device)
-        return self._kept[key]
+                known = self._kept[key] = torch.empty(num_values, dtype=dtype, device=like.device)
+        return known[:num_values].view(shape)
 
     @property
     def tensors(self) -> list[Tensor]:

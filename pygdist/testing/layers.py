@@ -148,6 +148,18 @@ class Normed(nn.Module):
         return out
 
 
+class Cached(nn.Module):
+    """A layer that keeps what its hops made, and one that does not."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first, self.second = pyg.SGConv(in_channels, HIDDEN, K=2, cached=True), pyg.SAGEConv(HIDDEN, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index).tanh(), edge_index)
+        return out
+
+
 class DerivedGCN(pyg.GCNConv):
     """A user's subclass that calls its parent's forward."""
 
@@ -248,6 +260,7 @@ LAYERS: dict[str, LayerCase] = {
     "SAGEConv-min": _case(pyg.SAGEConv, aggr="min"),
     "SAGEConv-softmax": _case(pyg.SAGEConv, aggr="softmax", aggr_kwargs={"learn": True}),
     "SGConv": _case(pyg.SGConv, _WEIGHT, K=2),
+    "SGConv-cached": _case(pyg.SGConv, make=lambda i, o: Cached(i, o), whole=True),
     "SSGConv": _case(pyg.SSGConv, _WEIGHT, alpha=0.1, K=2),
     "SimpleConv": _case(pyg.SimpleConv, _WEIGHT, around=lambda: pyg.SimpleConv("sum")),
     "TAGConv": _case(pyg.TAGConv, _WEIGHT, K=2),

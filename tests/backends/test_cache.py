@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,20 @@ import torch.distributed as dist
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_geometric.nn import GCN, BatchNorm, GCNConv, SAGEConv
+from torch_geometric.nn import GCN, BatchNorm, GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_self_loops
 
-from pygdist.backends import CacheBackend, HybridBackend, distribute, undistribute
+from pygdist.backends import Backend, CacheBackend, HybridBackend, distribute, undistribute
 from pygdist.backends.arguments import tensors_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
 from pygdist.testing import RankPool, assert_exact, random_graph
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+
+needs_native = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 
 
 def _bound(folder: str, rank: int) -> tuple[CacheBackend, Shard, Communicator]:
@@ -376,6 +382,66 @@ def test_an_argument_as_long_as_one_rank_s_nodes_holds_no_row_per_node(tmp_path:
     found = pool.run(_as_long_as_one_rank, 3, str(tmp_path / "parts"))
     assert [same for _, same in found] == [1, 0, 0]
     assert max(difference for difference, _ in found) == 0
+
+
+class Weighs(MessagePassing):
+    """A user's layer, whose weights of edges have a name of his own."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, edge_index: Tensor, norm: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x), norm=norm)
+        return out
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        return norm[:, None] * x_j
+
+
+class Unusual(nn.Module):
+    """What models may do with edges and layers besides calling one after the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        layer = Weighs if kind == "own names" else partial(GCNConv, normalize=False)
+        self.first, self.second = layer(5, 6), layer(6, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        if self.kind == "normalised":
+            edge_index, edge_weight = gcn_norm(edge_index, edge_weight, x.size(0))
+        elif self.kind == "self-loops":
+            edge_index, edge_weight = add_self_loops(edge_index, edge_weight, 0.5, num_nodes=x.size(0))
+        elif self.kind == "twice":
+            x = x + 0.3 * x.square()  # the same in every epoch
+            again = self.first(x, edge_index, edge_weight).tanh()
+            return self.second(self.first(x, edge_index, edge_weight) - 0.5 * again, edge_index, edge_weight)
+        out: Tensor = self.second(self.first(x, edge_index, edge_weight).tanh(), edge_index, edge_weight)
+        return out
+
+
+def _unusual(rank: int, world_size: int, folder: str, kind: str, backend: Backend) -> float:
+    data, _ = random_graph("directed")
+    shard = Shard.load(folder, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    plain = Unusual(kind).double()
+    model = distribute(copy.deepcopy(plain), backend=backend)
+    found = largest_differences(
+        distributed_step(model, shard, backend.communicator), reference_step(plain, data), shard.owned_id
+    )
+    return max(one.absolute for one in found.values())
+
+
+@pytest.mark.parametrize("kind", ["normalised", "self-loops", "own names", "twice"])
+@pytest.mark.parametrize(
+    "backend", [CacheBackend(), pytest.param(HybridBackend(cache_ratio=0.4), marks=needs_native)], ids=["cache", "some"]
+)
+def test_unusual_models(kind: str, backend: Backend, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_unusual, 3, str(tmp_path / "parts"), kind, backend)) < 1e-10
 
 
 class Products(TorchDispatchMode):
