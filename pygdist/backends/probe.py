@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan
 
-__all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce"]
+__all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce", "running_s"]
 
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
@@ -64,9 +64,6 @@ class Network:
 
 class Clock:
     """Tells the time that a model spends in each hop from that between hops, forward and backward.
-
-    On a CPU it is the time for which this thread runs: ranks that share a processor stop each other, most of all in a
-    hop that is short by itself. On CUDA each reading waits for the device.
 
     Args:
         device: Where the model runs.
@@ -118,8 +115,7 @@ class Clock:
         return value
 
     def _mark(self, hop: int | None, after: int) -> None:
-        now = _now(self._device) if self._device.type == "cuda" else time.thread_time()
-        self._marks.append((now, hop, after))
+        self._marks.append((running_s(self._device), hop, after))
 
 
 class _Mark(torch.autograd.Function):
@@ -177,6 +173,15 @@ def probe_reduce(communicator: Communicator, num_bytes: int) -> float:
         communicator.reduce_in_place(memory, "gradients, timed")
         taken.append(_now(communicator.device) - start)
     return float(communicator.gather([statistics.median(taken)]).max())
+
+
+def running_s(device: torch.device) -> float:
+    """Seconds for which this thread ran.
+
+    Ranks that share a processor stop each other, and would count that to what is short by itself. On CUDA seconds on a
+    clock, once the device has done what it was asked to.
+    """
+    return _now(device) if device.type == "cuda" else time.thread_time()
 
 
 def _now(device: torch.device) -> float:

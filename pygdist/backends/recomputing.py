@@ -136,7 +136,7 @@ class RecomputingBackend(FetchingBackend):
             if widths not in self._by_widths:
                 start = time.perf_counter()
                 found = in_neighbourhood(shard, communicator, max(len(widths), 1))
-                measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, len(widths))
+                measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, widths)
                 chosen = self.choose(found, widths, Probe(model, measure, looked.shrinks))
                 self._planning_s = time.perf_counter() - start
                 self._by_widths[widths] = make_rows(shard, communicator, found, chosen)

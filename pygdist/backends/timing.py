@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.arguments import tensors_of
-from pygdist.backends.probe import Clock
+from pygdist.backends.probe import Clock, running_s
 from pygdist.backends.rehearsal import Call, Kind, Rehearsal, Rehearse, within
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
-from pygdist.kernels import CSR
+from pygdist.kernels import CSR, spmm
 
 __all__ = ["Timed", "time_hops"]
 
@@ -27,8 +27,9 @@ _FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
 _ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
 _ROUNDS, _ROUND_S = 3, 0.07  # in each of which all ranks make passes for so long, without waiting for each other
-_FIRST_ROUND_S = 0.03
+_FIRST_ROUND_S, _FEW_ROUND_S = 0.03, 0.02
 _LEAST_S = 1e-9
+_EDGES_BY_WAY, _MOST_COLUMNS, _TIMES = 100_000, 128, 2  # that rows near and far are read over, and of each row
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def time_hops(
     begin_pass: Callable[[], None],
     adjacency: Adjacency,
     communicator: Communicator,
-    num_hops: int,
+    widths: Sequence[int],
 ) -> Timed:
     """What rows cost between hops, and edges in them; every rank makes the call at the same time and gets the same.
 
@@ -109,8 +110,9 @@ def time_hops(
         begin_pass: Called before each pass.
         adjacency: The rank's edges.
         communicator: The ranks.
-        num_hops: Of the model.
+        widths: How many values of a source each hop reads.
     """
+    num_hops = len(widths)
 
     def timed(num_rows: int, num_edges: int, rounds: int, seconds: float) -> _Average:
         part = _part(adjacency, num_rows, num_edges)
@@ -118,15 +120,21 @@ def time_hops(
 
     with torch.enable_grad():
         first = timed(_FIRST_ROWS, _FIRST_EDGES, 1, _FIRST_ROUND_S)
-        few = timed(_FEW_ROWS, _FEW_EDGES, 1, _FIRST_ROUND_S)
+        few = timed(_FEW_ROWS, _FEW_EDGES, _ROUNDS, _FEW_ROUND_S)
         row_s, edge_s = (float(part.sum()) / max(count, 1.0) for part, count in _parts_of(first))
-        num_rows = int(_ROWS_S / max(row_s, 1e-9))
-        num_edges = int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9))
-        found = timed(min(num_rows, _MOST_ROWS), min(num_edges, _MOST_EDGES), _ROUNDS, _ROUND_S)
+        num_rows = min(int(_ROWS_S / max(row_s, 1e-9)), _MOST_ROWS)
+        num_edges = min(int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9)), _MOST_EDGES)
+        found = timed(num_rows, num_edges, _ROUNDS, _ROUND_S)
     row, edge = (
         (many - some).clamp(min=_LEAST_S) / max(more - less, 1.0)
         for (many, more), (some, less) in zip(_parts_of(found), _parts_of(few), strict=True)
     )
+    # the few rows of a part are nearer to the processor than those of the graph; read forward and backward
+    like = next((one for one in call.model.parameters() if one.is_floating_point()), torch.empty(0)).detach()
+    reads = [width if ran else 0 for width, ran in zip(widths, found.inside > 0, strict=True)]
+    communicator.barrier()  # ranks share memory too
+    farther = communicator.gather([_farther(adjacency, num_rows, width, like) for width in reads]).mean(0)
+    edge += 2 * found.contention * farther
     edge = torch.where(found.inside > 0, edge, 0.0)  # what is kept takes nothing
     fixed = float(
         (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
@@ -141,12 +149,35 @@ def _parts_of(average: _Average) -> tuple[tuple[Tensor, float], tuple[Tensor, fl
 
 def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
     """The first rows, and of the edges into them as many as asked for, evenly; sources fall among these rows."""
+    csr = _sampled(adjacency, num_rows, num_edges)
+    return Adjacency.from_csr(CSR(csr.indptr, csr.index % max(csr.num_rows, 1), csr.num_rows))
+
+
+def _sampled(adjacency: Adjacency, num_rows: int, num_edges: int) -> CSR:
     csr = adjacency.csr()
     num_rows = min(csr.num_rows, num_rows)
     end = int(csr.indptr[num_rows])
     every = max(1, -(-end // max(num_edges, 1)))
     indptr = (csr.indptr[: num_rows + 1] + every - 1).div(every, rounding_mode="floor")
-    return Adjacency.from_csr(CSR(indptr, csr.index[:end:every] % max(num_rows, 1), num_rows))
+    return CSR(indptr, csr.index[:end:every].contiguous(), csr.num_cols)
+
+
+def _farther(adjacency: Adjacency, num_rows: int, width: int, like: Tensor) -> float:
+    """Seconds that reading a source takes more if it may be any that the rank's edges have, not one of a part."""
+    far = _sampled(adjacency, num_rows, _EDGES_BY_WAY)
+    near = _part(adjacency, num_rows, _EDGES_BY_WAY).csr()
+    if width == 0 or far.num_entries == 0 or like.dtype not in (torch.float32, torch.float64):
+        return 0.0
+    columns, taken = min(width, _MOST_COLUMNS), []
+    with torch.no_grad():
+        for csr in (near, far):
+            x = like.new_ones(csr.num_cols, columns)
+            spmm(csr, x)  # what was read before is near
+            start = running_s(x.device)
+            for _ in range(_TIMES):
+                spmm(csr, x)
+            taken.append((running_s(x.device) - start) / _TIMES)
+    return width / columns * max(taken[1] - taken[0], 0.0) / far.num_entries
 
 
 def _train(
@@ -175,7 +206,7 @@ def _train(
         return _loss(call.model.forward(*args, **kwargs))
 
     def one_round(seconds: float) -> tuple[Tensor, float]:
-        """This rank's split of a pass, and a pass of the slowest rank."""
+        """This rank's split of a pass, and a whole pass by the clock."""
         communicator.barrier()
         splits: list[Tensor] = []
         start = time.perf_counter()
@@ -184,18 +215,18 @@ def _train(
             splits.append(torch.tensor([*between, *inside], dtype=torch.float64))
         pass_s = (time.perf_counter() - start) / max(len(splits), 1)
         split = torch.stack(splits).mean(0) if runs else torch.zeros(2 * num_hops + 1, dtype=torch.float64)
-        return split, float(communicator.gather([pass_s]).max())
+        return split, pass_s
 
     with rehearse(rehearsal, True):
         first = one_round(0.0)[0]
         taken = [one_round(seconds) for _ in range(rounds)]
-    splits, slowest = zip(*taken, strict=True)
+    splits, pass_s = zip(*taken, strict=True)
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
         split_s=torch.stack(splits).mean(0),
         first_s=float(first[num_hops + 1 :].sum()),
-        pass_s=statistics.median(slowest),
+        pass_s=float(communicator.gather([statistics.median(pass_s)]).max()),
     )
 
 
