@@ -21,12 +21,12 @@ from pygdist.kernels import CSR, spmm
 __all__ = ["Timed", "time_hops"]
 
 _FEW_ROWS, _FEW_EDGES = 8, 64  # take as long as a pass takes however small the graph
-_FIRST_ROWS, _FIRST_EDGES = 1_000, 20_000  # that a model is timed on at first
+_FIRST_ROWS, _FIRST_EDGES = 300, 6_000  # that a model is timed on at first
 # Then on as many rows as take so long, and all edges into them if these take no longer than that: a hop takes some time
 # for each row, however few edges go into it, and an edge less where they are many.
 _ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
-_ROUNDS, _ROUND_S = 3, 0.07  # in each of which all ranks make passes for so long, without waiting for each other
+_ROUNDS, _ROUND_S = 3, 0.05  # in each of which all ranks make passes for so long, without waiting for each other
 _FIRST_ROUND_S, _FEW_ROUND_S = 0.03, 0.02
 _LEAST_S = 1e-9
 _EDGES_BY_WAY, _MOST_COLUMNS, _TIMES = 100_000, 128, 2  # that rows near and far are read over, and of each row
@@ -121,7 +121,10 @@ def time_hops(
     with torch.enable_grad():
         first = timed(_FIRST_ROWS, _FIRST_EDGES, 1, _FIRST_ROUND_S)
         few = timed(_FEW_ROWS, _FEW_EDGES, _ROUNDS, _FEW_ROUND_S)
-        row_s, edge_s = (float(part.sum()) / max(count, 1.0) for part, count in _parts_of(first))
+        row_s, edge_s = (
+            max(float(many.sum() - some.sum()), float(many.sum()) / 4) / max(more, 1.0)
+            for (many, more), (some, _) in zip(_parts_of(first), _parts_of(few), strict=True)
+        )
         num_rows = min(int(_ROWS_S / max(row_s, 1e-9)), _MOST_ROWS)
         num_edges = min(int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9)), _MOST_EDGES)
         found = timed(num_rows, num_edges, _ROUNDS, _ROUND_S)
