@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph.shard import Shard
+from pygdist.kernels.csr import narrowest
 
 __all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood", "ranges"]
 
@@ -117,10 +118,11 @@ def _ask(
     csr, owned = shard.adjacency.csr(), shard.owned_id.cpu()
     indptr, index, ids = csr.indptr.cpu(), csr.index.cpu(), shard.n_id.cpu()
     extents, edges, nodes = [], [], []
+    narrow = narrowest(index.numel())
     for wanted in asked:
         rows = torch.searchsorted(owned, wanted)
         start, degree = indptr[rows], indptr[rows + 1] - indptr[rows]
-        local = index.index_select(0, ranges(start, degree))
+        local = index.index_select(0, ranges(start.to(narrow), degree))
         used = torch.zeros(ids.numel(), dtype=torch.bool)
         used[local] = True
         known = used.nonzero().squeeze(1)
@@ -133,10 +135,13 @@ def _ask(
 
 
 def ranges(start: Tensor, length: Tensor) -> Tensor:
-    """``start[0], start[0] + 1, ...`` for ``length[0]`` numbers, then the same for the next, and so on."""
+    """``start[0], start[0] + 1, ...`` for ``length[0]`` numbers, then the same for the next, and so on.
+
+    In the dtype of ``start``.
+    """
     total = int(length.sum())
-    offset = start - (length.cumsum(0) - length)
-    return torch.repeat_interleave(offset, length, output_size=total) + torch.arange(total)
+    offset = start - (length.cumsum(0) - length).to(start.dtype)
+    return torch.repeat_interleave(offset, length, output_size=total).add_(torch.arange(total, dtype=start.dtype))
 
 
 def _met(n_id: Tensor, owner: Tensor, ids: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
