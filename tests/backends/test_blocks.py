@@ -42,9 +42,9 @@ WHOLE = {
     "APPNP", "ARMAConv", "AntiSymmetricConv", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GCNConv-cached",
     "GCNConv-derived", "GCNConv-improved", "GCNConv-no-loops", "GINConv", "GatedGraphConv", "GraphConv",
     "GraphConv-max", "LGConv", "MFConv", "MixHopConv", "PDNConv", "SAGEConv-detached", "SAGEConv-jk",
-    "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SSGConv", "SimpleConv", "TAGConv",
-    "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "LayerNorm-graph",
-    "MeanSubtractionNorm", "PairNorm", "PairNorm-rows",
+    "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SGConv-cached", "SSGConv",
+    "SimpleConv", "TAGConv", "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm",
+    "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows",
 }  # fmt: skip
 
 
