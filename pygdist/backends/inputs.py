@@ -101,9 +101,8 @@ class ModelInputs:
         def extend(value: Any, kind: Kind) -> Any:
             at = next(place)
             if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
-                return (
-                    rows.adjacency if value.value is None else self._weighted(rows, grown(value.value, rows.edges, at))
-                )
+                weight = value.value
+                return rows.adjacency if weight is None else self._weighted(rows, grown(weight, rows.edges, at))
             return value if kind is None else grown(value, rows.edges if kind == "edge" else rows.inputs, at)
 
         return call.changed(extend)

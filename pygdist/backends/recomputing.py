@@ -269,7 +269,7 @@ class RecomputingBackend(FetchingBackend):
                 out = forward(*args, **kwargs)
         finally:
             self._entered = None
-        self._hop = hop - 1 + hops  # also where the layer keeps what its hops made, and makes none (cached=True)
+        self._hop = max(self._hop, hop - 1 + hops)  # a layer may keep what its hops made, and make none (cached=True)
         made, left = (num_rows, num_computed), rows.computed[self._hop]
         if model.shrinks:
             return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))

@@ -136,7 +136,8 @@ def time_hops(
     like = next((one for one in call.model.parameters() if one.is_floating_point()), torch.empty(0)).detach()
     reads = [width if ran else 0 for width, ran in zip(widths, found.inside > 0, strict=True)]
     communicator.barrier()  # ranks share memory too
-    farther = communicator.gather([_farther(adjacency, num_rows, width, like) for width in reads]).mean(0)
+    known = {width: _farther(adjacency, num_rows, width, like) for width in set(reads)}
+    farther = communicator.gather([known[width] for width in reads]).mean(0)
     edge += 2 * found.contention * farther
     edge = torch.where(found.inside > 0, edge, 0.0)  # what is kept takes nothing
     fixed = float(
