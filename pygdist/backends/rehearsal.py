@@ -5,6 +5,7 @@ Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
 __all__ = ["Attempt", "Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "within"]
+
+log = logging.getLogger(__name__)
 
 _COUNTED_ON = 2  # rows
 _LEFT = 89  # rows that a model is left with where each hop leaves one fewer
@@ -164,7 +167,8 @@ def _fits(call: Call, attempt: Attempt, chain: Looked, training: bool) -> bool:
     try:
         with attempt(chain, rows, training):
             out = _on_loops(call, rows.adjacency, rows.num_owned)()
-    except Exception:  # whatever a model says where numbers of rows do not fit
+    except Exception as error:  # whatever a model says where numbers of rows do not fit
+        log.debug("taken for no chain of layers, so each hop keeps all rows: %s: %s", type(error).__name__, error)
         return False
     return not any(one.dim() and _LEFT < one.size(0) < rows.num_rows for one in tensors_of(out))
 

@@ -69,13 +69,24 @@ def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
     assert len(classes) >= 20
 
 
-@given(num_nodes=st.integers(4, 70), seed=st.integers(0, 2**16), layer=st.sampled_from(SOME))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_shape_equals_one_process(num_nodes: int, seed: int, layer: str, pool: RankPool) -> None:
+@given(
+    backend=st.sampled_from(["comm", "cache", "hybrid-0.3"]),
+    num_layers=st.integers(1, 3),
+    num_nodes=st.integers(4, 70),
+    seed=st.integers(0, 2**16),
+    layer=st.sampled_from(SOME),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_equals_one_process(
+    backend: str, num_layers: int, num_nodes: int, seed: int, layer: str, pool: RankPool
+) -> None:
+    if backend.startswith("hybrid") and load() is None:
+        backend = "cache"
     kinds = ["directed", "power-law", "isolated", "empty-part", "no-train-part"]
     assert_exact(
-        "comm", layers=[layer], world_sizes=[3], graphs=[kinds[seed % 5]], num_nodes=num_nodes, seed=seed, pool=pool
-    )
+        DEEP[backend], layers=[layer], world_sizes=[3], graphs=[kinds[seed % 5]], num_layers=num_layers,
+        num_nodes=num_nodes, seed=seed, pool=pool,
+    )  # fmt: skip
 
 
 class Deaf(CommBackend):
