@@ -170,8 +170,9 @@ class Gradients:
     """Computes the gradients of a hop: of each rank's rows, piece by piece, and of this rank's own.
 
     Args:
-        of: From the leg (``None`` for own rows), the chunk, and its rows if ``x`` is given: their gradient, which may
-            be written into the memory given.
+        of: From the piece and the leg (``None`` for own rows), the chunk, and its rows if ``x`` is given: their
+            gradient, which may be written into the memory given. It must not know of this object: what holds each
+            other stays until Python looks for such circles.
         hop: The hop.
         chunks: Its edges.
         x: This rank's rows, where their values are needed.
@@ -180,28 +181,28 @@ class Gradients:
 
     def __init__(
         self,
-        of: Callable[[Leg | None, Chunk, Any, Tensor | None], Tensor],
+        of: Callable[[int, Leg | None, Chunk, Any, Tensor | None], Tensor],
         hop: Hop,
         chunks: Chunks,
         x: Tensor | None = None,
         kept: dict[Leg, Tensor] | None = None,
     ) -> None:
         self._of, self._hop, self._chunks, self._x, self._rows = of, hop, chunks, x, kept
-        self.piece = 0
+        self._piece = 0
 
     def turn_to(self, number: int) -> None:
         """The piece that comes next."""
-        self.piece = number
+        self._piece = number
         if self._x is not None and not self._hop.at_once:
             self._rows = self._hop.again(self._x, number)
 
     def remote(self, leg: Leg, memory: Tensor) -> None:
         """Writes the gradient of a rank's rows into memory."""
         rows = None if self._rows is None else self._rows[leg]
-        found = self._of(leg, self._chunks.remote[self.piece][leg], rows, memory)
+        found = self._of(self._piece, leg, self._chunks.remote[self._piece][leg], rows, memory)
         if found is not memory:
             memory.copy_(found)
 
     def own(self) -> Tensor:
         """What this rank's own edges add to the gradient of its rows."""
-        return self._of(None, self._chunks.local, self._x, None)
+        return self._of(self._piece, None, self._chunks.local, self._x, None)

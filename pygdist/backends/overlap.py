@@ -120,7 +120,7 @@ class _Sum(torch.autograd.Function):
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
         grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
 
-        def of(_leg: Leg | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _leg: Leg | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
             out = grad.new_empty(ctx.shape) if memory is None else memory
             spmm_into(out, chunk.transposed.unpermuted(), grad, chunk.values(value, transposed=True))
             return out
@@ -163,7 +163,7 @@ class _Extremum(torch.autograd.Function):
                 count += tie_counts(chunk.csr, rows[leg], chunk.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(_leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             return extremum_grad(chunk.transposed.unpermuted(), part, chunk.values(value, transposed=True), out, share)
 
         return hop.give_back(Gradients(of, hop, chunks, x, kept), grad), None, None, None, None

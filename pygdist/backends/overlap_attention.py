@@ -16,7 +16,7 @@ from pygdist.comm import Leg
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Score
 from pygdist.kernels import sddmm, spmm
-from pygdist.kernels.chunked import gat_grad, gat_part, merge_gat, merge_softmax, softmax_part
+from pygdist.kernels.chunked import gat_ends, gat_grad, gat_part, merge_softmax, softmax_part
 
 __all__ = ["attend", "attend_by"]
 
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
             if hop.at_once:
                 arrived[one.leg] = one.rows
             scores = source.index_select(0, hop.positions_of(one.piece, one.leg))
-            found = merge_gat(found, gat_part(one.chunk.csr, one.rows, scores, target, slope))
+            found = gat_part(one.chunk.csr, one.rows, scores, target, slope, found)
         ctx.legs = list(arrived)
         if graded:
             ctx.save_for_backward(x, source, target, *found, *arrived.values())
@@ -80,21 +80,18 @@ class _Attention(torch.autograd.Function):
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         chunks, hop, slope = ctx.chunks, ctx.hop, ctx.slope
         kept = dict(zip(ctx.legs, arrived, strict=True))
-        grad, grad_source, grad_target = grad.contiguous(), torch.zeros_like(source), torch.zeros_like(target)
+        grad, grad_source = grad.contiguous(), torch.zeros_like(source)
+        # of all edges of each row: the gradient of target is made of sums over them
+        ends, grad_target = gat_ends(chunks.local.csr, target, slope, (out, above, facts), grad)
 
-        def of(leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
-            own = torch.arange(x.size(0), device=x.device)
-            places = own if leg is None else hop.positions_of(gradients.piece, leg)
-            scores = source.index_select(0, places)
-            found, grad_source[places], total = gat_grad(
-                chunk.transposed.unpermuted(), part, scores, target, slope, out, above, facts, grad
+        def of(piece: int, leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+            places = slice(0, x.size(0)) if leg is None else hop.positions_of(piece, leg)
+            found, grad_source[places] = gat_grad(
+                chunk.transposed.unpermuted(), part, source[places], slope, ends, grad
             )
-            if leg is None:
-                grad_target.copy_(total)  # of all edges of the row: it is made of sums over them
             return found
 
-        gradients = Gradients(of, hop, chunks, x, kept)
-        return hop.give_back(gradients, x), grad_source, grad_target, None, None, None
+        return hop.give_back(Gradients(of, hop, chunks, x, kept), x), grad_source, grad_target, None, None, None
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ class _AttentionBy(torch.autograd.Function):
         grad, shared = grad.contiguous(), (grad * out).sum(-1)
         totals = [torch.zeros_like(other) for other in others]
 
-        def of(_leg: Leg | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _leg: Leg | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
             csr = chunk.csr.unpermuted()
             row = csr.row_index()
             with torch.enable_grad():
@@ -158,5 +155,4 @@ class _AttentionBy(torch.autograd.Function):
                 one += part
             return found
 
-        gradients = Gradients(of, hop, chunks, x, kept)
-        return hop.give_back(gradients, x), None, None, None, *totals
+        return hop.give_back(Gradients(of, hop, chunks, x, kept), x), None, None, None, *totals

@@ -26,6 +26,9 @@ _FIRST_ROWS, _FIRST_EDGES = 300, 6_000  # that a model is timed on at first
 # for each row, however few edges go into it, and an edge less where they are many.
 _ROWS_S, _EDGES_S = 0.03, 0.06
 _MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
+# Rows that stay in the processor's cache from one operation to the next cost less than those of a graph: at least so
+# many bytes of them, but no more than a share of the rank's own, as each pass costs that share of an epoch.
+_FAR_BYTES, _MOST_SHARE = 4 << 20, 0.4
 _ROUNDS, _ROUND_S = 3, 0.05  # in each of which all ranks make passes for so long, without waiting for each other
 _FIRST_ROUND_S, _FEW_ROUND_S = 0.03, 0.02
 _LEAST_S = 1e-9
@@ -113,6 +116,7 @@ def time_hops(
         widths: How many values of a source each hop reads.
     """
     num_hops = len(widths)
+    like = next((one for one in call.model.parameters() if one.is_floating_point()), torch.empty(0)).detach()
 
     def timed(num_rows: int, num_edges: int, rounds: int, seconds: float) -> _Average:
         part = _part(adjacency, num_rows, num_edges)
@@ -125,7 +129,9 @@ def time_hops(
             max(float(many.sum() - some.sum()), float(many.sum()) / 4) / max(more, 1.0)
             for (many, more), (some, _) in zip(_parts_of(first), _parts_of(few), strict=True)
         )
-        num_rows = min(int(_ROWS_S / max(row_s, 1e-9)), _MOST_ROWS)
+        far = _FAR_BYTES // (max(widths, default=1) * like.element_size())
+        num_rows = max(int(_ROWS_S / max(row_s, 1e-9)), min(far, int(_MOST_SHARE * adjacency.num_dst)))
+        num_rows = min(num_rows, _MOST_ROWS)
         num_edges = min(int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9)), _MOST_EDGES)
         found = timed(num_rows, num_edges, _ROUNDS, _ROUND_S)
     row, edge = (
@@ -133,7 +139,6 @@ def time_hops(
         for (many, more), (some, less) in zip(_parts_of(found), _parts_of(few), strict=True)
     )
     # the few rows of a part are nearer to the processor than those of the graph; read forward and backward
-    like = next((one for one in call.model.parameters() if one.is_floating_point()), torch.empty(0)).detach()
     reads = [width if ran else 0 for width, ran in zip(widths, found.inside > 0, strict=True)]
     communicator.barrier()  # ranks share memory too
     known = {width: _farther(adjacency, num_rows, width, like) for width in set(reads)}

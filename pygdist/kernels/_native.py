@@ -20,6 +20,7 @@ __all__ = [
     "extremum_grad",
     "extremum_value_grad",
     "gat",
+    "gat_ends",
     "gat_grad",
     "gatv2_grad",
     "gatv2_scores",
@@ -129,33 +130,45 @@ def gatv2_grad(
 
 
 def gat(
-    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``."""
-    rows, heads = target.shape
-    out = x.new_empty(rows, x.shape[1])
-    above = x.new_empty(out.shape if graded else (0, 0))
-    facts = x.new_zeros((rows, heads, 3) if graded else (0, 0, 0))  # rows without channels are left as they are
-    rest = (above, facts) if graded else (None, None)
-    _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, heads=heads)
-    return out, above, facts
-
-
-def gat_grad(
-    transposed: CSR,
+    csr: CSR,
     x: Tensor,
     source: Tensor,
     target: Tensor,
     slope: float,
-    out: Tensor,
-    above: Tensor,
-    facts: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the rows and of the two parts of the scores."""
-    found = (x.new_empty(x.shape), source.new_empty(source.shape), target.new_empty(target.shape))
-    given = (x, source, target, slope, out, above, facts, grad)
-    _call("pygdist_gat_grad", transposed, None, x, *given, *found, heads=source.shape[1])
+    graded: bool,
+    onto: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``.
+
+    With ``onto`` the results over other entries of the same rows, which are overwritten by those over all.
+    """
+    rows, heads = target.shape
+    out, above, facts = onto or (
+        x.new_empty(rows, x.shape[1]),
+        x.new_empty((rows, x.shape[1]) if graded else (0, 0)),
+        x.new_zeros((rows, heads, 3) if graded else (0, 0, 0)),  # rows without channels are left as they are
+    )
+    rest = (above, facts) if graded else (None, None)
+    _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, int(onto is not None), heads=heads)
+    return out, above, facts
+
+
+def gat_ends(
+    csr: CSR, target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What :func:`gat_grad` needs of each row, whose entries are not read, and the gradient of ``target``."""
+    ends, grad_target = out.new_empty(target.shape[1], target.shape[0], 4), target.new_empty(target.shape)
+    parts = (target, slope, out, above, facts, grad, ends, grad_target)
+    _call("pygdist_gat_ends", csr, None, out, *parts, heads=target.shape[1])
+    return ends, grad_target
+
+
+def gat_grad(
+    transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and of the part of the scores that belongs to them."""
+    found = (x.new_empty(x.shape), source.new_empty(source.shape))
+    _call("pygdist_gat_grad", transposed, None, x, x, source, slope, ends, grad, *found, heads=source.shape[1])
     return found
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "extremum_grad",
     "extremum_value_grad",
     "gat",
+    "gat_ends",
     "gat_grad",
     "gatv2_grad",
     "gatv2_scores",
@@ -138,9 +139,18 @@ def sum_edges(csr: CSR, values: Tensor) -> Tensor:
 
 
 def gat(
-    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``."""
+    csr: CSR,
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    slope: float,
+    graded: bool,
+    onto: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``.
+
+    With ``onto`` the results over other entries of the same rows, to which these are added.
+    """
     row = csr.row_index().long()
     scores = _additive(csr, row, source, target, None)
     weights, largest, total = _softmax(csr, row, scores, slope)
@@ -151,34 +161,60 @@ def gat(
     alpha_above = alpha * (scores > 0)
     filled = (csr.indptr.diff() > 0).unsqueeze(-1)  # a row without edges has no largest score
     facts = [largest.where(filled, 0), filled / total, torch.zeros_like(total).index_add_(0, row, alpha_above)]
-    return out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
+    found = out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
+    return found if onto is None else _merged(onto, found)
+
+
+def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The result over the edges of both, by the running maximum and sum of exponentials (softmax piece by piece)."""
+    (out, above, facts), (out2, above2, facts2) = first, second
+    # facts are the largest score, one over the sum of exponentials (0 without edges), and the share of positive scores
+    shift, shift2 = (part[..., 0].where(part[..., 1] > 0, float("-inf")) for part in (facts, facts2))
+    largest = torch.maximum(shift, shift2)
+    weights = []
+    for part, own in ((facts, shift), (facts2, shift2)):
+        total = torch.where(part[..., 1] > 0, 1 / part[..., 1], 0)
+        weights.append(torch.where(total > 0, total * (own - largest).exp(), 0))
+    scale = 1 / (weights[0] + weights[1])
+    share, share2 = (torch.where(scale.isinf(), 0, weight * scale) for weight in weights)
+    heads = share.shape[1]
+
+    def mixed(one: Tensor, other: Tensor) -> Tensor:
+        shape = (one.shape[0], heads, -1)
+        return (one.view(shape) * share.unsqueeze(-1) + other.view(shape) * share2.unsqueeze(-1)).view(one.shape)
+
+    merged = torch.stack(
+        [
+            largest.where(~scale.isinf(), 0),
+            scale.where(~scale.isinf(), 0),
+            facts[..., 2] * share + facts2[..., 2] * share2,
+        ],
+        dim=-1,
+    )
+    return mixed(out, out2), mixed(above, above2), merged
+
+
+def gat_ends(
+    csr: CSR, target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What :func:`gat_grad` needs of each row, whose entries are not read, and the gradient of ``target``."""
+    heads = target.shape[1]
+    dot = _head_sums(grad * out, heads)
+    ends = torch.stack([target, facts[..., 0], facts[..., 1], dot], dim=-1).transpose(0, 1)
+    return ends, (1 - slope) * (_head_sums(grad * above, heads) - dot * facts[..., 2])  # see gat.cpp
 
 
 def gat_grad(
-    transposed: CSR,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    slope: float,
-    out: Tensor,
-    above: Tensor,
-    facts: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the rows and of the two parts of the scores."""
-    heads = source.shape[1]
+    transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and of the part of the scores that belongs to them."""
     row, column = transposed.row_index(), transposed.index
-    shift, scale = facts[..., 0].index_select(0, column), facts[..., 1].index_select(0, column)
-    scores = _additive(transposed, row.long(), target, source, None)
+    target, shift, scale, dot = ends.transpose(0, 1).index_select(0, column).unbind(-1)
+    scores = source.index_select(0, row) + target
     alpha = (torch.nn.functional.leaky_relu(scores, slope) - shift).exp() * scale
-    dot = _head_sums(grad * out, heads)
-    gradient = sddmm(transposed, grad, x, heads) - dot.index_select(0, column)
+    gradient = sddmm(transposed, grad, x, source.shape[1]) - dot
     gradient = alpha * torch.where(scores > 0, gradient, gradient * slope)
-    return (
-        spmm(transposed, grad, alpha, "mul", "sum"),
-        torch.zeros_like(source).index_add_(0, row, gradient),
-        (1 - slope) * (_head_sums(grad * above, heads) - dot * facts[..., 2]),  # without any edge: see gat.cpp
-    )
+    return spmm(transposed, grad, alpha, "mul", "sum"), torch.zeros_like(source).index_add_(0, row, gradient)
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:

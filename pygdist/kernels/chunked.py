@@ -20,9 +20,9 @@ __all__ = [
     "GatPart",
     "SoftmaxPart",
     "extremum_grad",
+    "gat_ends",
     "gat_grad",
     "gat_part",
-    "merge_gat",
     "merge_softmax",
     "softmax_part",
     "spmm_into",
@@ -68,57 +68,27 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, out: Tensor
     return found
 
 
-def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float) -> GatPart:
-    """What :func:`pygdist.kernels.gat` computes, for some of the edges, and what merging and gradients need of it."""
-    plain = csr.unpermuted()
-    found: GatPart = kernels_for(x).gat(plain, x, source, target, slope, True)
+def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, onto: GatPart | None = None) -> GatPart:
+    """What :func:`pygdist.kernels.gat` computes, for some of the edges, and what its gradient needs.
+
+    With ``onto`` the result for other edges of the same rows, which is given up for that over all, by the running
+    maximum and sum of exponentials (softmax piece by piece).
+    """
+    found: GatPart = kernels_for(x).gat(csr.unpermuted(), x, source, target, slope, True, onto)
     return found
 
 
-def merge_gat(first: GatPart, second: GatPart) -> GatPart:
-    """The result over the edges of both, by the running maximum and sum of exponentials (softmax piece by piece)."""
-    (out, above, facts), (out2, above2, facts2) = first, second
-    # facts are the largest score, one over the sum of exponentials (0 without edges), and the share of positive scores
-    shift, shift2 = (part[..., 0].where(part[..., 1] > 0, float("-inf")) for part in (facts, facts2))
-    largest = torch.maximum(shift, shift2)
-    weights = []
-    for part, own in ((facts, shift), (facts2, shift2)):
-        total = torch.where(part[..., 1] > 0, 1 / part[..., 1], 0)
-        weights.append(torch.where(total > 0, total * (own - largest).exp(), 0))
-    scale = 1 / (weights[0] + weights[1])
-    share, share2 = (torch.where(scale.isinf(), 0, weight * scale) for weight in weights)
-    heads = share.shape[1]
-
-    def mixed(one: Tensor, other: Tensor) -> Tensor:
-        shape = (one.shape[0], heads, -1)
-        return (one.view(shape) * share.unsqueeze(-1) + other.view(shape) * share2.unsqueeze(-1)).view(one.shape)
-
-    merged = torch.stack(
-        [
-            largest.where(~scale.isinf(), 0),
-            scale.where(~scale.isinf(), 0),
-            facts[..., 2] * share + facts2[..., 2] * share2,
-        ],
-        dim=-1,
-    )
-    return mixed(out, out2), mixed(above, above2), merged
+def gat_ends(csr: CSR, target: Tensor, slope: float, found: GatPart, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`gat_grad` needs of each row, from the result over all its entries, and the gradient of ``target``."""
+    ends: tuple[Tensor, Tensor] = kernels_for(grad).gat_ends(csr.unpermuted(), target, slope, *found, grad)
+    return ends
 
 
 def gat_grad(
-    transposed: CSR,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    slope: float,
-    out: Tensor,
-    above: Tensor,
-    facts: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``x`` and ``source`` by the edges given, and that of ``target`` by all edges of each row."""
-    found: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat_grad(
-        transposed, x, source, target, slope, out, above, facts, grad
-    )
+    transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``x`` and ``source`` by the edges given."""
+    found: tuple[Tensor, Tensor] = kernels_for(x).gat_grad(transposed, x, source, slope, ends, grad)
     return found
 
 

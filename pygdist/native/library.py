@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 11
+ABI_VERSION = 12
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -143,7 +143,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_sum_edges": (_CSR, _ARRAY),
     "pygdist_gatv2_scores": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY),
     "pygdist_gatv2_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY),
-    "pygdist_gat": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_gat": (_CSR, _ARRAY, _ARRAY, _ARRAY, _REAL, _ARRAY, _ARRAY, _ARRAY, _INT),
+    "pygdist_gat_ends": (_CSR, _ARRAY, _REAL, *[_ARRAY] * 6),
     "pygdist_count_degrees": (_EDGES, _ARRAY),
     "pygdist_place_random": (_EDGES, _INT, _SEED, _ARRAY),
     "pygdist_place_grid": (_EDGES, _INT, _INT, _SEED, _ARRAY),
@@ -162,7 +163,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY),
     "pygdist_follow_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY, _ARRAY),
     "pygdist_counting_sort": (_ARRAY, _LONG, _LONG, _ARRAY, _ARRAY),
-    "pygdist_gat_grad": (_CSR, *[_ARRAY] * 3, _REAL, *[_ARRAY] * 7),
+    "pygdist_gat_grad": (_CSR, _ARRAY, _ARRAY, _REAL, *[_ARRAY] * 4),
 }
 """Argument types of each function; all return an ``int32_t``."""
 

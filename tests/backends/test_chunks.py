@@ -18,7 +18,7 @@ from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.kernels import CSR, edge_softmax, gat, sddmm, spmm
-from pygdist.kernels.chunked import gat_part, merge_gat, merge_softmax, softmax_part, spmm_into, tie_counts
+from pygdist.kernels.chunked import gat_part, merge_softmax, softmax_part, spmm_into, tie_counts
 from pygdist.native import load
 from pygdist.testing import RankPool, assert_exact, random_graph
 
@@ -166,8 +166,7 @@ def test_the_softmax_is_merged_piece_by_piece(scale: float) -> None:
     source, target = scale * torch.randn(40, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
     merged = None
     for part, columns in _pieces(csr).values():
-        piece = gat_part(part, x[columns], source[columns].contiguous(), target, 0.2)
-        merged = piece if merged is None else merge_gat(merged, piece)
+        merged = gat_part(part, x[columns], source[columns].contiguous(), target, 0.2, merged)
     assert merged is not None
     torch.testing.assert_close(merged[0], gat(csr, x.view(40, 2, 4), source, target).flatten(1))
     for found, expected in zip(merged, gat_part(csr, x, source, target, 0.2), strict=True):

@@ -11,6 +11,7 @@ from torch_geometric.utils import softmax
 import pygdist.kernels._attention_ops as ops
 from pygdist.kernels import CSR, edge_softmax, gat, gatv2_scores, sddmm, spmm, transpose
 from pygdist.kernels._gat_ops import gat_grad_op, gat_op
+from pygdist.kernels.chunked import gat_part
 from pygdist.native import Isa, load, set_isa
 from tests.kernels.oracle import random_csr, softmax_oracle
 from tests.kernels.test_spmm import path, restored_isa  # noqa: F401 (fixtures)
@@ -356,3 +357,22 @@ def test_cuda_matches_cpu(operation: str) -> None:
     gradients = torch.autograd.grad(found, there, upstream.cuda())
     for a, b in zip([found, *gradients], [expected, *torch.autograd.grad(expected, here, upstream)], strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_gat_goes_on_from_other_edges_of_the_same_rows(scale: float) -> None:
+    """Also where the exponentials of some are nothing beside those of others."""
+    csr = random_csr()
+    plain = csr.unpermuted()
+    x, source, target = (part.detach() for part in gat_inputs(csr, 3, 5))
+    x, source = x.flatten(1), (scale * source).contiguous()
+    whole = gat_part(plain, x, source, target, 0.2)
+    row, found = plain.row_index().long(), None
+    for part in range(3):
+        some = torch.arange(csr.num_entries) % 3 == part
+        piece = CSR.from_coo(row[some], plain.index[some].long(), num_rows=csr.num_rows, num_cols=csr.num_cols)
+        found = gat_part(piece.unpermuted(), x, source, target, 0.2, found)
+    assert found is not None
+    for one, expected in zip(found, whole, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)

@@ -367,7 +367,7 @@ int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* source, const voi
 }
 
 int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by_head, const void* target, double slope,
-                    void* out, void* above, void* facts) {
+                    void* out, void* above, void* facts, int32_t onto) {
   if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.x = x;
@@ -376,37 +376,43 @@ int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by
   job.slope = slope;
   job.result = out;
   job.above_result = above;
-  for (void* rows : {out, above}) pygdist::expect_writes(rows, csr->num_rows * csr->num_features * csr->value_bits / 8);
   job.row_result = facts;
+  job.onto = onto != 0;
   const auto kernel = pygdist::kernels().gat;
+  if (job.onto) {  // a slab would find the facts that the one before it left
+    pygdist::run(kernel, job);
+    return PYGDIST_OK;
+  }
+  for (void* rows : {out, above}) pygdist::expect_writes(rows, csr->num_rows * csr->num_features * csr->value_bits / 8);
   pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
-int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, const void* target,
-                         double slope, const void* out, const void* above, const void* facts, const void* grad,
-                         void* grad_x, void* grad_source, void* grad_target) {
+int32_t pygdist_gat_ends(const pygdist_csr* csr, const void* target, double slope, const void* out, const void* above,
+                         const void* facts, const void* grad, void* ends, void* grad_target) {
+  if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
+  Job job{*csr};
+  job.target = target;
+  job.slope = slope;
+  job.out = out;
+  job.above = above;
+  job.facts = facts;
+  job.grad = grad;
+  job.result = ends;
+  job.row_result = grad_target;
+  pygdist::run_rows(pygdist::kernels().gat_dots, job);
+  return PYGDIST_OK;
+}
+
+int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, double slope, const void* ends,
+                         const void* grad, void* grad_x, void* grad_source) {
   if (!pygdist::known_types(*transposed)) return PYGDIST_BAD_TYPE;
-  const int64_t rows = transposed->num_cols;
-  const pygdist::Buffer ends = pygdist::allocate(rows * transposed->num_heads * 4 * transposed->value_bits / 8);
-  if (!ends) return PYGDIST_NO_MEMORY;
-  Job dots{*transposed};
-  dots.csr.num_rows = rows;
-  dots.target = target;
-  dots.slope = slope;
-  dots.out = out;
-  dots.above = above;
-  dots.facts = facts;
-  dots.grad = grad;
-  dots.result = ends.get();
-  dots.row_result = grad_target;
-  pygdist::run_rows(pygdist::kernels().gat_dots, dots);
   Job job{*transposed};
   job.x = grad;
   job.out = x;
   job.source = source;
   job.slope = slope;
-  job.ends = ends.get();
+  job.ends = ends;
   job.result = grad_x;
   job.row_result = grad_source;
   pygdist::expect_writes(grad_x, transposed->num_rows * transposed->num_features * transposed->value_bits / 8);

@@ -67,6 +67,7 @@ inline void add_rows(const Tile& tile, int count, const T* values, const T* othe
 template <bool Graded, class T, class I>
 void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
   const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  if (job.onto && begin == end) return;
   const T slope = static_cast<T>(job.slope);
   const T* const x = static_cast<const T*>(job.x);
   T* const out = static_cast<T*>(job.result) + row * view.features;
@@ -74,15 +75,24 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     const T* const source = static_cast<const T*>(job.source) + head * view.num_cols;  // by head: denser in the cache
     const T target = static_cast<const T*>(job.target)[row * view.heads + head];
-    __builtin_memset(out + first, 0, (last - first) * sizeof(T));
-    if constexpr (Graded) __builtin_memset(above_out + first, 0, (last - first) * sizeof(T));
+    T* const facts = Graded ? static_cast<T*>(job.row_result) + (row * view.heads + head) * 3 : nullptr;
     T largest = -__builtin_inf();
     for (int64_t e = begin; e < end; ++e) {
       const T score = source[view.index[e]];
       largest = score > largest ? score : largest;
     }
-    const T shift = leaky(largest + target, slope);
+    T shift = leaky(largest + target, slope);
     T total = 0, total_above = 0;
+    if (Graded && job.onto && facts[1] > 0) {  // go on from the sums over other entries of the row
+      shift = facts[0] > shift ? facts[0] : shift;
+      total = static_cast<T>(__builtin_exp(facts[0] - shift)) / facts[1];
+      total_above = facts[2] * total;
+      for (int64_t f = first; f < last; ++f) out[f] *= total;
+      for (int64_t f = first; f < last; ++f) above_out[f] *= total;
+    } else {
+      __builtin_memset(out + first, 0, (last - first) * sizeof(T));
+      if constexpr (Graded) __builtin_memset(above_out + first, 0, (last - first) * sizeof(T));
+    }
     for (int64_t start = begin; start < end; start += kBlock) {
       const int count = static_cast<int>(end - start < kBlock ? end - start : kBlock);
       T values[kBlock], above[kBlock];
@@ -105,7 +115,6 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
     for (int64_t f = first; f < last; ++f) out[f] *= scale;
     if constexpr (Graded) {
       for (int64_t f = first; f < last; ++f) above_out[f] *= scale;
-      T* const facts = static_cast<T*>(job.row_result) + (row * view.heads + head) * 3;
       facts[0] = begin == end ? T{0} : shift;
       facts[1] = scale;
       facts[2] = total_above * scale;

@@ -28,6 +28,7 @@ struct Job {
   void* above_result = nullptr;
   double slope = 1.0;
   void* row_result = nullptr;
+  bool onto = false;  // go on from what is in the results
 };
 
 // Computes rows begin..end-1 of the result. A row is always computed by one call, in entry order, so the result does

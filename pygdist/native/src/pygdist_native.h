@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 11
+#define PYGDIST_ABI_VERSION 12
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -114,16 +114,20 @@ PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* sourc
 // GAT's aggregation in one walk over the entries: out[i] = sum of alpha[e, h] * x[j] with alpha[e, h] the softmax over the
 // entries of row i of leaky_relu(source_by_head[h, j] + target[i, h]). For the gradient, unless null: above[i], the part
 // of the sum whose scores are positive, and facts[i, h, 0..2]: the largest score, one over the sum of the exponentials of
-// the differences to it, and the sum of those alpha whose scores are positive.
+// the differences to it, and the sum of those alpha whose scores are positive. With `onto` these three hold the results
+// over other entries of the same rows, which become those over all; rows without entries stay as they are.
 PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by_head, const void* target,
-                                double slope, void* out, void* above, void* facts);
+                                double slope, void* out, void* above, void* facts, int32_t onto);
 
-// The gradient of pygdist_gat, over the transposed matrix: grad_x[j], grad_source[j, h] and grad_target[i, h]. Here
-// `source` is [j, h].
-PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source,
-                                     const void* target, double slope, const void* out, const void* above,
-                                     const void* facts, const void* grad, void* grad_x, void* grad_source,
+// What the gradient of pygdist_gat needs of the rows, whose entries are not read: ends[h, i, 0..3], and with it
+// grad_target[i, h].
+PYGDIST_API int32_t pygdist_gat_ends(const pygdist_csr* csr, const void* target, double slope, const void* out,
+                                     const void* above, const void* facts, const void* grad, void* ends,
                                      void* grad_target);
+
+// The gradient of pygdist_gat, over the transposed matrix: grad_x[j] and grad_source[j, h]. Here `source` is [j, h].
+PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, double slope,
+                                     const void* ends, const void* grad, void* grad_x, void* grad_source);
 
 // Streaming partitioners. A call takes one chunk of the stream and moves the caller's arrays on; results do not depend on
 // where the stream is cut. Nodes are 0..num_nodes-1, below 2^31; `degree` counts the edge ends at each node.
