@@ -39,6 +39,7 @@ __all__ = ["FetchingBackend", "WireDtype"]
 _GIB = 2**30
 _DENSE = 32  # edges for each node
 _MOST_PARTS, _ROWS_OF_A_PART = 4, 1024
+_TOO_SMALL = 4  # pieces of so many times fewer rows than there is memory for would cost too many exchanges
 
 WireDtype: TypeAlias = Literal["bfloat16"]
 
@@ -73,7 +74,8 @@ class FetchingBackend(Backend):
         if wire_dtype not in (None, *get_args(WireDtype)):
             raise InputError(f"wire_dtype is {wire_dtype!r}, expected {' or '.join(get_args(WireDtype))} or nothing")
         self.ring, self.overlap, self.wire_dtype, self.halo_gib = ring, overlap, wire_dtype, halo_gib
-        self._pieces: dict[tuple[int, int], tuple[Arrival, ...]] = {}
+        # of what arrives: itself, the most rows of a pair of ranks, and by the most rows of a piece its pieces
+        self._pieces: dict[int, tuple[Arrival, int, dict[int, tuple[Arrival, ...]]]] = {}
         if wire_dtype is not None:
             self.exact, self.approximation = False, f"rows and gradients travel as {wire_dtype}"
         # rows fetched for the layer that is running: GATv2 reads the same rows in edge_updater and in propagate
@@ -230,19 +232,23 @@ class FetchingBackend(Backend):
 
     def _in_pieces(self, arrival: Arrival, row_bytes: int) -> tuple[Arrival, ...]:
         """What arrives for a hop, as much at a time as there is memory for; the same number of pieces on all ranks."""
-        key = (id(arrival), 0 if self.halo_gib is None else row_bytes)  # one piece whatever the width, or as many
-        known = self._pieces.get(key)
+        plan = arrival.plan
+        known = self._pieces.get(id(arrival))
         if known is None:
-            known = (arrival,)
-            if self.halo_gib is not None:
-                plan = arrival.plan
-                others = len(plan.send_counts) - 1
-                rows = max(1, int(self.halo_gib * _GIB) // (max(row_bytes, 1) * others))  # of each pair of ranks
-                most = self.max_over_ranks(max(plan.send_counts + plan.recv_counts))
-                if most > rows:
-                    known = tuple(arrival.piece(first, rows) for first in range(0, most, rows))
-            self._pieces[key] = known
-        return known
+            most = 0 if self.halo_gib is None else self.max_over_ranks(max(plan.send_counts + plan.recv_counts))
+            known = self._pieces[id(arrival)] = (arrival, most, {most: (arrival,)})
+        _, most, cuts = known
+        if self.halo_gib is None:
+            return cuts[most]
+        others = len(plan.send_counts) - 1
+        fits = int(self.halo_gib * _GIB) // (max(row_bytes, 1) * others)  # of each pair of ranks
+        rows = min(max(fits, 1), most)
+        # pieces that were cut for somewhat wider rows will do: a hop's edges are held once for each way to cut them
+        cut = max((one for one in cuts if rows // _TOO_SMALL <= one <= rows), default=None)
+        if cut is None:
+            cut = rows
+            cuts[rows] = tuple(arrival.piece(first, rows) for first in range(0, most, rows))
+        return cuts[cut]
 
     def _run(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, rows: dict[str, Any], *, edges: bool

@@ -67,10 +67,14 @@ class Clock:
 
     Args:
         device: Where the model runs.
+
+    Attributes:
+        graded: The hops that have a backward pass: not those over features, which need no gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.graded: set[int] = set()
         # when, the hop that runs from then on, if any, and after which hop that is
         self._marks: list[tuple[float, int | None, int]] = []
 
@@ -85,6 +89,7 @@ class Clock:
         out = run(**inside)
         self._mark(None, hop)
         if isinstance(out, Tensor) and out.requires_grad:  # not where attention's weights are left to the hop
+            self.graded.add(hop)
             out.register_hook(lambda _: self._mark(hop, hop))  # a layer may write into it
         return out
 

@@ -22,10 +22,10 @@ __all__ = ["Timed", "time_hops"]
 
 _FEW_ROWS, _FEW_EDGES = 8, 64  # take as long as a pass takes however small the graph
 _FIRST_ROWS, _FIRST_EDGES = 300, 6_000  # that a model is timed on at first
-# Then on as many rows as take so long, and all edges into them if these take no longer than that: a hop takes some time
-# for each row, however few edges go into it, and an edge less where they are many.
+# Then on as many rows as take so long, and all edges into them: a hop takes some time for each row, however few edges
+# go into it, and an edge less where they are many. If edges take longer, on fewer rows, but for some.
 _ROWS_S, _EDGES_S = 0.03, 0.06
-_MOST_ROWS, _MOST_EDGES = 30_000, 1_000_000
+_LEAST_ROWS, _MOST_ROWS, _MOST_EDGES = 2_000, 30_000, 1_000_000
 # Rows that stay in the processor's cache from one operation to the next cost less than those of a graph: at least so
 # many bytes of them, but no more than a share of the rank's own, as each pass costs that share of an epoch.
 _FAR_BYTES, _MOST_SHARE = 4 << 20, 0.4
@@ -33,6 +33,7 @@ _ROUNDS, _ROUND_S = 3, 0.05  # in each of which all ranks make passes for so lon
 _FIRST_ROUND_S, _FEW_ROUND_S = 0.03, 0.02
 _LEAST_S = 1e-9
 _EDGES_BY_WAY, _MOST_COLUMNS, _TIMES = 100_000, 128, 2  # that rows near and far are read over, and of each row
+_OFTEN = 8  # edges for each source, from which on kernels go slab by slab (dispatch.cpp)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class _Passes:
         split_s: Seconds in which this rank ran between hops (one more than there are hops), then in hops.
         first_s: In the hops of the first pass, which makes what is kept.
         pass_s: Seconds of a pass on the slowest rank, whether it ran or waited for a processor.
+        reads: How often each hop reads its sources: forward, and backward if it has such a pass.
     """
 
     num_rows: int
@@ -74,6 +76,7 @@ class _Passes:
     split_s: Tensor
     first_s: float
     pass_s: float
+    reads: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class _Average:
         inside: Seconds in each hop.
         first_edge_s: Seconds of an edge in the first pass, on the slowest rank.
         contention: See :class:`Timed`.
+        reads: See :class:`_Passes`.
     """
 
     rows: float
@@ -95,6 +99,7 @@ class _Average:
     inside: Tensor
     first_edge_s: float
     contention: float
+    reads: Tensor
 
 
 def time_hops(
@@ -129,21 +134,22 @@ def time_hops(
             max(float(many.sum() - some.sum()), float(many.sum()) / 4) / max(more, 1.0)
             for (many, more), (some, _) in zip(_parts_of(first), _parts_of(few), strict=True)
         )
-        far = _FAR_BYTES // (max(widths, default=1) * like.element_size())
+        far = _FAR_BYTES // (max(*widths, 1) * like.element_size())
         num_rows = max(int(_ROWS_S / max(row_s, 1e-9)), min(far, int(_MOST_SHARE * adjacency.num_dst)))
-        num_rows = min(num_rows, _MOST_ROWS)
         num_edges = min(int(_EDGES_S / max(edge_s, first.first_edge_s, 1e-9)), _MOST_EDGES)
+        degree = adjacency.size(1) / max(adjacency.num_dst, 1)
+        num_rows = min(num_rows, _MOST_ROWS, max(int(num_edges / max(degree, 1.0)), _LEAST_ROWS))
         found = timed(num_rows, num_edges, _ROUNDS, _ROUND_S)
     row, edge = (
         (many - some).clamp(min=_LEAST_S) / max(more - less, 1.0)
         for (many, more), (some, less) in zip(_parts_of(found), _parts_of(few), strict=True)
     )
-    # the few rows of a part are nearer to the processor than those of the graph; read forward and backward
-    reads = [width if ran else 0 for width, ran in zip(widths, found.inside > 0, strict=True)]
+    # the few rows of a part are nearer to the processor than those of the graph
+    wide = [width if ran else 0 for width, ran in zip(widths, found.inside > 0, strict=True)]
     communicator.barrier()  # ranks share memory too
-    known = {width: _farther(adjacency, num_rows, width, like) for width in set(reads)}
-    farther = communicator.gather([known[width] for width in reads]).mean(0)
-    edge += 2 * found.contention * farther
+    known = {width: _farther(adjacency, num_rows, width, like) for width in set(wide)}
+    farther = communicator.gather([known[width] for width in wide]).mean(0)
+    edge += found.reads * found.contention * farther
     edge = torch.where(found.inside > 0, edge, 0.0)  # what is kept takes nothing
     fixed = float(
         (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
@@ -173,18 +179,23 @@ def _sampled(adjacency: Adjacency, num_rows: int, num_edges: int) -> CSR:
 
 def _farther(adjacency: Adjacency, num_rows: int, width: int, like: Tensor) -> float:
     """Seconds that reading a source takes more if it may be any that the rank's edges have, not one of a part."""
-    far = _sampled(adjacency, num_rows, _EDGES_BY_WAY)
-    near = _part(adjacency, num_rows, _EDGES_BY_WAY).csr()
+    csr = adjacency.csr()
+    # where sources are read often they are read a few columns at a time, as those of a hop are
+    often = csr.num_entries >= _OFTEN * csr.num_cols
+    num_edges = min(max(_EDGES_BY_WAY, _OFTEN * csr.num_cols if often else 0), _MOST_EDGES)
+    whole = -(-num_edges * csr.num_rows // max(csr.num_entries, 1))  # rows that have so many, all of them
+    far = _sampled(adjacency, whole, num_edges)
+    near = CSR(far.indptr, far.index % max(num_rows, 1), min(max(num_rows, 1), far.num_cols))
     if width == 0 or far.num_entries == 0 or like.dtype not in (torch.float32, torch.float64):
         return 0.0
     columns, taken = min(width, _MOST_COLUMNS), []
     with torch.no_grad():
-        for csr in (near, far):
-            x = like.new_ones(csr.num_cols, columns)
-            spmm(csr, x)  # what was read before is near
+        for one in (near, far):
+            x = like.new_ones(one.num_cols, columns)
+            spmm(one, x)  # what was read before is near
             start = running_s(x.device)
             for _ in range(_TIMES):
-                spmm(csr, x)
+                spmm(one, x)
             taken.append((running_s(x.device) - start) / _TIMES)
     return width / columns * max(taken[1] - taken[0], 0.0) / far.num_entries
 
@@ -236,6 +247,7 @@ def _train(
         split_s=torch.stack(splits).mean(0),
         first_s=float(first[num_hops + 1 :].sum()),
         pass_s=float(communicator.gather([statistics.median(pass_s)]).max()),
+        reads=torch.tensor([1.0 + (hop in clock.graded) for hop in range(1, num_hops + 1)], dtype=torch.float64),
     )
 
 
@@ -258,6 +270,7 @@ def _average(communicator: Communicator, passes: _Passes) -> _Average:
         inside=split[num_hops + 1 :],
         first_edge_s=float((everyone[:, 2] / everyone[:, 1].clamp(min=1)).max()),
         contention=max(contention, 1.0),
+        reads=passes.reads,
     )
 
 

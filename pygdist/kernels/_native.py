@@ -142,6 +142,7 @@ def gat(
 
     With ``onto`` the results over other entries of the same rows, which are overwritten by those over all.
     """
+    assert graded or onto is None, "only what the gradient needs can be gone on from"
     rows, heads = target.shape
     out, above, facts = onto or (
         x.new_empty(rows, x.shape[1]),

@@ -151,6 +151,7 @@ def gat(
 
     With ``onto`` the results over other entries of the same rows, to which these are added.
     """
+    assert graded or onto is None, "only what the gradient needs can be gone on from"
     row = csr.row_index().long()
     scores = _additive(csr, row, source, target, None)
     weights, largest, total = _softmax(csr, row, scores, slope)

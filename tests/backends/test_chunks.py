@@ -54,25 +54,36 @@ def test_rows_of_a_rank_in_parts(arguments: dict[str, Any], pool: RankPool) -> N
     assert_exact(InParts(**arguments), layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
 
 
+SMALL = 400 / 2**30  # a few rows for each pair of ranks
+
+
 def _cuts(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) -> int:
-    """How often the edges of a model whose hops have three widths are cut into chunks."""
+    """How often the edges of a model whose hops are 5, 8 and 3 wide are cut into chunks."""
     shard, backend = Shard.load(folder, rank), CommBackend(**arguments)
     backend.bind(shard, Communicator(dist.new_group()))
     model = pyg.GIN(5, 8, num_layers=3, out_channels=4).double()
+    model.convs[1].nn.lins[-1] = pyg.Linear(8, 3).double()
+    model.convs[2].nn.lins[0] = pyg.Linear(3, 4).double()
     distribute(model, backend=backend)
     for _ in range(2):
         model(shard.x, shard.adjacency).sum().backward()
     return len(shard.adjacency.derived["chunks"])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"ring": False}, {"overlap": False}])
-def test_edges_are_cut_into_chunks_once(arguments: dict[str, Any], tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        ({}, 1),
+        ({"ring": False}, 1),
+        ({"overlap": False}, 1),
+        ({"halo_gib": 1.0}, 1),
+        ({"halo_gib": SMALL}, 2),  # the wider rows need smaller pieces, which do for the narrow ones
+    ],
+)
+def test_edges_are_cut_into_chunks_once(arguments: dict[str, Any], times: int, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law")
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
-    assert pool.run(_cuts, 3, str(tmp_path / "parts"), arguments) == [1, 1, 1]
-
-
-SMALL = 400 / 2**30  # a few rows for each pair of ranks
+    assert pool.run(_cuts, 3, str(tmp_path / "parts"), arguments) == [times] * 3
 
 
 @pytest.mark.parametrize("ring", [True, False])

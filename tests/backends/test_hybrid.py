@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_geometric.nn import GCN, GraphSAGE
+from torch import Tensor
+from torch.nn import Linear
+from torch_geometric.nn import GCN, GraphSAGE, MessagePassing
 
 from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, distribute, plans
 from pygdist.backends.hybrid import _chosen
@@ -374,3 +376,35 @@ def test_bytes_are_those_of_the_rows_that_are_fetched(ratio: float, tmp_path: Pa
             assert 0 < len(chosen[2]) < len(halo)
     assert sum(sent for sent, _ in found) == expected
     assert (expected > 0) == (ratio < 1)
+
+
+class EdgesOnly(MessagePassing):
+    """Sums what edges bring, and reads nothing of their sources."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = Linear(4, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, edge_attr=self.lin(edge_attr))
+        return out
+
+    def message(self, x_i: Tensor, edge_attr: Tensor) -> Tensor:
+        return edge_attr + x_i[:, :1]
+
+
+def _edges_only(rank: int, world_size: int, folder: str) -> None:
+    shard, outputs = Shard.load(folder, rank), []
+    for backend in (HybridBackend(), CommBackend()):
+        backend.bind(shard, Communicator(dist.new_group()))
+        torch.manual_seed(0)
+        model = distribute(EdgesOnly().double(), backend=backend)
+        outputs.append(model(shard.x, shard.adjacency, shard.edge_attr))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+
+
+@needs_native
+def test_hops_that_read_no_sources_are_planned_too(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("power-law")
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    pool.run(_edges_only, 3, str(tmp_path / "parts"))

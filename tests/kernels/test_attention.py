@@ -359,20 +359,36 @@ def test_cuda_matches_cpu(operation: str) -> None:
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-11)
 
 
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_gat_goes_on_from_other_edges_of_the_same_rows(scale: float) -> None:
-    """Also where the exponentials of some are nothing beside those of others."""
-    csr = random_csr()
+def gat_in_pieces(csr: CSR, x: Tensor, source: Tensor, target: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """GAT over every third edge, then the next ones; and over all at once."""
     plain = csr.unpermuted()
-    x, source, target = (part.detach() for part in gat_inputs(csr, 3, 5))
-    x, source = x.flatten(1), (scale * source).contiguous()
-    whole = gat_part(plain, x, source, target, 0.2)
     row, found = plain.row_index().long(), None
     for part in range(3):
         some = torch.arange(csr.num_entries) % 3 == part
         piece = CSR.from_coo(row[some], plain.index[some].long(), num_rows=csr.num_rows, num_cols=csr.num_cols)
         found = gat_part(piece.unpermuted(), x, source, target, 0.2, found)
     assert found is not None
-    for one, expected in zip(found, whole, strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+    return found, gat_part(plain, x, source, target, 0.2)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_gat_goes_on_from_other_edges_of_the_same_rows(scale: float, dtype: torch.dtype, tolerance: float) -> None:
+    """Also where the exponentials of some are nothing beside those of others."""
+    csr = random_csr()
+    x, source, target = (part.detach().to(dtype) for part in gat_inputs(csr, 3, 5))
+    for one, expected in zip(*gat_in_pieces(csr, x.flatten(1), (scale * source).contiguous(), target), strict=True):
+        torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("path")
+def test_gat_goes_on_from_nan() -> None:
+    """What is no number in one piece is none in the end: training that went wrong is seen."""
+    csr = random_csr()
+    x, source, target = (part.detach() for part in gat_inputs(csr, 3, 5))
+    x, source = x.flatten(1).contiguous(), source.contiguous()
+    x[3], source[3] = float("nan"), float("nan")
+    found, expected = gat_in_pieces(csr, x, source, target)
+    assert expected[0].isnan().any()
+    assert torch.equal(found[0].isnan(), expected[0].isnan())

@@ -83,7 +83,7 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
     }
     T shift = leaky(largest + target, slope);
     T total = 0, total_above = 0;
-    if (Graded && job.onto && facts[1] > 0) {  // go on from the sums over other entries of the row
+    if (Graded && job.onto && facts[1] != 0) {  // go on from the sums over other entries of the row, NaN too
       shift = facts[0] > shift ? facts[0] : shift;
       total = static_cast<T>(__builtin_exp(facts[0] - shift)) / facts[1];
       total_above = facts[2] * total;
