@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
         kept = dict(zip(ctx.legs, arrived, strict=True))
         grad, grad_source = grad.contiguous(), torch.zeros_like(source)
         # of all edges of each row: the gradient of target is made of sums over them
-        ends, grad_target = gat_ends(chunks.local.csr, target, slope, (out, above, facts), grad)
+        ends, grad_target = gat_ends(target, slope, (out, above, facts), grad)
 
         def of(piece: int, leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             places = slice(0, x.size(0)) if leg is None else hop.positions_of(piece, leg)

@@ -180,14 +180,14 @@ def _sampled(adjacency: Adjacency, num_rows: int, num_edges: int) -> CSR:
 def _farther(adjacency: Adjacency, num_rows: int, width: int, like: Tensor) -> float:
     """Seconds that reading a source takes more if it may be any that the rank's edges have, not one of a part."""
     csr = adjacency.csr()
+    if width == 0 or csr.num_entries == 0 or like.dtype not in (torch.float32, torch.float64):
+        return 0.0
     # where sources are read often they are read a few columns at a time, as those of a hop are
     often = csr.num_entries >= _OFTEN * csr.num_cols
     num_edges = min(max(_EDGES_BY_WAY, _OFTEN * csr.num_cols if often else 0), _MOST_EDGES)
-    whole = -(-num_edges * csr.num_rows // max(csr.num_entries, 1))  # rows that have so many, all of them
+    whole = -(-num_edges * csr.num_rows // csr.num_entries)  # rows that have so many, all of them
     far = _sampled(adjacency, whole, num_edges)
     near = CSR(far.indptr, far.index % max(num_rows, 1), min(max(num_rows, 1), far.num_cols))
-    if width == 0 or far.num_entries == 0 or like.dtype not in (torch.float32, torch.float64):
-        return 0.0
     columns, taken = min(width, _MOST_COLUMNS), []
     with torch.no_grad():
         for one in (near, far):
@@ -197,7 +197,7 @@ def _farther(adjacency: Adjacency, num_rows: int, width: int, like: Tensor) -> f
             for _ in range(_TIMES):
                 spmm(one, x)
             taken.append((running_s(x.device) - start) / _TIMES)
-    return width / columns * max(taken[1] - taken[0], 0.0) / far.num_entries
+    return width / columns * max(taken[1] - taken[0], 0.0) / max(far.num_entries, 1)
 
 
 def _train(
@@ -241,13 +241,15 @@ def _train(
         first = one_round(0.0)[0]
         taken = [one_round(seconds) for _ in range(rounds)]
     splits, pass_s = zip(*taken, strict=True)
+    reads = [1.0 + (hop in clock.graded) for hop in range(1, num_hops + 1)]  # a rank without rows has none of a pass
+    longest, *reads = communicator.gather([statistics.median(pass_s), *reads]).amax(0).tolist()
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
         split_s=torch.stack(splits).mean(0),
         first_s=float(first[num_hops + 1 :].sum()),
-        pass_s=float(communicator.gather([statistics.median(pass_s)]).max()),
-        reads=torch.tensor([1.0 + (hop in clock.graded) for hop in range(1, num_hops + 1)], dtype=torch.float64),
+        pass_s=longest,
+        reads=torch.tensor(reads, dtype=torch.float64),
     )
 
 

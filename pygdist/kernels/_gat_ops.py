@@ -55,9 +55,7 @@ def gat_grad_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``x``, ``source`` and ``target``; the matrix is the transposed one."""
     kernels, transposed = kernels_for(x), CSR(indptr, index, out.shape[0])
-    # rows alone are read: any matrix with as many will do
-    rows = CSR(indptr.new_zeros(out.shape[0] + 1), index[:0], 0)
-    ends, grad_target = kernels.gat_ends(rows, target, slope, out, above, facts, grad)
+    ends, grad_target = kernels.gat_ends(target, slope, out, above, facts, grad)
     grad_x, grad_source = kernels.gat_grad(transposed, x, source, slope, ends, grad)
     return grad_x, grad_source, grad_target
 

@@ -155,9 +155,11 @@ def gat(
 
 
 def gat_ends(
-    csr: CSR, target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
+    target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`gat_grad` needs of each row, whose entries are not read, and the gradient of ``target``."""
+    """What :func:`gat_grad` needs of each row, and the gradient of ``target``; no edge is read."""
+    indptr = torch.zeros(target.shape[0] + 1, dtype=torch.int64)
+    csr = CSR(indptr, indptr[:0], 0)  # tells how many rows there are
     ends, grad_target = out.new_empty(target.shape[1], target.shape[0], 4), target.new_empty(target.shape)
     parts = (target, slope, out, above, facts, grad, ends, grad_target)
     _call("pygdist_gat_ends", csr, None, out, *parts, heads=target.shape[1])

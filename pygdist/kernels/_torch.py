@@ -196,9 +196,9 @@ def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def gat_ends(
-    csr: CSR, target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
+    target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`gat_grad` needs of each row, whose entries are not read, and the gradient of ``target``."""
+    """What :func:`gat_grad` needs of each row, and the gradient of ``target``; no edge is read."""
     heads = target.shape[1]
     dot = _head_sums(grad * out, heads)
     ends = torch.stack([target, facts[..., 0], facts[..., 1], dot], dim=-1).transpose(0, 1)

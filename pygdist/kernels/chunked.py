@@ -78,9 +78,9 @@ def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, 
     return found
 
 
-def gat_ends(csr: CSR, target: Tensor, slope: float, found: GatPart, grad: Tensor) -> tuple[Tensor, Tensor]:
+def gat_ends(target: Tensor, slope: float, found: GatPart, grad: Tensor) -> tuple[Tensor, Tensor]:
     """What :func:`gat_grad` needs of each row, from the result over all its entries, and the gradient of ``target``."""
-    ends: tuple[Tensor, Tensor] = kernels_for(grad).gat_ends(csr.unpermuted(), target, slope, *found, grad)
+    ends: tuple[Tensor, Tensor] = kernels_for(grad).gat_ends(target, slope, *found, grad)
     return ends
 
 

@@ -382,6 +382,15 @@ def test_gat_goes_on_from_other_edges_of_the_same_rows(scale: float, dtype: torc
         torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("heads", "channels"), [(4, 32), (7, 12), (1, 128)])
+@pytest.mark.skipif(load() is None, reason="the native library was not built here")
+def test_gat_goes_on_where_the_first_piece_is_taken_slab_by_slab(heads: int, channels: int) -> None:
+    csr = random_csr(5000, 5000, 240_000)  # a third of it is large and dense enough for slabs
+    x, source, target = (part.detach() for part in gat_inputs(csr, heads, channels, torch.float32))
+    for one, expected in zip(*gat_in_pieces(csr, x.flatten(1), source.contiguous(), target), strict=True):
+        torch.testing.assert_close(one, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.usefixtures("path")
 def test_gat_goes_on_from_nan() -> None:
     """What is no number in one piece is none in the end: training that went wrong is seen."""

@@ -379,7 +379,7 @@ int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by
   job.row_result = facts;
   job.onto = onto != 0;
   const auto kernel = pygdist::kernels().gat;
-  if (job.onto) {  // a slab would find the facts that the one before it left
+  if (job.onto) {  // a slab would find the facts that the one before it left, and compute all weights once more
     pygdist::run(kernel, job);
     return PYGDIST_OK;
   }
