@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--nodes", type=int, default=40_000)
     found.add_argument("--degree", type=int, default=12)
     found.add_argument("--hidden", type=int, default=128)
-    found.add_argument("--hosts", type=int, default=4)
+    found.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
     found.add_argument("--network", default="100mbit", help="rate of the hosts' links")
     found.add_argument("--epochs", type=int, default=60)
     found.add_argument("--every", type=int, default=5, help="epochs between two validations")
@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def setting_of(backend: str, options: argparse.Namespace) -> Setting:
-    """What is trained with a backend."""
+def setting_of(backend: str, hosts: int, options: argparse.Namespace) -> Setting:
+    """What is trained with a backend on so many hosts."""
     return Setting(
         name=backend,
         graph_args={"num_nodes": options.nodes, "avg_degree": options.degree, "num_features": 64},
@@ -47,7 +47,7 @@ def setting_of(backend: str, options: argparse.Namespace) -> Setting:
                     "dropout": 0.5},
         partitioner="metis",
         backend=backend,
-        ranks=options.hosts,
+        ranks=hosts,
         network="unshaped" if why_unshaped() else options.network,
         epochs=options.epochs,
         timeline=False,
@@ -55,11 +55,11 @@ def setting_of(backend: str, options: argparse.Namespace) -> Setting:
     )  # fmt: skip
 
 
-def rows_of(run: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(run: dict[str, Any], hosts: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each validation of a training; one with a note if it failed."""
     head = {
         "backend": run["setting"], "seed": run["seed"], "nodes": options.nodes, "degree": options.degree,
-        "hidden": options.hidden, "hosts": options.hosts, "network": run["network"], "every": options.every,
+        "hidden": options.hidden, "hosts": hosts, "network": run["network"], "every": options.every,
         "epochs": options.epochs,
     }  # fmt: skip
     if run["note"]:
@@ -79,17 +79,18 @@ def main() -> int:
     options = parser().parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        for turn, seed in enumerate(options.seeds):
+        for turn, (seed, hosts) in enumerate(itertools.product(options.seeds, options.hosts)):
             first = turn % len(options.backends)
             for backend in [*options.backends[first:], *options.backends[:first]]:
-                run = train(setting_of(backend, options), seed, work=Path(work), traces=Path(work))
-                rows += rows_of(run, options)
+                run = train(setting_of(backend, hosts, options), seed, work=Path(work), traces=Path(work))
+                rows += rows_of(run, hosts, options)
                 last = rows[-1]
                 print(
-                    f"{backend}, seed {seed}: {last['note'] or last['val_acc']} after {last['seconds']} s", flush=True
+                    f"{backend}, {hosts} hosts, seed {seed}: {last['note'] or last['val_acc']} after {last['seconds']} s",
+                    flush=True,
                 )
                 write(rows, options.out / "accuracy.csv")
-    show([{name: row[name] for name in ("backend", "seed", "epoch", "seconds", "val_acc", "note")} for row in rows],
+    show([{name: row[name] for name in ("hosts", "backend", "seed", "epoch", "seconds", "val_acc", "note")} for row in rows],
          "Accuracy over time")  # fmt: skip
     return SOME_FAILED if any(row["note"] for row in rows) else 0
 

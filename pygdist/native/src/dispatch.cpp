@@ -131,13 +131,17 @@ constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is s
 // Whether a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
 // whole rows do not (blocking over sources as in DistGNN's Algorithm 2, but over columns, so that sums stay in
 // registers). The copy costs one pass over `x`, the index is read once per slab.
-bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_t matrices = 1) {
+bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_t matrices = 1, int64_t often = 8) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   const int64_t entries = csr.indptr[csr.num_rows];
-  return row_bytes >= 2 * slab_bytes && entries >= 8 * csr.num_cols &&
+  return row_bytes >= 2 * slab_bytes && entries >= often * csr.num_cols &&
          csr.num_cols * slab_bytes * matrices <= cache_bytes() / 2 &&
          csr.num_cols * row_bytes * matrices > int64_t{1} << 20;
 }
+
+// GAT's weights are half of its work, and a walk over few heads at a time finds each row's scores in the cache anew:
+// slabs need to be read more often.
+constexpr int64_t kOftenGat = 32;
 
 // The bytes of a slab that holds whole heads.
 int64_t head_slab(const pygdist_csr& csr) {
@@ -378,13 +382,15 @@ int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by
   job.above_result = above;
   job.row_result = facts;
   job.onto = onto != 0;
-  const auto kernel = pygdist::kernels().gat;
-  if (job.onto) {  // a slab would find the facts that the one before it left, and compute all weights once more
-    pygdist::run(kernel, job);
-    return PYGDIST_OK;
+  if (!job.onto) {
+    for (void* rows : {out, above}) {
+      pygdist::expect_writes(rows, csr->num_rows * csr->num_features * csr->value_bits / 8);
+    }
   }
-  for (void* rows : {out, above}) pygdist::expect_writes(rows, csr->num_rows * csr->num_features * csr->value_bits / 8);
-  pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  // whole heads: a slab of a part of one would compute its weights once more, and find the sums of the slab before it
+  const int64_t slab = pygdist::head_slab(*csr);
+  const auto kernel = pygdist::kernels().gat;
+  pygdist::worth_slabs(*csr, slab, 1, pygdist::kOftenGat) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
@@ -418,7 +424,7 @@ int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const voi
   pygdist::expect_writes(grad_x, transposed->num_rows * transposed->num_features * transposed->value_bits / 8);
   const auto kernel = pygdist::kernels().gat_grad;
   const int64_t slab = pygdist::head_slab(*transposed);
-  pygdist::worth_slabs(*transposed, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
+  pygdist::worth_slabs(*transposed, slab, 1, pygdist::kOftenGat) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
