@@ -85,13 +85,11 @@ def main() -> int:
                 run = train(setting_of(backend, hosts, options), seed, work=Path(work), traces=Path(work))
                 rows += rows_of(run, hosts, options)
                 last = rows[-1]
-                print(
-                    f"{backend}, {hosts} hosts, seed {seed}: {last['note'] or last['val_acc']} after {last['seconds']} s",
-                    flush=True,
-                )
+                reached = last["note"] or f"{last['val_acc']} after {last['seconds']} s"
+                print(f"{backend}, {hosts} hosts, seed {seed}: {reached}", flush=True)
                 write(rows, options.out / "accuracy.csv")
-    show([{name: row[name] for name in ("hosts", "backend", "seed", "epoch", "seconds", "val_acc", "note")} for row in rows],
-         "Accuracy over time")  # fmt: skip
+    columns = ("hosts", "backend", "seed", "epoch", "seconds", "val_acc", "note")
+    show([{name: row[name] for name in columns} for row in rows], "Accuracy over time")
     return SOME_FAILED if any(row["note"] for row in rows) else 0
 
 
