@@ -129,11 +129,14 @@ class FetchingBackend(Backend):
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        deferred = self.weights_unseen and self.savings.fused_attention and defers_scores(layer, edge_index, kwargs)
-        if deferred and self.arrival() is not None:
+        if self._scores_wait(layer, edge_index, kwargs) and self.arrival() is not None:
             return cast(Tensor, Unscored())
         rows = self._with_sources(layer, kwargs, edges=True, fused=False)
         return self._run(layer, inner, edge_index, rows, edges=True)
+
+    def _scores_wait(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether scores of edges are computed where the rows of the hop arrive, not before it."""
+        return self.weights_unseen and self.savings.fused_attention and defers_scores(layer, edge_index, kwargs)
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ __all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_k
 
 log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 _SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
 
 
@@ -62,6 +62,7 @@ def expected_epoch(
     other_s: float,
     overlap: bool,
     shrinks: bool = True,
+    exchanges: Sequence[int] | None = None,
 ) -> Expected:
     """What a choice costs; every rank makes the call and gets the same.
 
@@ -76,6 +77,7 @@ def expected_epoch(
         other_s: What does not depend on the choice.
         overlap: Whether edges from this rank's own rows are aggregated while others' travel.
         shrinks: Whether what stands between hops works on the rows that are needed there; on all of them otherwise.
+        exchanges: How many exchanges each hop makes; nothing hides those before that of its rows. One by default.
     """
     num_hops = len(chosen)
     needed, edges = _followed(found, num_owned, num_halo, chosen)
@@ -94,7 +96,12 @@ def expected_epoch(
         rows * cost + (network.latency_s if rows > 0 and cost > 0 else 0.0)
         for rows, cost in zip(moved, costs.fetch, strict=True)
     ]
-    total, busy = compute, sum(exchange)
+    before = sum(
+        network.latency_s * (count - 1)
+        for count, seconds in zip(exchanges or (), exchange, strict=False)
+        if seconds > 0
+    )
+    total, busy = compute, sum(exchange) + before
     idle = 1 - network.busy if overlap else 0.0
     hidden = sum(min(costs.edge[hop] * edges[hop][1], idle * exchange[hop]) for hop in range(num_hops))
     figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()

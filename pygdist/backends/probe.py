@@ -150,7 +150,7 @@ def probe_exchange(
     """
     if communicator.world_size == 1:
         return Network(value_s=0.0, latency_s=0.0, busy=0.0)
-    latency = _exchanged(communicator, _at_most(plan, 0), like, ring, wire)[0]
+    latency = _exchanged(communicator, _at_most(plan, 1), like, ring, wire)[0]  # without a row nothing travels
     rows = _FIRST_ROWS
     while True:
         part = _at_most(plan, rows)

@@ -310,7 +310,8 @@ class RecomputingBackend(FetchingBackend):
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         if self._rehearsal is not None:
-            return self._rehearsal.edge_updater(layer, inner, edge_index, size, kwargs)
+            fetches = not self._scores_wait(layer, edge_index, kwargs)
+            return self._rehearsal.edge_updater(layer, inner, edge_index, size, kwargs, fetches=fetches)
         self._at = self._hop + 1
         return super().edge_updater(layer, inner, edge_index, size, kwargs)
 

@@ -77,12 +77,14 @@ class Rehearsal:
         self.num_rows, self.clock = num_rows, clock
         self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
         self.hops_of: dict[int, int] = {}
+        self.exchanges: dict[int, int] = {}  # that a hop makes before that of its rows, in a pass
         self.num_hops = 0
         self._hop = 0
 
     def begin_pass(self) -> None:
         """Called before a forward pass that is not the first."""
         self._hop = 0
+        self.exchanges.clear()
 
     def begin_hop(self) -> None:
         """Called before each hop, also where what was kept of an earlier one stands for it."""
@@ -102,9 +104,17 @@ class Rehearsal:
         return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)
 
     def edge_updater(
-        self, layer: MessagePassing, inner: Callable[..., Tensor], edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+        self,
+        layer: MessagePassing,
+        inner: Callable[..., Tensor],
+        edge_index: Tensor,
+        size: Any,
+        kwargs: dict[str, Any],
+        *,
+        fetches: bool,
     ) -> Tensor:
-        """What a layer does before a hop with its edges, timed as part of it."""
+        """What a layer does before a hop with its edges, timed as part of it; ``fetches`` if it reads other ranks."""
+        self.exchanges[self._hop + 1] = self.exchanges.get(self._hop + 1, 0) + fetches
         return self._timed(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
 
     def _timed(self, hop: int, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:

@@ -45,17 +45,22 @@ class Timed:
         edge: Of an edge in each hop; 0 if what the hop makes is kept.
         fixed: Of a pass, however many rows and edges there are.
         contention: How long ranks take for what a processor does in a second, at least 1: they may have to share one.
+        exchanges: How many exchanges each hop makes, that of its rows and those before it.
     """
 
     row: tuple[float, ...]
     edge: tuple[float, ...]
     fixed: float
     contention: float
+    exchanges: tuple[int, ...]
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Timed:
         """From what came of JSON."""
-        return cls(tuple(given["row"]), tuple(given["edge"]), float(given["fixed"]), float(given["contention"]))
+        return cls(
+            tuple(given["row"]), tuple(given["edge"]), float(given["fixed"]), float(given["contention"]),
+            tuple(given["exchanges"]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class _Passes:
         first_s: In the hops of the first pass, which makes what is kept.
         pass_s: Seconds of a pass on the slowest rank, whether it ran or waited for a processor.
         reads: How often each hop reads its sources: forward, and backward if it has such a pass.
+        exchanges: See :class:`Timed`.
     """
 
     num_rows: int
@@ -77,6 +83,7 @@ class _Passes:
     first_s: float
     pass_s: float
     reads: Tensor
+    exchanges: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class _Average:
         first_edge_s: Seconds of an edge in the first pass, on the slowest rank.
         contention: See :class:`Timed`.
         reads: See :class:`_Passes`.
+        exchanges: See :class:`Timed`.
     """
 
     rows: float
@@ -100,6 +108,7 @@ class _Average:
     first_edge_s: float
     contention: float
     reads: Tensor
+    exchanges: tuple[int, ...]
 
 
 def time_hops(
@@ -154,7 +163,7 @@ def time_hops(
     fixed = float(
         (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
     )
-    return Timed(tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention)
+    return Timed(tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention, found.exchanges)
 
 
 def _parts_of(average: _Average) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
@@ -242,14 +251,16 @@ def _train(
         taken = [one_round(seconds) for _ in range(rounds)]
     splits, pass_s = zip(*taken, strict=True)
     reads = [1.0 + (hop in clock.graded) for hop in range(1, num_hops + 1)]  # a rank without rows has none of a pass
-    longest, *reads = communicator.gather([statistics.median(pass_s), *reads]).amax(0).tolist()
+    exchanges = [1.0 + rehearsal.exchanges.get(hop, 0) for hop in range(1, num_hops + 1)]
+    longest, *counts = communicator.gather([statistics.median(pass_s), *reads, *exchanges]).amax(0).tolist()
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
         split_s=torch.stack(splits).mean(0),
         first_s=float(first[num_hops + 1 :].sum()),
         pass_s=longest,
-        reads=torch.tensor(reads, dtype=torch.float64),
+        reads=torch.tensor(counts[:num_hops], dtype=torch.float64),
+        exchanges=tuple(int(count) for count in counts[num_hops:]),
     )
 
 
@@ -273,6 +284,7 @@ def _average(communicator: Communicator, passes: _Passes) -> _Average:
         first_edge_s=float((everyone[:, 2] / everyone[:, 1].clamp(min=1)).max()),
         contention=max(contention, 1.0),
         reads=passes.reads,
+        exchanges=passes.exchanges,
     )
 
 
