@@ -44,6 +44,7 @@ TRACED = 3  # epochs recorded for the timeline, after those that count
 RANK_FIGURES = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 _GIB = 2**30
 _KILLED = (-9, 137)
+_SAYS_WHY = re.compile(r"error|what\(\):|terminate called|(free|malloc|realloc)\(\)|corrupt", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +378,8 @@ def _reason(code: int, said: str) -> str:
         return "out of memory"
     if code in _KILLED:
         return "killed by SIGKILL, as the kernel does when memory runs out"
-    found = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+    # what C++ and glibc say before they abort names no error
+    found = next((line for line in reversed(lines) if _SAYS_WHY.search(line)), lines[-1] if lines else "")
     return f"exit code {code}: {found[:300]}"
 
 
