@@ -182,7 +182,9 @@ class _Routing:
             bases: tuple[Any, ...] = self._rebound_bases(base)
             # a hop of the layer's own may do anything with what it gets
             way = None if writes_hops(base) else cheaper_forward(base) or attention_forward(base)
-            forward = bases[0].forward if way is None else _another_way(way, bases[0].forward)
+            # a subclass may leave it to a class that was rebound
+            own: Callable[..., Any] = getattr(type(base.__name__, bases, {}), "forward")  # noqa: B009 (made just now)
+            forward = own if way is None else _another_way(way, own)
             # torch.compile leaves layers as they are and compiles what is between them
             body["forward"] = torch.compiler.disable(_entered(forward))
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)

@@ -8,6 +8,8 @@ to it; ``pygdist verify`` runs the same comparison on a user's model and graph.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,20 +244,25 @@ def _check_exact(
     communicator = Communicator(dist.new_group(), check_order=True)
     found = {}
     for kind, store in jobs:
-        data, _ = random_graph(kind, num_nodes=num_nodes, seed=seed)
         shard = Shard.load(store, rank)
         for name in names:
-            num_features, num_classes = data.x.size(1), int(data.y.max()) + 1
-            made = partial(build, name, num_features, num_classes, num_layers=num_layers)
-            reference = reference_step(made(), data)
+            plain, reference = _reference(name, kind, num_nodes, num_layers, seed)
             bound = resolve_backend(backend)
             bound.bind(shard, communicator)
-            model = distribute(made(), backend=bound, savings=savings)
+            model = distribute(copy.deepcopy(plain), backend=bound, savings=savings)
             differences = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id)
             quantity = max(differences, key=lambda key: differences[key].absolute)
             found[name, kind] = (quantity, differences[quantity].absolute)
             bound.unbind()
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _reference(name: str, kind: str, num_nodes: int, num_layers: int, seed: int) -> tuple[nn.Module, Step]:
+    """A model and its step on one process; the same for every backend and number of ranks."""
+    data, _ = random_graph(kind, num_nodes=num_nodes, seed=seed)
+    model = build(name, data.x.size(1), int(data.y.max()) + 1, num_layers=num_layers)
+    return model, reference_step(copy.deepcopy(model), data)
 
 
 @contextlib.contextmanager

@@ -118,6 +118,26 @@ def test_a_subclass_is_not_run_by_its_parents_template(graph: tuple[Data, Shard]
     assert torch.allclose(layer(shard.x, shard.adjacency, shard.edge_type), expected, rtol=0, atol=1e-12)
 
 
+class Inheriting(GCNConv):
+    """Leaves its forward to PyG's, whose code asks for degrees."""
+
+
+def _inheriting(rank: int, world_size: int, store: str) -> float:
+    data, _ = random_graph("directed")
+    shard, backend, layer = Shard.load(store, rank), CommBackend(), Inheriting(5, 3).double()
+    torch.nn.init.ones_(layer.lin.weight)
+    expected = layer(data.x, data.edge_index)[shard.owned_id]
+    backend.bind(shard, Communicator(dist.new_group()))
+    distribute(layer, backend=backend)
+    return float((layer(shard.x, shard.adjacency) - expected).abs().max())
+
+
+def test_a_subclass_that_inherits_its_forward_knows_all_degrees(tmp_path: Any, pool: RankPool) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
+    assert max(pool.run(_inheriting, 2, str(tmp_path / "store"))) < 1e-12
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("name", ["GCNConv", "GATv2Conv", "BatchNorm"])
 def test_routing_survives_a_copy_in_the_copy_and_in_the_original(
