@@ -325,6 +325,10 @@ def test_the_expected_epoch_follows_the_costs() -> None:
     # of hop 1 one edge, of hop 2 one needs nothing to arrive
     hidden = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **{**arguments, "overlap": True})
     assert hidden.epoch_s == fetched.epoch_s - min(2, 6.5) - min(20, 60.5)
+    # nor does anything hide what a hop exchanges before its rows
+    both = {**arguments, "overlap": True, "exchanges": (2, 1)}
+    before = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **both)
+    assert before.epoch_s == hidden.epoch_s + 0.5
     # what the exchange computes itself is in nothing's shadow
     arguments = {**arguments, "network": replace(network, busy=0.9), "overlap": True}
     busy = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **arguments)
