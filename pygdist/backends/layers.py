@@ -74,12 +74,14 @@ def fuses(layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) 
     """Whether the hop is one sparse product: PyG's fused path then gets one tensor, the source rows.
 
     That is so for layers that implement ``message_and_aggregate`` and whose message is the neighbour's row, scaled
-    by a scalar edge weight at most. A layer given edges that are no longer the :class:`Adjacency` takes PyG's message
-    path, and so does one with hooks on its messages, or with a ``propagate`` of its own.
+    by a scalar edge weight at most; what it gets as ``None`` (RGCN's ``edge_type_ptr``) does not count. A layer given
+    edges that are no longer the :class:`Adjacency` takes PyG's message path, and so does one with hooks on its
+    messages, or with a ``propagate`` of its own.
     """
     if not (layer.fuse and isinstance(edge_index, Adjacency)) or writes_hops(type(layer)):
         return False
-    if not (set(layer._user_args) <= {"x_j", "edge_weight"} and set(layer._fused_user_args) <= {"x", "edge_weight"}):
+    read = set(layer._user_args) - {name for name, value in kwargs.items() if value is None}
+    if not (read <= {"x_j", "edge_weight"} and set(layer._fused_user_args) <= {"x", "edge_weight"}):
         return False
     x, weight = kwargs.get("x"), kwargs.get("edge_weight")
     x = x[0] if isinstance(x, (tuple, list)) else x

@@ -2,8 +2,9 @@
 
 As with PyTorch's ``fully_shard`` the module object, its parameters, ``state_dict`` keys and ``isinstance`` stay as
 they are; only ``__class__`` changes, to a class that puts routing in front of the layer's own. Three things are
-routed: hops (``propagate``, ``edge_updater``), degree normalisation (``gcn_norm`` as the layer's own code names it),
-and what looks at all nodes: norms (:mod:`pygdist.nn.norms`) and aggregations that pad (:mod:`pygdist.nn.aggregation`).
+routed: hops (``propagate``, ``edge_updater``); degree normalisation and what adds self-loops or picks the edges of a
+relation, as the layer's own code names them; and what looks at all nodes: norms (:mod:`pygdist.nn.norms`) and
+aggregations that pad (:mod:`pygdist.nn.aggregation`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pygdist.backends.attention import UNSEEN, Unweighted, attention_forward, attention_hop
@@ -42,6 +44,7 @@ from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.relations import edges_of_relation
 from pygdist.nn.self_loops import KeptSelfLoops
 
 __all__ = ["distribute", "undistribute"]
@@ -151,6 +154,7 @@ class _Routing:
             "gcn_norm": (gcn_norm, self.gcn_norm),
             "remove_self_loops": (remove_self_loops, self.self_loops.remove),
             "add_self_loops": (add_self_loops, self.self_loops.add),
+            "masked_edge_index": (masked_edge_index, edges_of_relation),
         }
         self.classes: dict[type, type] = {}
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()

@@ -7,6 +7,8 @@ from pygdist.graph.files import GraphFiles
 from pygdist.graph.generated import EdgeGenerator
 from pygdist.graph.generated_files import read_description, write_generated
 from pygdist.graph.hetero import load_hetero
+from pygdist.graph.homogeneous import as_homogeneous
+from pygdist.graph.links import corrupted_sources, hold_out, supervised
 from pygdist.graph.npy import load_npy, save_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.prepare import fingerprint, prepare
@@ -31,11 +33,14 @@ __all__ = [
     "Progress",
     "Shard",
     "WholeGraph",
+    "as_homogeneous",
     "build_store",
     "check",
     "check_part",
+    "corrupted_sources",
     "degree_corrected_sbm",
     "fingerprint",
+    "hold_out",
     "load_graph",
     "load_hetero",
     "load_npy",
@@ -47,6 +52,7 @@ __all__ = [
     "register_generator",
     "save_npy",
     "store_key",
+    "supervised",
     "write_generated",
     "write_graph",
     "write_store",

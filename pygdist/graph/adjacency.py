@@ -169,7 +169,7 @@ class Adjacency(EdgeIndex):
                 owner._transposed = made
         return owner._transposed
 
-    def _transposed_weight(self, value: Tensor) -> Tensor:
+    def transposed_weight(self, value: Tensor) -> Tensor:
         """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
         owner = self.origin
         kept = owner._transposed_value
@@ -212,7 +212,7 @@ class Adjacency(EdgeIndex):
             value,
             reduce="sum" if reduce == "add" else reduce,
             transposed=self.transposed,
-            transposed_weight=(lambda: self._transposed_weight(value)) if fixed else None,  # type: ignore[arg-type]
+            transposed_weight=(lambda: self.transposed_weight(value)) if fixed else None,  # type: ignore[arg-type]
         )
         return out.transpose(0, 1) if stacked else out
 

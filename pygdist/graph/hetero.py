@@ -15,7 +15,7 @@ from pygdist.graph.generated_files import read_description
 from pygdist.graph.generated_graph import HETEROGENEOUS, HOMOGENEOUS, generate_hetero
 from pygdist.graph.npy import read_tensor
 
-__all__ = ["load_hetero"]
+__all__ = ["is_hetero_folder", "load_hetero"]
 
 _BLOCK_EDGES = 1 << 20
 
@@ -53,6 +53,11 @@ def load_hetero(
     if (scale, seed, features) != (1.0, 0, True):
         raise InputError(f"{name}: scale, seed and features are arguments of a name, not of a folder")
     return _read(Path(name))
+
+
+def is_hetero_folder(folder: str | Path) -> bool:
+    """Whether ``pygdist generate`` wrote a heterogeneous graph there."""
+    return (Path(folder) / "graph.json").is_file() and bool(read_description(folder)["heterogeneous"])
 
 
 def _read(folder: Path) -> HeteroData:

@@ -37,6 +37,8 @@ class Shard:
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
         counts: Labelled nodes of the whole graph by mask name.
+        val_edges, test_edges: Edges that were held out (:func:`~pygdist.graph.links.hold_out`): source and target in
+            local ids, and global position, ``(3, k)`` int64; ``None`` where none were.
         folder: Where the partitioned graph is kept; ``None`` if it is in memory alone.
     """
 
@@ -64,6 +66,8 @@ class Shard:
         num_classes: int,
         multi_label: bool,
         counts: Mapping[str, int],
+        val_edges: Tensor | None = None,
+        test_edges: Tensor | None = None,
         folder: Path | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
@@ -74,6 +78,7 @@ class Shard:
         self.edge_weight, self.edge_attr, self.edge_type = edge_weight, edge_attr, edge_type
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
+        self.val_edges, self.test_edges = val_edges, test_edges
         self.folder = folder
 
     def __repr__(self) -> str:

@@ -26,6 +26,8 @@ from torch_geometric.utils import to_edge_index
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS, plain
 from pygdist.graph.generated_graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
+from pygdist.graph.hetero import is_hetero_folder, load_hetero
+from pygdist.graph.homogeneous import as_homogeneous
 from pygdist.graph.npy import load_npy, pick_split
 from pygdist.graph.power_law import power_law
 from pygdist.graph.sbm import degree_corrected_sbm
@@ -57,7 +59,7 @@ def register_generator(name: str, generator: Callable[..., Any]) -> None:
 
 
 def load_graph(
-    dataset: str | os.PathLike[str] | Data | Callable[..., Any], *, split_index: int = 0, **args: Any
+    dataset: str | os.PathLike[str] | Data | HeteroData | Callable[..., Any], *, split_index: int = 0, **args: Any
 ) -> Data:
     """The whole graph of a source.
 
@@ -65,12 +67,16 @@ def load_graph(
         dataset: One of
 
             - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
-              (``reddit-like``, ``products-like``, ``papers-like``: :mod:`pygdist.graph.published`), a registered one;
+              (``reddit-like``, ``products-like``, ``papers-like``, ``mag-like``: :mod:`pygdist.graph.published`), a
+              registered one;
             - a folder of ``.npy`` arrays (:mod:`pygdist.graph.npy`);
             - an OGB node dataset, ``ogbn-arxiv`` (extra ``ogb``);
             - a class in ``torch_geometric.datasets``, ``Planetoid``, or the dotted path of any class or function that
               gives a ``Data`` or a dataset of one graph;
             - a PyG ``Data``, or any such callable.
+
+            A heterogeneous graph (``mag-like``, a folder of one, a ``HeteroData``) becomes one with ``edge_type``:
+            :func:`~pygdist.graph.as_homogeneous`.
         split_index: Which column of masks that hold several splits.
         **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
             a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
@@ -87,7 +93,7 @@ def load_graph(
         >>> load_graph("reddit-like", scale=0.1)
         >>> load_graph("Planetoid", root="data", name="Cora")
     """
-    if isinstance(dataset, Data):
+    if isinstance(dataset, Data | HeteroData):
         name, found = "dataset", dataset
         _no_arguments(args, "a Data object")
     elif isinstance(dataset, str | os.PathLike):
@@ -108,15 +114,14 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     if name in GENERATORS:
         return _call(GENERATORS[name], args, name)
     if name in HETEROGENEOUS:
-        raise InputError(
-            f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used; "
-            f"pygdist.graph.load_hetero('{name}') makes it"
-        )
+        return _call(_double_of_types, {"name": name, **args}, name)
     if name.startswith("ogbn-"):
         return _load_ogb(name, args)
     if name in torch_geometric.datasets.__all__:  # before folders: PyG's own root is often called like the class
         return _call(getattr(torch_geometric.datasets, name), args, name)
     if Path(name).is_dir():
+        if is_hetero_folder(name):
+            return _call(_folder_of_types, {"name": name, **args}, name)
         _no_arguments(args, f"folder {name}")
         return load_npy(name)
     if "." in name and os.sep not in name:
@@ -125,6 +130,16 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
         f"dataset '{name}': no such folder, no generator ({', '.join(GENERATORS)}), and no class in "
         "torch_geometric.datasets; check the spelling, or give a class path such as my_package.MyDataset"
     )
+
+
+def _double_of_types(
+    name: str, scale: float = 1.0, seed: int = 0, features: bool = True, reverse: bool = False
+) -> Data:
+    return as_homogeneous(load_hetero(name, scale=scale, seed=seed, features=features), reverse=reverse, name=name)
+
+
+def _folder_of_types(name: str, reverse: bool = False) -> Data:
+    return as_homogeneous(load_hetero(name), reverse=reverse, name=name)
 
 
 def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
@@ -194,10 +209,7 @@ def _one_graph(found: Any, name: str) -> Data:
             raise InputError(f"dataset '{name}' holds {len(found)} graphs: give one graph, such as dataset[0]")
         found = found[0]
     if isinstance(found, HeteroData):
-        raise InputError(
-            f"dataset '{name}' is heterogeneous (HeteroData): only graphs of one node and edge type can be used; "
-            "data.to_homogeneous() makes one"
-        )
+        return as_homogeneous(found, name=name)
     if not isinstance(found, Data):
         raise InputError(f"dataset '{name}' gave a {type(found).__name__}, expected a torch_geometric Data")
     return found

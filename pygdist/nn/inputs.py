@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
 
-__all__ = ["call_model", "edge_inputs", "fill_in_sizes", "row_lookup"]
+__all__ = ["call_encoder", "call_model", "edge_inputs", "fill_in_sizes", "row_lookup"]
 
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
@@ -29,21 +29,16 @@ def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
-    """The output of ``model`` for a graph with classes.
+def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
+    """The output of ``model`` for a graph: one row per node (per owned node of a shard).
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
         graph: A ``Data`` or a ``Shard``.
         edges: What the model gets as ``edge_index``.
-        num_classes: Classes of the graph.
-        multi_label: Whether a node may have several.
-
-    Returns:
-        One row per node (per owned node of a shard), wide enough for every class.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or gives too few values.
+        InputError: If the model takes another number of features than the graph has, or gives no rows.
     """
     width, inputs = graph.x.size(1), edge_inputs(model, graph)
     try:
@@ -64,10 +59,32 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
         ) from error
     except IndexError as error:
         raise InputError(row_lookup(error), of_one_rank=True) from error
-    if out.dim() != 2 or (out.size(1) != num_classes if multi_label else out.size(1) < num_classes):
+    if out.dim() != 2:
+        raise InputError(f"the model gives {tuple(out.shape[1:])} values per node, expected a row")
+    return out
+
+
+def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
+    """The output of ``model`` for a graph with classes; see :func:`call_encoder`.
+
+    Args:
+        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
+        graph: A ``Data`` or a ``Shard``.
+        edges: What the model gets as ``edge_index``.
+        num_classes: Classes of the graph.
+        multi_label: Whether a node may have several.
+
+    Returns:
+        One row per node (per owned node of a shard), wide enough for every class.
+
+    Raises:
+        InputError: If the model takes another number of features than the graph has, or gives too few values.
+    """
+    out = call_encoder(model, graph, edges)
+    if out.size(1) != num_classes if multi_label else out.size(1) < num_classes:
         raise InputError(
-            f"the model gives {'x'.join(map(str, out.shape[1:])) or 'one'} values per node, the graph has "
-            f"{num_classes} classes; set the model's out_channels to {num_classes}"
+            f"the model gives {out.size(1)} values per node, the graph has {num_classes} classes; set the model's "
+            f"out_channels to {num_classes}"
         )
     return out
 

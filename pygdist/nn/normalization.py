@@ -36,10 +36,12 @@ class GlobalGCNNorm:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor]]] = {}
+        self._looped: dict[tuple[object, ...], _Looped] = {}  # of edges whose weights change
 
     def clear(self) -> None:
         """Forget what was kept; called when the backend gets another graph."""
         self._kept.clear()
+        self._looped.clear()
 
     def __call__(
         self,
@@ -56,7 +58,7 @@ class GlobalGCNNorm:
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node; a shard holds in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
-            return self._normalise(edge_index, edge_weight, *arguments)
+            return self._normalise(edge_index, edge_weight, *arguments, kept=True)
         # one result for each kind of normalisation: weights that a model computes anew replace those before
         slot, version = (id(edge_index), *arguments), identity_of(edge_weight)
         kept = self._kept.get(slot)
@@ -78,6 +80,8 @@ class GlobalGCNNorm:
         fill_value: float,
         add_self_loops: bool,
         dtype: torch.dtype | None,
+        *,
+        kept: bool = False,
     ) -> tuple[Adjacency, Tensor]:
         if num_nodes is None:
             if not isinstance(edge_index, Adjacency):
@@ -87,10 +91,11 @@ class GlobalGCNNorm:
             num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
             edge_index, perm = Adjacency.from_unsorted(edge_index, num_src=num_src, num_dst=num_nodes)
             edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
+            kept = False
         num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
-        csr = edge_index.csr()
-        if add_self_loops:
-            csr, edge_weight = _with_remaining_self_loops(csr, edge_weight, fill_value, num_nodes)
+        looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, kept=kept)
+        csr = looped.csr
+        edge_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
         counts = csr.indptr.diff()
         if edge_weight is None:
             degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
@@ -102,23 +107,53 @@ class GlobalGCNNorm:
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
-        return Adjacency.from_csr(CSR(csr.indptr, csr.index, source_scale.size(0))), weight
+        return looped.edges(source_scale.size(0)), weight
+
+    def _with_loops(self, edge_index: Adjacency, num_loops: int, *, kept: bool) -> _Looped:
+        """Edges whose weights alone change stay the same object, by which backends know them."""
+        if not kept:
+            return _Looped(edge_index, num_loops)
+        slot = (id(edge_index), num_loops)
+        if slot not in self._looped:
+            if len(self._looped) >= _MOST_KEPT:
+                self._looped.pop(next(iter(self._looped)))
+            with torch.inference_mode(False), torch.no_grad():
+                self._looped[slot] = _Looped(edge_index, num_loops)
+        return self._looped[slot]
 
 
-def _with_remaining_self_loops(
-    csr: CSR, weight: Tensor | None, fill_value: float, num_nodes: int
-) -> tuple[CSR, Tensor | None]:
-    """One self-loop at each node, as PyG's ``add_remaining_self_loops``: those that exist keep their weight.
+class _Looped:
+    """Edges with one self-loop at each of the first nodes, as PyG's ``add_remaining_self_loops``.
 
-    Without weights the value of a loop is not looked at, in PyG as here.
+    Args:
+        given: The edges.
+        num_loops: How many nodes get a loop; with none the edges stay as they are.
+
+    Attributes:
+        csr: The edges with loops.
     """
-    is_loop = is_self_loop(csr)
-    keep = ~is_loop
-    looped, is_new = insert_self_loops(keep_entries(csr, keep), num_nodes)
-    if weight is None:
-        return looped, None
-    loops = weight.new_full((num_nodes, *weight.shape[1:]), fill_value)
-    loops[csr.index[is_loop].long()] = weight[is_loop]
-    out = weight.new_empty(looped.num_entries, *weight.shape[1:])
-    out = out.index_put((~is_new,), weight[keep])
-    return looped, out.index_put((is_new,), loops)
+
+    def __init__(self, given: Adjacency, num_loops: int) -> None:
+        self._given, self._num_loops = given, num_loops  # kept, so that its id stays its own
+        self._edges: Adjacency | None = None
+        self.csr = given.csr()
+        if num_loops:
+            self._was_loop = is_self_loop(self.csr)
+            self.csr, self._is_loop = insert_self_loops(keep_entries(self.csr, ~self._was_loop), num_loops)
+
+    def weights(self, weight: Tensor, fill_value: float) -> Tensor:
+        """Those of :attr:`csr`; loops that exist keep theirs."""
+        if not self._num_loops:
+            return weight
+        loops = weight.new_full((self._num_loops, *weight.shape[1:]), fill_value)
+        loops[self._given.csr().index[self._was_loop].long()] = weight[self._was_loop]
+        out = weight.new_empty(self.csr.num_entries, *weight.shape[1:])
+        out = out.index_put((~self._is_loop,), weight[~self._was_loop])
+        return out.index_put((self._is_loop,), loops)
+
+    def edges(self, num_src: int) -> Adjacency:
+        """:attr:`csr` with so many sources; the same object for the same number."""
+        if self._edges is None or self._edges.num_src != num_src:
+            with torch.inference_mode(False):
+                self._edges = Adjacency.from_csr(CSR(self.csr.indptr, self.csr.index, num_src))
+        return self._edges

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 
 __all__ = ["KeptSelfLoops"]
@@ -26,10 +27,13 @@ class KeptSelfLoops:
     def __init__(self) -> None:
         # by what was asked: the adjacency, kept so that its id stays its own, its successor, and which edges stayed
         self._kept: dict[tuple[object, ...], tuple[Adjacency, Adjacency, Tensor]] = {}
+        # attributes without those of loops, by slot: of which, and the result
+        self._attributes: dict[tuple[object, ...], tuple[tuple[object, ...], Tensor, Tensor]] = {}
 
     def clear(self) -> None:
         """Forget what was kept; called when the backend gets another graph."""
         self._kept.clear()
+        self._attributes.clear()
 
     def remove(self, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Any, Tensor | None]:
         """The edges between different nodes, and their attributes; see PyG."""
@@ -44,7 +48,19 @@ class KeptSelfLoops:
                 without = edge_index if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep))
             self._keep(slot, (edge_index, without, keep))
         _, without, keep = self._kept[slot]
-        return without, edge_attr if edge_attr is None or without is edge_index else edge_attr[keep]
+        if edge_attr is None or without is edge_index:
+            return without, edge_attr
+        return without, self._without_loops(slot, edge_attr, keep)
+
+    def _without_loops(self, slot: tuple[object, ...], edge_attr: Tensor, keep: Tensor) -> Tensor:
+        """The same tensor for the same attributes, as on a rank without loops: what is kept for it is kept by all."""
+        if not fixable(edge_attr):
+            return edge_attr[keep]
+        identity, known = identity_of(edge_attr), self._attributes.get(slot)
+        if known is None or known[0] != identity:
+            with torch.inference_mode(False), torch.no_grad():
+                known = self._attributes[slot] = identity, edge_attr.detach(), edge_attr[keep]
+        return known[2]
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -70,5 +86,7 @@ class KeptSelfLoops:
 
     def _keep(self, slot: tuple[object, ...], result: tuple[Adjacency, Adjacency, Tensor]) -> None:
         if len(self._kept) >= _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
+            oldest = next(iter(self._kept))
+            self._kept.pop(oldest)
+            self._attributes.pop(oldest, None)
         self._kept[slot] = result

@@ -12,7 +12,7 @@ __all__ = ["GRAPHS", "random_graph"]
 def random_graph(
     kind: str = "directed", *, num_nodes: int = 37, num_features: int = 5, num_classes: int = 3, seed: int = 0
 ) -> tuple[Data, dict[int, np.ndarray]]:
-    """A graph and, for each world size up to 4, the part of each node.
+    """A graph and, for each world size up to 5, the part of each node.
 
     Args:
         kind: One of :data:`GRAPHS`. ``directed``: uniform random edges with self-loops and duplicates; ``power-law``:
@@ -43,12 +43,6 @@ def random_graph(
     train[rng.integers(num_nodes)] = True
     y = rng.integers(0, num_classes, num_nodes)
     y[(rng.random(num_nodes) < 0.1) & ~train] = -1
-    for world_size, owner in part.items():
-        if kind == "empty-part" and world_size > 1:
-            owner[owner == world_size - 1] = 0
-    if kind == "no-train-part":
-        for world_size in (2, 3, 4):
-            part[world_size] = np.where(train, part[world_size] % (world_size - 1), world_size - 1)
     edge_attr = torch.from_numpy(rng.standard_normal((num_edges, 4)))
     data = Data(
         x=torch.from_numpy(rng.standard_normal((num_nodes, num_features))),
@@ -62,6 +56,13 @@ def random_graph(
         test_mask=torch.from_numpy(~train & (y >= 0)),
         num_nodes=num_nodes,
     )
+    part[5] = rng.integers(0, 5, num_nodes)
+    for world_size, owner in part.items():
+        if kind == "empty-part" and world_size > 1:
+            owner[owner == world_size - 1] = 0
+    if kind == "no-train-part":
+        for world_size in (2, 3, 4, 5):
+            part[world_size] = np.where(train, part[world_size] % (world_size - 1), world_size - 1)
     return data, part
 
 

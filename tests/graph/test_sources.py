@@ -112,7 +112,7 @@ def test_planetoid(name: str, tmp_path: Path) -> None:
         (3, {}, "dataset: expected a name, a folder, a Data or a callable, got int"),
         (triangle(), {"root": "."}, "a Data object takes no arguments, got root"),
         (Graphs, {"count": 2}, r"dataset 'Graphs' holds 2 graphs: give one graph, such as dataset\[0\]"),
-        (hetero, {}, "dataset 'hetero' is heterogeneous"),
+        (hetero, {}, r"dataset 'hetero' is heterogeneous and has no edges \(edge_index\)"),
         (numbers, {}, "dataset 'numbers' gave a list, expected a torch_geometric Data"),
         (missing_file, {}, "dataset 'missing_file': could not be read or downloaded: .*nowhere"),
         (Data(x=torch.ones(2, 1)), {}, "edge_index is missing"),

@@ -66,6 +66,22 @@ def test_degrees_travel_once_and_again_when_the_weights_change(pool: RankPool, t
     assert pool.run(_check_kept, 2, _store(tmp_path, 2)) == [[2, 1, 2], [2, 1, 2]]
 
 
+@pytest.mark.parametrize("options", [{}, {"add_self_loops": False}], ids=str)
+def test_edges_stay_the_same_object_while_weights_are_learned(options: dict[str, Any], tmp_path: Path) -> None:
+    shard = Shard.load(_store(tmp_path, 1), 0)
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    norm = GlobalGCNNorm(backend)
+    assert shard.edge_weight is not None
+    found = []
+    for factor in (1.0, 2.0):
+        weight = (factor * shard.edge_weight).requires_grad_()
+        found.append(norm(shard.adjacency, weight, shard.num_owned, **options))
+        expected = GlobalGCNNorm(backend)(shard.adjacency, weight.detach(), shard.num_owned, **options)
+        assert torch.equal(found[-1][1], expected[1])
+    assert found[0][0] is found[1][0]
+
+
 def _check_learned(rank: int, world_size: int, store: str) -> None:
     torch.manual_seed(4)  # the same layer on every rank
     data, _ = random_graph("directed")

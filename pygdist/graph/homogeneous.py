@@ -1,0 +1,106 @@
+"""A heterogeneous graph as one graph with types: what layers of relations, such as ``RGCNConv``, take.
+
+Types of nodes follow one another, and so do types of edges, each in the order of the ``HeteroData``; ``edge_type`` says
+which relation an edge is of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pygdist.errors import InputError
+from pygdist.graph.check import MASKS
+
+__all__ = ["as_homogeneous"]
+
+
+def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dataset") -> Data:
+    r"""All nodes and edges of a heterogeneous graph in one.
+
+    Args:
+        graph: ``edge_index`` for each type of edges; ``x`` for any types of nodes; ``y`` and masks for one of them.
+        reverse: Add each relation the other way round, as a relation of its own. A relation between nodes of one type
+            that has every edge both ways is left alone.
+        name: What it is called in complaints.
+
+    Returns:
+        A graph with
+
+        - ``x``: the features of each type, zeros for nodes of other types (in the same columns, if all widths are
+          equal), and one column for each type, 1 for its nodes: a layer's weights for it are the type's embedding;
+        - ``edge_type``: int64, the number of the relation, and ``node_type``;
+        - ``y``: -1 for nodes of types without labels; and their masks are false.
+
+    Raises:
+        InputError: If there is no edge, edges have attributes or weights, or more than one type of nodes has labels.
+    """
+    kinds, relations = list(graph.node_types), list(graph.edge_types)
+    if not relations:
+        raise InputError(f"dataset '{name}' is heterogeneous and has no edges (edge_index)")
+    counts = [int(graph[kind].num_nodes or 0) for kind in kinds]
+    first = {kind: sum(counts[:number]) for number, kind in enumerate(kinds)}
+    edges = []
+    for relation in relations:
+        source, target = relation[0], relation[-1]
+        edge_index = graph[relation].get("edge_index")
+        if not isinstance(edge_index, Tensor):
+            raise InputError(f"dataset '{name}': edge_index of {relation} is missing")
+        dropped = next((field for field in ("edge_attr", "edge_weight") if field in graph[relation]), None)
+        if dropped is not None:
+            raise InputError(
+                f"dataset '{name}': {dropped} of {relation} would be lost: edges of one graph have a type and no more; "
+                "remove it"
+            )
+        edges.append(edge_index + torch.tensor([[first[source]], [first[target]]]))
+        if reverse and not (source == target and _both_ways(edge_index, counts[kinds.index(source)])):
+            edges.append(edges[-1].flip(0))
+    out = Data(
+        x=_features(graph, kinds, counts, first),
+        edge_index=torch.cat(edges, dim=1),
+        edge_type=torch.cat([torch.full((one.size(1),), number) for number, one in enumerate(edges)]),
+        node_type=torch.repeat_interleave(torch.arange(len(kinds)), torch.tensor(counts)),
+        num_nodes=sum(counts),
+    )
+    labelled = [kind for kind in kinds if isinstance(graph[kind].get("y"), Tensor)]
+    if len(labelled) > 1:
+        raise InputError(
+            f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y); classes of one type can be learned: "
+            "remove the others"
+        )
+    for kind in labelled:
+        _label(out, graph[kind], first[kind])
+    return out
+
+
+def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
+    there, back = (one[0] * num_nodes + one[1] for one in (edge_index, edge_index.flip(0)))
+    return torch.equal(there.sort().values, back.sort().values)
+
+
+def _features(graph: HeteroData, kinds: list[str], counts: list[int], first: dict[str, int]) -> Tensor:
+    given = {kind: graph[kind].x for kind in kinds if isinstance(graph[kind].get("x"), Tensor)}
+    widths = [x.size(1) for x in given.values()]
+    shared = len(set(widths)) <= 1
+    width = max(widths, default=0) if shared else sum(widths)
+    double = any(x.dtype == torch.float64 for x in given.values())
+    out = torch.zeros(sum(counts), width + len(kinds), dtype=torch.float64 if double else torch.float32)
+    column = 0
+    for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        rows = out[first[kind] : first[kind] + count]
+        rows[:, width + number] = 1
+        if kind in given:
+            rows[:, column : column + given[kind].size(1)] = given[kind]
+            column += 0 if shared else given[kind].size(1)
+    return out
+
+
+def _label(out: Data, store: object, start: int) -> None:
+    values: dict[str, Tensor] = {name: value for name in ("y", *MASKS) if isinstance(value := store.get(name), Tensor)}  # type: ignore[attr-defined]
+    end = start + len(values["y"])
+    for name, value in values.items():
+        shape = (int(out.num_nodes or 0), *value.shape[1:])
+        unlabelled = float("nan") if value.is_floating_point() else -1 if name == "y" else False
+        out[name] = torch.full(shape, unlabelled, dtype=value.dtype)
+        out[name][start:end] = value

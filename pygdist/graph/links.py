@@ -1,0 +1,102 @@
+"""Edges that are held out of a graph to be predicted, and pairs of nodes that stand for what is no edge.
+
+All is drawn from the global ids of nodes and edges alone: whoever holds an edge draws the same, on any number of ranks,
+and both directions of an edge are held out together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pygdist.errors import InputError
+from pygdist.graph.adjacency import Adjacency
+from pygdist.graph.self_loops import is_self_loop, keep_entries
+from pygdist.graph.shard import Shard
+
+__all__ = ["corrupted_sources", "drawn", "hold_out", "supervised"]
+
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+
+
+def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
+    """The shard without some of its edges, which are there apart, as ``val_edges`` and ``test_edges``.
+
+    An edge and its reverse are held out together, and self-loops never.
+
+    Args:
+        shard: A rank's part of the graph.
+        shares: Of all pairs of nodes with an edge, for validation and for test.
+        seed: Everything is drawn from it; the same for any number of ranks.
+
+    Raises:
+        InputError: If these are no two shares.
+    """
+    if len(shares) != 2 or min(shares) < 0 or sum(shares) >= 1:
+        raise InputError(
+            f"edge_split: {tuple(shares)}, expected two shares of the edges (validation, test) with a sum below 1"
+        )
+    csr = shard.adjacency.csr()
+    target = csr.row_index().long()
+    ends = shard.n_id[csr.index], shard.n_id[target]
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    where = _share_of(drawn(seed, low, high))
+    chosen = {}
+    start = torch.zeros((), dtype=torch.float64)
+    for name, share in zip(("val_edges", "test_edges"), shares, strict=True):
+        within = (where >= start) & (where < start + share) & (low != high)
+        chosen[name] = torch.stack([csr.index[within].long(), target[within], shard.e_id[within]])
+        start = start + share
+    keep = (where >= start) | (low == high)
+    rest = {
+        name: value[keep]
+        for name in ("e_id", "edge_weight", "edge_attr", "edge_type")
+        if (value := getattr(shard, name)) is not None
+    }
+    return shard.replace(adjacency=Adjacency.from_csr(keep_entries(csr, keep)), **rest, **chosen)
+
+
+def corrupted_sources(e_id: Tensor, num_nodes: int, *, seed: int, epoch: int) -> Tensor:
+    """For each edge another node in place of its source, the same for any number of ranks; few of these are edges.
+
+    Args:
+        e_id: Global ids of edges.
+        num_nodes: Nodes of the graph.
+        seed: Of the run.
+        epoch: Every epoch draws others.
+
+    Returns:
+        Global ids of nodes, in the shape of ``e_id``.
+    """
+    return (drawn(seed, torch.full_like(e_id, epoch), e_id) & (2**63 - 1)) % num_nodes
+
+
+def drawn(seed: int, *keys: Tensor) -> Tensor:
+    """64 random bits for each row of keys (splitmix64), as int64."""
+    state = torch.full_like(keys[0], seed)
+    for key in keys:
+        state = _mixed((state ^ key) + _STEP)
+    return state
+
+
+def supervised(shard: Shard) -> Tensor:
+    """Which edges of a shard are to be told from pairs that are none, ``(E,)`` bool: not those to the node itself."""
+    return ~is_self_loop(shard.adjacency.csr())
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shifted(bits, 30)) * _FACTORS[0]
+    bits = (bits ^ _shifted(bits, 27)) * _FACTORS[1]
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _share_of(bits: Tensor) -> Tensor:
+    """From 0 to 1."""
+    return _shifted(bits, 11).double() / 2.0**53

@@ -1,0 +1,38 @@
+"""The edges of one relation, for layers that go through relations: an :class:`~pygdist.graph.Adjacency` stays one.
+
+PyG's function picks them from a list of edges in every epoch. Here they are picked once, and stay sorted by
+destination, so that a relation's mean is one sparse product.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
+
+from pygdist.graph import Adjacency
+from pygdist.graph.self_loops import keep_entries
+
+__all__ = ["edges_of_relation"]
+
+_MOST_KEPT = 1024  # relations; what is kept longest goes first
+
+
+def edges_of_relation(edge_index: Any, edge_mask: Tensor) -> Any:
+    """PyG's ``masked_edge_index``: the edges where ``edge_mask``, ``(E,)`` bool, is true.
+
+    Those of an adjacency are an adjacency in the same order, and are kept with it.
+    """
+    if not isinstance(edge_index, Adjacency) or edge_index.value is not None:
+        return masked_edge_index(edge_index, edge_mask)
+    known: dict[int, tuple[Tensor, Adjacency]] = edge_index.derived.setdefault("relations", {})
+    slot = zlib.crc32(edge_mask.cpu().numpy().tobytes())
+    if slot not in known or not torch.equal(known[slot][0], edge_mask):
+        if slot not in known and len(known) >= _MOST_KEPT:
+            known.pop(next(iter(known)))
+        with torch.inference_mode(False):  # training uses what evaluation may have asked for first
+            known[slot] = edge_mask.clone(), Adjacency.from_csr(keep_entries(edge_index.csr(), edge_mask))
+    return known[slot][1]

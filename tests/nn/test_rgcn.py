@@ -1,0 +1,44 @@
+"""R-GCN on a heterogeneous graph in parts: the numbers of one process, relation by relation."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_geometric.data import Data
+
+from pygdist.backends import distribute, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, load_graph, write_store
+from pygdist.nn.rgcn import RGCN
+from pygdist.testing import RankPool
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+
+
+def _graph() -> Data:
+    data = load_graph("mag-like", scale=0.001, reverse=True)
+    data.x = data.x.double()
+    return data
+
+
+def _step(rank: int, world_size: int, store: str, backend: str) -> float:
+    data, shard = _graph(), Shard.load(store, rank)
+    torch.manual_seed(0)
+    plain = RGCN(132, 6, num_layers=2, out_channels=349, num_relations=8, num_bases=3).double()
+    bound = resolve_backend(backend)
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    model = distribute(copy.deepcopy(plain), backend=bound)
+    found = distributed_step(model, shard, bound.communicator)
+    worst = largest_differences(found, reference_step(plain, data), shard.owned_id)
+    return max(one.absolute for one in worst.values())
+
+
+@pytest.mark.parametrize("backend", ["comm", "cache", "tensor"])
+def test_a_graph_of_several_types_equals_one_process(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    data = _graph()
+    part = torch.arange(int(data.num_nodes or 0)).numpy() * 7 % 3
+    write_store(data, part, tmp_path / "parts", num_parts=3, method="", arguments={}, notes=[])
+    assert max(pool.run(_step, 3, str(tmp_path / "parts"), backend)) < 1e-10
