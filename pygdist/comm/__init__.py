@@ -2,6 +2,7 @@
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.communicator import Communicator, describe_rows
+from pygdist.comm.directory import NodeDirectory
 from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
@@ -13,6 +14,7 @@ __all__ = [
     "Communicator",
     "ExchangePlan",
     "Leg",
+    "NodeDirectory",
     "Place",
     "Recorder",
     "Span",

@@ -53,6 +53,7 @@ class Transfer:
         back: The other way round the ring, as gradients travel.
         parts: Send what goes to a rank in so many parts, each other rank's first part before anybody's second; the same
             on all ranks.
+        further: This is another piece of the exchange before, and no call by itself.
 
     Attributes:
         targets: What this rank sends, in order.
@@ -77,6 +78,7 @@ class Transfer:
         ring: bool = True,
         back: bool = False,
         parts: int = 1,
+        further: bool = False,
     ) -> None:
         rank, size = communicator.rank, communicator.world_size
         after, before = (
@@ -97,7 +99,7 @@ class Transfer:
         self._began, self._ended = time.monotonic_ns(), False
         self._round: _Round | None = None
         communicator.announce(label)
-        communicator.meter.total.calls += 1
+        communicator.meter.total.calls += not further
         if not communicator.is_nccl:  # which takes sends and receives in pairs, and one pair after the other anyway
             self._try(self._post_receives)
             if ring:

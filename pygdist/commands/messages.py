@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 
-__all__ = ["ArgumentParser", "check_yaml", "one_line", "shorten"]
+__all__ = ["ArgumentParser", "check_yaml", "one_line", "options_of", "shorten"]
 
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
@@ -106,15 +106,21 @@ def _names(expected: str) -> list[str]:
     return [] if name == "NoneType" else [name]
 
 
+def options_of(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each argument as an option and its value, whether given as ``--name=value`` or as ``--name value``."""
+    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        yield name, value if equals else following
+
+
 def check_yaml(arguments: Sequence[str]) -> None:
     """Name the file, line and column of a mistake in the syntax of a ``--config`` file.
 
     Raises:
         InputError: If one cannot be read as YAML.
     """
-    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = option.partition("=")
-        path = Path(value if equals else following)
+    for name, value in options_of(arguments):
+        path = Path(value)
         if name not in ("--config", "-c") or not path.is_file():
             continue
         try:

@@ -1,4 +1,4 @@
-"""``pygdist fit``, ``validate``, ``test`` and ``predict``: a LightningCLI over our data module and classifier."""
+"""``pygdist fit``, ``validate``, ``test`` and ``predict``: a LightningCLI over our data module and what is learned."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -20,9 +21,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from pygdist.commands.export import read_checkpoint
-from pygdist.commands.messages import check_yaml, one_line, shorten
+from pygdist.commands.messages import check_yaml, one_line, options_of, shorten
 from pygdist.errors import InputError
-from pygdist.lightning import ExchangeMonitor, GraphDataModule, GraphDDPStrategy, NodeClassifier, PredictionWriter
+from pygdist.lightning import (
+    ExchangeMonitor,
+    GraphDataModule,
+    GraphDDPStrategy,
+    LinkPredictor,
+    NodeClassifier,
+    PredictionWriter,
+)
 
 __all__ = ["GraphCLI", "Parser", "run"]
 
@@ -30,14 +38,17 @@ log = logging.getLogger(__name__)
 # an advertisement, in every run
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda said: "litlogger" not in said.getMessage())
 
+_TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
 _FOUND_BY_LIGHTNING = ("best", "last", "hpc")  # values of --ckpt_path that are no files
 
 _PURPOSES = {
-    "fit": "Train a model to classify the nodes of a graph that is held in parts, one for each process.",
-    "validate": "Evaluate a model on the validation nodes.",
-    "test": "Evaluate a model on the test nodes.",
-    "predict": "Write a prediction for every node of the graph, in the order of its ids, to --predictions.path.",
+    "fit": "Train a model on a graph that is held in parts, one for each process: to classify nodes, or with"
+    " --task=links to predict edges.",
+    "validate": "Evaluate a model on the validation nodes or edges.",
+    "test": "Evaluate a model on the test nodes or edges.",
+    "predict": "Write a prediction for every node of the graph, in the order of its ids, to --predictions.path; with"
+    " --task=links its row.",
 }
 _MOST_USED = (
     " Used most: --model.model=CLASS (any PyG model by class path; --model.model.help=CLASS lists its options),"
@@ -55,7 +66,9 @@ class Parser(LightningArgumentParser):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's, with a default score: accuracy, or F1 for several labels per node; and ``last.ckpt`` is the last.
+    """Lightning's, with a default score: accuracy, F1 for several labels per node, AUC for edges.
+
+    And ``last.ckpt`` is the last.
 
     Lightning writes ``last.ckpt`` beside a new best checkpoint only; here it is always that of the last epoch, so that
     a run whose rank is lost resumes where it was.
@@ -63,7 +76,9 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.monitor == _SCORE and isinstance(trainer.datamodule, GraphDataModule):  # type: ignore[attr-defined]
+        if self.monitor == _SCORE and isinstance(pl_module, LinkPredictor):
+            self.monitor = "val_auc"
+        elif self.monitor == _SCORE and isinstance(trainer.datamodule, GraphDataModule):  # type: ignore[attr-defined]
             self.monitor = "val_f1" if trainer.datamodule.shard.multi_label else _SCORE  # type: ignore[attr-defined]
         super().setup(trainer, pl_module, stage)
 
@@ -100,7 +115,7 @@ class GraphCLI(LightningCLI):
         warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")  # there is one batch, the graph
         check_yaml(arguments)
         super().__init__(
-            NodeClassifier,
+            _TASKS[_task_of(arguments)],
             GraphDataModule,
             args=arguments,
             parser_class=Parser,
@@ -119,6 +134,10 @@ class GraphCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--task", choices=list(_TASKS), default="nodes",
+            help="what is learned: classes of nodes, or edges (--data.edge_split holds some out to be evaluated on)",
+        )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
         parser.add_lightning_class_args(ExchangeMonitor, "exchange")
@@ -236,6 +255,20 @@ class GraphCLI(LightningCLI):
     def predict(self, **arguments: Any) -> None:
         """Keep the predictions out of memory: they are in the file that ``--predictions.path`` names."""
         self.trainer.predict(**{**arguments, "return_predictions": False})
+
+
+def _task_of(arguments: list[str]) -> str:
+    """What the command line or a configuration file says is learned: it decides which options there are."""
+    found = "nodes"
+    for name, value in options_of(arguments):
+        if name == "--task":
+            found = value
+        elif name in ("--config", "-c") and Path(value).is_file():
+            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            found = content.get("task", found) if isinstance(content, dict) else found
+    if found not in _TASKS:
+        raise InputError(f"--task: {found!r}, expected {' or '.join(_TASKS)}")
+    return found
 
 
 def _help_texts() -> dict[str, Any]:

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
 from pygdist.graph.store import peak_rss_bytes
-from pygdist.lightning.classifier import NodeClassifier
+from pygdist.lightning.link_predictor import LinkPredictor
+from pygdist.lightning.module import GraphModule
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
 
@@ -63,14 +64,14 @@ class ExchangeMonitor(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(pl_module, NodeClassifier):
+        if isinstance(pl_module, GraphModule):
             _synchronize(pl_module.device)
             pl_module.backend.communicator.meter.reset()
             self._start = time.perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, NodeClassifier):
+        if not isinstance(pl_module, GraphModule):
             return
         _synchronize(pl_module.device)
         seconds = time.perf_counter() - self._start
@@ -118,7 +119,7 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         path: The file; it appears when it is complete.
         output: ``label`` writes the predicted class (int64) or, with several labels per node, 0/1 rows (int8);
-            ``logits`` the model's output.
+            ``logits`` the model's output; so are the rows of a :class:`~pygdist.lightning.LinkPredictor` always.
     """
 
     def __init__(self, path: str | Path = "predictions.npy", output: Literal["label", "logits"] = "label") -> None:
@@ -133,10 +134,10 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        assert isinstance(pl_module, NodeClassifier)
+        assert isinstance(pl_module, GraphModule)
         n_id, out = predictions[0]
         shard, communicator = pl_module.backend.shard, pl_module.backend.communicator
-        if self.output == "label":
+        if self.output == "label" and not isinstance(pl_module, LinkPredictor):
             out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
         out = out.float() if out.dtype == torch.bfloat16 else out
         counts = communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
@@ -151,9 +152,7 @@ class PredictionWriter(BasePredictionWriter):
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _write(
-        self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: NodeClassifier
-    ) -> None:
+    def _write(self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: GraphModule) -> None:
         shape = (module.backend.shard.num_nodes, *out.shape[1:])
         rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
         rows[n_id.cpu().numpy()] = out.cpu().numpy()

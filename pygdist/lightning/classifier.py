@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
-from pygdist.backends import Backend, Savings, distribute, resolve_backend, undistribute
-from pygdist.comm import Communicator
+from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
-from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import call_model, fill_in_sizes
+from pygdist.lightning.module import GraphModule
+from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
@@ -37,7 +33,7 @@ def run_model(model: nn.Module, shard: Shard) -> Tensor:
     return call_model(model, shard, shard.adjacency, num_classes=shard.num_classes, multi_label=shard.multi_label)
 
 
-class NodeClassifier(pl.LightningModule):
+class NodeClassifier(GraphModule):
     """Trains a PyG model to classify nodes; the model's layers stay as they are.
 
     Logs ``{train,val,test}_loss`` and ``_acc`` (or ``_f1`` for several labels per node) over all labelled nodes of
@@ -64,33 +60,12 @@ class NodeClassifier(pl.LightningModule):
         weight_decay: float = 5e-4,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
     ) -> None:
-        super().__init__()
-        if lr < 0 or weight_decay < 0:
-            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected no negative numbers")
-        self.model = model
-        self.backend = resolve_backend(backend)
-        self.lr, self.weight_decay = lr, weight_decay
-        self.savings = savings
-        self.metrics = nn.ModuleDict()
+        super().__init__(model, backend, lr, weight_decay, savings)
 
     @override
     def setup(self, stage: str) -> None:
-        shard, communicator = self._shard(), self._communicator()
-        accumulated = [self.trainer.accumulate_grad_batches]
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler):
-                accumulated += callback.scheduling.values()
-        if set(accumulated) != {1}:
-            raise InputError(
-                f"accumulate_grad_batches={max(accumulated)}: a full-graph epoch is one step, so "
-                "there is nothing to accumulate, and Lightning would only divide the loss; leave it at 1"
-            )
-        # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
-        self.trainer.precision_plugin.convert_module(self.model)
-        undistribute(self.model)  # a run that failed half-way left it distributed
-        fill_in_sizes(self.model, shard)
-        self.backend.bind(shard, communicator)
-        distribute(self.model, backend=self.backend, savings=self.savings)
+        super().setup(stage)
+        shard = self._shard()
         self.metrics = nn.ModuleDict({
             f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
             for name in ("train", "val", "test")
@@ -99,29 +74,13 @@ class NodeClassifier(pl.LightningModule):
         self._score_name = "f1" if shard.multi_label else "acc"
 
     @override
-    def teardown(self, stage: str) -> None:
-        undistribute(self.model)
-        self.backend.unbind()
-
-    @override
-    def on_fit_start(self) -> None:
-        # dropout must not repeat its pattern on every rank; the parameters are equal already
-        torch.manual_seed(torch.initial_seed() + self.global_rank)
-
-    @override
-    def on_train_epoch_start(self) -> None:
-        self.backend.communicator.epoch = self.current_epoch
-
-    @override
     def forward(self, shard: Shard) -> Tensor:
         return run_model(self.model, shard)
 
     @override
     def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
         total = self._evaluate(shard, "train")
-        count = shard.counts["train_mask"]
-        strategy = self.trainer.strategy
-        return total * (strategy.loss_scale(count) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count)
+        return self.scaled(total, shard.counts["train_mask"])
 
     @override
     def validation_step(self, shard: Shard, batch_idx: int) -> None:
@@ -135,10 +94,6 @@ class NodeClassifier(pl.LightningModule):
     def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Global ids of the owned nodes and the model's output for them."""
         return shard.owned_id, self(shard)
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _evaluate(self, shard: Shard, stage: Stage) -> Tensor:
         """Summed loss over the rank's labelled nodes of the stage; updates and logs the stage's metrics."""
@@ -162,20 +117,3 @@ class NodeClassifier(pl.LightningModule):
     def _score(self, shard: Shard) -> Metric:
         """Micro-averaged accuracy, or F1 for several labels per node."""
         return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()
-
-    def _shard(self) -> Shard:
-        shard = getattr(getattr(self.trainer, "datamodule", None), "shard", None)
-        if not isinstance(shard, Shard):
-            raise InputError("NodeClassifier takes its graph from a GraphDataModule: trainer.fit(..., datamodule=...)")
-        return shard
-
-    def _communicator(self) -> Communicator:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, GraphDDPStrategy):
-            return strategy.communicator
-        if self.trainer.world_size > 1:
-            raise InputError(
-                f"strategy '{type(strategy).__name__}' averages the losses of ranks as if each had its own data; "
-                "on a graph in parts use strategy='graph_ddp'"
-            )
-        return Communicator()

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.errors import InputError
-from pygdist.graph import Shard, fingerprint, load_graph, prepare, read_meta, store_key
+from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import Partitioner, partition_graph, resolve_partitioner
 
@@ -58,7 +58,9 @@ class GraphDataModule(pl.LightningDataModule):
         remove_self_loops: Drop edges from a node to itself.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
-        split_seed: The split is drawn from it.
+        split_seed: The split is drawn from it, of nodes and of edges.
+        edge_split: Shares of the edges that are held out of the graph, for validation and for test, and predicted by
+            :class:`~pygdist.lightning.LinkPredictor`; an edge and its reverse together. None by default.
         num_classes: Stated number of classes; labels beyond it are an error. By default the largest label plus one.
         store: A folder that ``pygdist partition`` wrote; nothing is loaded or partitioned then.
         cache_dir: Where stores are kept.
@@ -80,6 +82,7 @@ class GraphDataModule(pl.LightningDataModule):
         remove_self_loops: bool = False,
         split: tuple[float, float, float] | None = None,
         split_seed: int = 0,
+        edge_split: tuple[float, float] | None = None,
         num_classes: int | None = None,
         store: str | Path | None = None,
         cache_dir: str | Path = DEFAULT_CACHE,
@@ -96,6 +99,7 @@ class GraphDataModule(pl.LightningDataModule):
             "split_seed": split_seed,
             "num_classes": num_classes,
         }
+        self.edge_split = edge_split
         self.store = None if store is None else Path(store)
         self.cache_dir = Path(cache_dir).expanduser()
         self._folder: Path | None = self.store
@@ -179,7 +183,10 @@ class GraphDataModule(pl.LightningDataModule):
         error = None
         try:
             # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
-            self._shard, self._moved = Shard.load(self.folder, rank, num_parts=self._num_parts()), None
+            shard = Shard.load(self.folder, rank, num_parts=self._num_parts())
+            if self.edge_split is not None:
+                shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
+            self._shard, self._moved = shard, None
         except InputError as problem:
             error = str(problem)
         if communicator is not None:
@@ -216,7 +223,12 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> FullGraphLoader | list[FullGraphLoader]:
-        if not self.shard.counts["val_mask"] and self.trainer is not None and self.trainer.state.fn == "fit":
+        if (
+            self.edge_split is None
+            and not self.shard.counts["val_mask"]
+            and self.trainer is not None
+            and self.trainer.state.fn == "fit"
+        ):
             rank_zero_info("the graph has no validation nodes (val_mask): training goes on without validation")
             return []
         return FullGraphLoader(self.shard)

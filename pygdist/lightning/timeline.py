@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from pygdist.comm import Communicator, Recorder, Span
-from pygdist.lightning.classifier import NodeClassifier
+from pygdist.lightning.module import GraphModule
 
 __all__ = ["Timeline", "clock_offset"]
 
@@ -58,20 +58,20 @@ class Timeline(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(pl_module, NodeClassifier):
+        if isinstance(pl_module, GraphModule):
             self._spans = []
             self._offset = clock_offset(pl_module.backend.communicator)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         wanted = self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
-        if isinstance(pl_module, NodeClassifier) and wanted:
+        if isinstance(pl_module, GraphModule) and wanted:
             pl_module.backend.communicator.recorder = Recorder()
             self._start = time.monotonic_ns()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, NodeClassifier) or pl_module.backend.communicator.recorder is None:
+        if not isinstance(pl_module, GraphModule) or pl_module.backend.communicator.recorder is None:
             return
         spans = pl_module.backend.communicator.recorder.spans
         pl_module.backend.communicator.recorder = None
@@ -80,7 +80,7 @@ class Timeline(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(pl_module, NodeClassifier):
+        if not isinstance(pl_module, GraphModule):
             return
         moved = [
             dataclasses.replace(one, start=one.start + self._offset, end=one.end + self._offset) for one in self._spans

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -50,6 +51,20 @@ def test_the_saved_configuration_repeats_the_run(trained: tuple[Path, Outcome], 
     again = _fit(folder)["state_dict"]
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_links_are_learned_where_the_task_says_so(folder: Path) -> None:
+    checkpoint = _fit(folder, "--task=links", "--data.edge_split=[0.1, 0.1]")
+    assert _callback(checkpoint, "BestCheckpoint")["monitor"] == "val_auc"
+    run = folder / "runs" / "version_0"
+    assert yaml.safe_load((run / "config.yaml").read_text())["task"] == "links"
+    with (run / "metrics.csv").open() as lines:
+        assert set(csv.DictReader(lines).fieldnames or ()) >= {"train_loss", "val_auc", "val_hits", "sent_bytes_max"}
+    last = next(folder.rglob("last.ckpt"))
+    args = (f"--config={run / 'config.yaml'}", f"--ckpt_path={last}", "--trainer.devices=1")
+    outcome = pygdist("predict", *args, "--predictions.path=rows.npy", folder=folder)
+    assert outcome.code == 0, outcome.err
+    assert np.load(folder / "rows.npy").shape == (120, 4)
 
 
 def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder: Path) -> None:

@@ -152,6 +152,13 @@ def test_models(command: str, args: list[str], words: list[str], folder: Path) -
     assert not any((folder / "runs").glob("*"))
 
 
+def test_tasks(folder: Path) -> None:
+    before = files(folder)
+    assert_mistake(pygdist(*FIT, "--task=edges", folder=folder), "--task: 'edges'", "nodes or links")
+    assert_mistake(pygdist(*FIT, "--task=links", folder=folder), "no edges are held out", "edge_split")
+    assert files(folder) - {"cache", "runs"} == before
+
+
 def test_a_mistake_in_the_syntax_of_a_file_is_placed(folder: Path) -> None:
     (folder / "bad.yaml").write_text("trainer:\n  callbacks: [1, 2\ndata: 3\n")
     assert_mistake(pygdist("fit", "--config=bad.yaml", folder=folder), "bad.yaml:3:", "not valid YAML")

@@ -1,0 +1,198 @@
+"""Link prediction with any PyG model, on any backend: edges are told from pairs of nodes that are none."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.utilities import dim_zero_cat
+from typing_extensions import override
+
+from pygdist.backends import Backend, Savings
+from pygdist.comm import NodeDirectory
+from pygdist.errors import InputError
+from pygdist.graph import Shard, corrupted_sources, supervised
+from pygdist.graph.links import drawn
+from pygdist.kernels import CSR, sddmm
+from pygdist.lightning.module import GraphModule
+from pygdist.nn.inputs import call_encoder
+
+__all__ = ["HitsAtK", "LinkPredictor"]
+
+Stage = Literal["train", "val", "test"]
+_EVALUATED = {"val": -1, "test": -2}  # in place of an epoch: the same pairs whenever a model is evaluated
+
+
+class HitsAtK(Metric):
+    """The share of edges with a score above the K-th highest of pairs that are none, over all ranks (OGB's Hits@K).
+
+    Args:
+        k: K; with fewer pairs that are none all edges count.
+    """
+
+    full_state_update = False
+    positive: list[Tensor]
+    negative: list[Tensor]
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        for name in ("positive", "negative"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    @override
+    def update(self, positive: Tensor, negative: Tensor) -> None:
+        """Scores of edges, and of pairs that are none."""
+        self.positive.append(positive)
+        self.negative.append(negative)
+
+    @override
+    def compute(self) -> Tensor:
+        positive, negative = dim_zero_cat(self.positive), dim_zero_cat(self.negative)
+        if negative.numel() < self.k:
+            return torch.ones((), device=positive.device)
+        return (positive > negative.topk(self.k).values[-1]).float().mean()
+
+
+class LinkPredictor(GraphModule):
+    """Trains a PyG model to predict edges: it gives each node a row, and a pair's score says whether it is an edge.
+
+    In every epoch each edge of the graph is told from a pair with another source, which is drawn from the seed, the
+    epoch and the edge's id: the same pairs on any number of ranks. The loss is the mean binary cross-entropy over both.
+    Held-out edges (``GraphDataModule(edge_split=...)``) are evaluated against pairs that stay the same.
+
+    Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on every rank.
+
+    Args:
+        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward has these parameters
+            and the graph has them; gives a row for each node.
+        decoder: Called with the rows of sources and of targets, ``(k, C)`` each; gives a score for each pair, ``(k,)``
+            or ``(k, 1)``. The dot product by default.
+        backend: How neighbours arrive: a registered name, a class path, or an instance.
+        lr: Learning rate of Adam.
+        weight_decay: Weight decay of Adam.
+        train_share: The share of the edges that each epoch learns from; every epoch draws others.
+        hits_at: K of Hits@K.
+        seed: Pairs are drawn from it.
+        savings: Which work need not be done, and the memory for it.
+
+    Example:
+        >>> data = GraphDataModule("sbm", edge_split=(0.05, 0.1))
+        >>> module = LinkPredictor(GCN(-1, 64, num_layers=2, out_channels=32), backend="tensor")
+        >>> trainer.fit(module, datamodule=data)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: nn.Module | None = None,
+        backend: Backend | str = "comm",
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        train_share: float = 1.0,
+        hits_at: int = 50,
+        seed: int = 0,
+        savings: Savings = Savings(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(model, backend, lr, weight_decay, savings)
+        if not 0 < train_share <= 1:
+            raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
+        if hits_at < 1:
+            raise InputError(f"hits_at is {hits_at}, expected at least 1")
+        self.decoder = decoder
+        self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
+        self._directory: NodeDirectory | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.decoder is not None:
+            self.trainer.precision_plugin.convert_module(self.decoder)
+        shard = self._shard()
+        with torch.inference_mode(False):
+            self._directory = NodeDirectory(
+                shard.owned_id.to(self.backend.communicator.device), shard.num_nodes, self.backend.communicator
+            )
+        self.metrics = nn.ModuleDict({f"{name}_loss": MeanMetric() for name in ("train", "val", "test")})
+        for name in ("val", "test"):
+            self.metrics[f"{name}_auc"] = BinaryAUROC()
+            self.metrics[f"{name}_hits"] = HitsAtK(self.hits_at)
+
+    @override
+    def forward(self, shard: Shard) -> Tensor:
+        return call_encoder(self.model, shard, shard.adjacency)
+
+    @override
+    def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
+        chosen = supervised(shard)
+        if self.train_share < 1:
+            bits = drawn(self.seed + 1, torch.full_like(shard.e_id, self.current_epoch), shard.e_id)
+            chosen &= ((bits >> 11) & (2**53 - 1)).double() / 2.0**53 < self.train_share
+        csr = shard.adjacency.csr()
+        edges = torch.stack([csr.index[chosen].long(), csr.row_index()[chosen].long(), shard.e_id[chosen]])
+        total, count = self._evaluate(shard, edges, "train")
+        if count == 0:
+            raise InputError("the graph has no edges to learn from")
+        return self.scaled(total, count)
+
+    @override
+    def validation_step(self, shard: Shard, batch_idx: int) -> None:
+        self._evaluate(shard, shard.val_edges, "val")
+
+    @override
+    def test_step(self, shard: Shard, batch_idx: int) -> None:
+        self._evaluate(shard, shard.test_edges, "test")
+
+    @override
+    def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Global ids of the owned nodes and the rows that the model gives them."""
+        return shard.owned_id, self(shard)
+
+    def _evaluate(self, shard: Shard, edges: Tensor | None, stage: Stage) -> tuple[Tensor, int]:
+        """Summed loss over this rank's pairs, and how many pairs all ranks have; updates and logs metrics."""
+        if edges is None:
+            raise InputError(f"no edges are held out for stage '{stage}': GraphDataModule(edge_split=(0.05, 0.1))")
+        positive, negative = self._scores(shard, edges, _EVALUATED.get(stage, self.current_epoch))
+        total = functional.softplus(-positive).sum() + functional.softplus(negative).sum()
+        own = 2 * edges.size(1)
+        loss = cast(Metric, self.metrics[f"{stage}_loss"])
+        loss.update(total.detach() / max(own, 1), weight=own)
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+        self.log(f"{stage}_loss", loss, prog_bar=stage == "train", **options)
+        if stage != "train":
+            auc, hits = (cast(Metric, self.metrics[f"{stage}_{name}"]) for name in ("auc", "hits"))
+            # in order, and between 0 and 1, where a sigmoid would round large scores to 1
+            both = functional.softsign(torch.cat([positive, negative]).detach().double()) / 2 + 0.5
+            auc.update(both, torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]).long())
+            hits.update(positive.detach(), negative.detach())
+            self.log(f"{stage}_auc", auc, prog_bar=True, **options)
+            self.log(f"{stage}_hits", hits, **options)
+        return total, int(self.backend.communicator.gather([float(own)]).sum())
+
+    def _scores(self, shard: Shard, edges: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """Of edges, and of as many pairs with other sources."""
+        communicator, directory = self.backend.communicator, self._directory
+        assert directory is not None, "setup made it"
+        source, target, e_id = edges
+        rows = self(shard)
+        others = corrupted_sources(e_id, shard.num_nodes, seed=self.seed, epoch=epoch).to(communicator.device)
+        plan, position = directory.plan(others)
+        halo = communicator.exchange_rows(rows, shard.plan, label="rows of sources")
+        drawn_rows = communicator.exchange_rows(rows, plan.to(rows.device), label="rows of other sources")
+        return (
+            self._decoded(torch.cat([rows, halo]), source, rows, target),
+            self._decoded(torch.cat([rows, drawn_rows]), position.to(rows.device), rows, target),
+        )
+
+    def _decoded(self, sources: Tensor, source: Tensor, targets: Tensor, target: Tensor) -> Tensor:
+        if self.decoder is not None:
+            out: Tensor = self.decoder(sources[source], targets[target])
+            return out.reshape(-1)
+        indptr = torch.zeros(targets.size(0) + 1, dtype=torch.int64, device=target.device)
+        torch.cumsum(torch.bincount(target, minlength=targets.size(0)), 0, out=indptr[1:])
+        pairs = CSR(indptr, source, sources.size(0))  # edges are in the order of their targets
+        return sddmm(pairs, sources.unsqueeze(1), targets.unsqueeze(1)).squeeze(1)

@@ -1,0 +1,139 @@
+"""Link prediction on N ranks is link prediction on one: the same pairs, losses, AUC and Hits@K."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import GCN
+
+from pygdist import GraphDataModule, InputError
+from pygdist.graph import corrupted_sources
+from pygdist.lightning import HitsAtK, LinkPredictor
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+K, EPOCHS = 10, 4
+
+
+class Pairs(nn.Module):
+    """A decoder with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lin = nn.Linear(6, 1)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.lin(source * target)
+        return out
+
+
+def _encoder() -> nn.Module:
+    torch.manual_seed(7)
+    net: nn.Module = GCN(12, 8, num_layers=2, out_channels=6)
+    return net
+
+
+def _fit(
+    rank: int, world_size: int, folder: str, decoder: bool, settings: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    history = runs.History()
+    data = GraphDataModule(
+        runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache", edge_split=(0.1, 0.1), split_seed=2
+    )
+    module = LinkPredictor(_encoder(), Pairs() if decoder else None, hits_at=K, **settings)
+    run = runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=EPOCHS)
+    run.fit(module, datamodule=data)
+    run.test(module, datamodule=data, verbose=False)
+    logged = [*history.epochs, {name: float(value) for name, value in run.callback_metrics.items()}]
+    return logged, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_any_number_of_ranks_learns_the_same(decoder: bool, pool: RankPool, tmp_path: Path) -> None:
+    expected, state = pool.run(_fit, 1, str(tmp_path), decoder, {})[0]
+    assert expected[-2]["train_loss"] < expected[0]["train_loss"]
+    for world_size, settings in ((2, {}), (3, {"backend": "cache"}), (3, {"backend": "tensor"})):
+        for history, parameters in pool.run(_fit, world_size, str(tmp_path), decoder, settings):
+            for mine, theirs in zip(history, expected, strict=True):
+                assert mine.keys() == theirs.keys()
+                for name, value in theirs.items():
+                    assert mine[name] == pytest.approx(value, rel=1e-6), (world_size, settings, name)
+            for name, value in state.items():
+                assert torch.allclose(parameters[name], value, rtol=0, atol=1e-9), name
+
+
+def _scores(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    """What a step says of loss, AUC and Hits@K, beside what it is by its definition."""
+    data = GraphDataModule(runs.graph(), cache_dir=Path(folder) / "cache", edge_split=(0.1, 0.1))
+    module = LinkPredictor(_encoder(), hits_at=K)
+    run = runs.trainer(rank, world_size, folder, max_epochs=1)
+    run.validate(module, datamodule=data, verbose=False)
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+
+    shard = data.shard
+    csr = shard.adjacency.csr()
+    edges = torch.stack([csr.index.long(), csr.row_index().long()])
+    with torch.no_grad():
+        rows = _encoder().double().eval()(shard.x.double(), edges, shard.edge_weight)
+    assert shard.val_edges is not None
+    source, target, e_id = shard.val_edges
+    others = corrupted_sources(e_id, shard.num_nodes, seed=0, epoch=-1)
+    positive = (rows[source] * rows[target]).sum(1)
+    negative = (rows[others] * rows[target]).sum(1)
+    scores = torch.cat([positive, negative])
+    labels = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+    above = (positive[:, None] > negative[None]).double() + 0.5 * (positive[:, None] == negative[None]).double()
+    return {
+        "val_loss": logged["val_loss"] - float(functional.binary_cross_entropy_with_logits(scores, labels)),
+        "val_auc": logged["val_auc"] - float(above.mean()),
+        "val_hits": logged["val_hits"] - float((positive > negative.sort().values[-K]).double().mean()),
+    }
+
+
+def test_figures_are_what_they_are_called(pool: RankPool, tmp_path: Path) -> None:
+    for name, difference in pool.run(_scores, 1, str(tmp_path))[0].items():
+        assert abs(difference) < 1e-6, name
+
+
+def test_hits_with_fewer_pairs_than_k() -> None:
+    metric = HitsAtK(5)
+    metric.update(torch.tensor([0.5, 0.1]), torch.tensor([0.2, 0.3]))
+    assert float(metric.compute()) == 1.0
+    metric.update(torch.empty(0), torch.tensor([0.4, 0.6, 0.45]))
+    assert float(metric.compute()) == 0.5  # above the fifth, 0.2
+
+
+def test_a_share_of_the_edges_changes_from_epoch_to_epoch(pool: RankPool, tmp_path: Path) -> None:
+    whole = pool.run(_fit, 1, str(tmp_path), False, {"train_share": 0.3})[0][0]
+    for world_size in (2, 3):
+        for history, _ in pool.run(_fit, world_size, str(tmp_path), False, {"train_share": 0.3}):
+            losses = [epoch["train_loss"] for epoch in history[:EPOCHS]]
+            assert losses == pytest.approx([epoch["train_loss"] for epoch in whole[:EPOCHS]], rel=1e-6)
+    everything = pool.run(_fit, 1, str(tmp_path), False, {})[0][0]
+    assert whole[0]["train_loss"] != pytest.approx(everything[0]["train_loss"], rel=1e-6)
+
+
+def _without_edges(rank: int, world_size: int, folder: str) -> str:
+    data = GraphDataModule(runs.graph(), cache_dir=Path(folder) / "cache")
+    with pytest.raises(InputError) as caught:
+        runs.trainer(rank, world_size, folder).test(LinkPredictor(_encoder()), datamodule=data, verbose=False)
+    return str(caught.value)
+
+
+def test_without_held_out_edges_there_is_nothing_to_evaluate(pool: RankPool, tmp_path: Path) -> None:
+    (said,) = pool.run(_without_edges, 1, str(tmp_path))
+    assert said == "no edges are held out for stage 'test': GraphDataModule(edge_split=(0.05, 0.1))"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"train_share": 0.0}, "train_share is 0.0"), ({"hits_at": 0}, "hits_at is 0")]
+)
+def test_arguments_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        LinkPredictor(_encoder(), **settings)
