@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Up to four ranks; starting them costs seconds, a call costs milliseconds."""
-    with RankPool(4, timeout_s=120) as ranks:
+    """Up to five ranks; starting them costs seconds, a call costs milliseconds."""
+    with RankPool(5, timeout_s=120) as ranks:
         yield ranks
 
 

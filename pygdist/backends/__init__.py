@@ -7,6 +7,7 @@ from pygdist.backends.hybrid import Costs, HybridBackend
 from pygdist.backends.routing import distribute, undistribute
 from pygdist.backends.savings import Savings
 from pygdist.backends.single import SingleBackend
+from pygdist.backends.tensor import TensorBackend
 
 __all__ = [
     "Backend",
@@ -16,6 +17,7 @@ __all__ = [
     "HybridBackend",
     "Savings",
     "SingleBackend",
+    "TensorBackend",
     "backends",
     "distribute",
     "resolve_backend",

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 __all__ = [
     "UNSEEN",
     "AttentionHop",
+    "TransformerParts",
     "Unscored",
     "Unweighted",
     "attends_by_piece",
     "attention_forward",
     "attention_hop",
     "defers_scores",
+    "transformer_parts",
 ]
 
 UNSEEN = "_weights_are_unseen"
@@ -205,6 +207,37 @@ def _transformer(
     layer._alpha = edge_softmax(csr, scores)  # the layer's forward returns it on request
     weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
     return spmm(csr, value, weights, transposed=adjacency.transposed)
+
+
+TransformerParts: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+"""See :func:`transformer_parts`."""
+
+
+def transformer_parts(layer: MessagePassing) -> TransformerParts | None:
+    """What computes the weights of ``TransformerConv``'s edges apart from their sum; ``None`` for any other layer.
+
+    Called as ``parts(layer, adjacency, query, key, edge_attr)``, with queries ``(n, H, C)`` of the destinations and
+    keys of the sources; gives the weights ``(E, H)`` of values, and what edge attributes add to the sum, ``(n, H, C)``.
+    """
+    written = isinstance(layer, TransformerConv) and _as_written(layer) and not layer.explain
+    usual = written and type(layer.aggr_module) is SumAggregation and not hooked(layer)
+    return _transformer_parts if usual else None
+
+
+def _transformer_parts(
+    layer: TransformerConv, adjacency: Adjacency, query: Tensor, key: Tensor, edge_attr: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    csr, edges = adjacency.csr(), None
+    scores = sddmm(csr, key, query, transposed=adjacency.transposed)
+    if layer.lin_edge is not None:
+        edges = layer.lin_edge(edge_attr).view(-1, layer.heads, layer.out_channels)
+        scores = scores + (query.index_select(0, csr.row_index()) * edges).sum(-1)
+    layer._alpha = edge_softmax(csr, scores / math.sqrt(layer.out_channels))  # forward returns it on request
+    weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
+    if edges is None:
+        return weights, None
+    summed = query.new_zeros(query.shape).index_add(0, csr.row_index(), edges * weights.unsqueeze(-1))
+    return weights, summed
 
 
 def _unseen_transformer(

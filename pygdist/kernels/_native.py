@@ -7,6 +7,7 @@ Dense tensors of one call are two-dimensional and of one dtype. The C++ side use
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -175,10 +176,11 @@ def gat_grad(
     return found
 
 
-def transpose(csr: CSR) -> CSR:
+def transpose(csr: CSR, memory: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> CSR:
     """Swap rows and columns of a matrix whose ids all fit int32."""
     indptr = csr.indptr.new_empty(csr.num_cols + 1)
-    index, perm = (csr.index.new_empty(csr.num_entries) for _ in range(2))
+    memory = memory or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    index, perm = (memory((csr.num_entries,), csr.index.dtype) for _ in range(2))
     _call("pygdist_transpose", csr, None, csr.index.new_empty(0, 0), indptr, index, perm)
     return CSR(indptr, index, csr.num_rows, perm)
 

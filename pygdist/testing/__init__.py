@@ -1,6 +1,6 @@
 """For those who write a backend: real ranks in a test, and the exactness suite that our own backends pass."""
 
-from pygdist.testing.exactness import Difference, Step, assert_exact, without_dropout
+from pygdist.testing.exactness import Difference, Step, assert_exact, supported_layers, without_dropout
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS
 from pygdist.testing.ranks import RankError, RankPool, run_ranks
@@ -15,5 +15,6 @@ __all__ = [
     "assert_exact",
     "random_graph",
     "run_ranks",
+    "supported_layers",
     "without_dropout",
 ]

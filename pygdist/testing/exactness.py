@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
-from pygdist.backends import Backend, Savings, distribute, resolve_backend
+from pygdist.backends import Backend, Savings, distribute, resolve_backend, undistribute
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
@@ -36,7 +38,15 @@ from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS, build
 from pygdist.testing.ranks import RankPool
 
-__all__ = ["Difference", "Step", "assert_exact", "distributed_step", "largest_differences", "reference_step"]
+__all__ = [
+    "Difference",
+    "Step",
+    "assert_exact",
+    "distributed_step",
+    "largest_differences",
+    "reference_step",
+    "supported_layers",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ class Step:
         parameters: By name, after one step of SGD with learning rate 0.1.
         buffers: By name, after the step; running statistics of norms.
         evaluated: Like ``output``, in evaluation mode and after the step.
+        unused: Names of parameters that the backward pass did not come to (on a rank: there, whatever others have).
     """
 
     loss: float
@@ -58,6 +69,7 @@ class Step:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     evaluated: Tensor
+    unused: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -89,28 +101,58 @@ def reference_step(model: nn.Module, data: Data) -> Step:
         loss = functional.cross_entropy(output[chosen], y[chosen])
     else:
         loss = functional.binary_cross_entropy_with_logits(output[chosen], y[chosen].to(output.dtype))
+    reached = _Reached(model)
     loss.backward()
-    return _finish(model, run, output, float(loss.detach()))
+    return _finish(model, run, output, float(loss.detach()), reached.unused())
 
 
-def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator) -> Step:
-    """One step of a distributed model on this rank: the classifier's loss, its gradients averaged by torch's DDP."""
+def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator, *, static_graph: bool = True) -> Step:
+    """One step of a distributed model on this rank: the classifier's loss, its gradients averaged by torch's DDP.
+
+    Args:
+        model: As :func:`~pygdist.distribute` returns it.
+        shard: What this rank holds.
+        communicator: The ranks.
+        static_graph: As in DDP: some parameters may get no gradient. Without, as in training, ranks wait for each
+            other's gradient of every parameter, and hang if one of them has none.
+    """
     if shard.y is None or shard.train_mask is None:
         raise InputError("the graph has no labels (y, train_mask), so there is no step to compare")
     trained = model
     if communicator.world_size > 1:
         # in the default process group, as under Lightning: exchanges have their own
-        # a static graph may leave parameters without gradient
+        # a static graph may leave parameters without gradient, on some ranks too: _Reached tells which
         trained = DistributedDataParallel(model, static_graph=True, **DDP_OPTIONS)
-    inputs = edge_inputs(model, shard)
+    inputs, reached = edge_inputs(model, shard), _Reached(model)
     output = trained(shard.x, shard.adjacency, **inputs)
     total, count = summed_loss(output, shard.y, shard.train_mask)
     sums = communicator.gather((float(total.detach()), float(count))).sum(dim=0)
     (total * ddp_loss_scale(int(sums[1]), communicator.world_size)).backward()
-    return _finish(model, partial(model, shard.x, shard.adjacency, **inputs), output, float(sums[0] / sums[1]))
+    run = partial(model, shard.x, shard.adjacency, **inputs)
+    return _finish(model, run, output, float(sums[0] / sums[1]), reached.unused())
 
 
-def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: float) -> Step:
+class _Reached:
+    """Which parameters a backward pass comes to on this rank, before gradients are averaged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters())
+        self._missed = set(parameters)
+        # where DDP waits; the nodes must be kept, or autograd makes others
+        self._nodes = {name: get_gradient_edge(one).node for name, one in parameters.items() if one.requires_grad}
+        self._hooks = [node.register_hook(partial(self._note, name)) for name, node in self._nodes.items()]
+
+    def _note(self, name: str, *_: Any) -> None:
+        self._missed.discard(name)
+
+    def unused(self) -> frozenset[str]:
+        """The names of those that it did not come to; asked once, at the end."""
+        for hook in self._hooks:
+            hook.remove()
+        return frozenset(self._missed)
+
+
+def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: float, unused: frozenset[str]) -> Step:
     """Take the step and note what it did; run the model once more, in evaluation mode."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -127,11 +169,14 @@ def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: f
         parameters={name: value.detach().clone() for name, value in model.named_parameters()},
         buffers=buffers,
         evaluated=evaluated,
+        unused=unused,
     )
 
 
 def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
     """Largest difference of loss, output, each gradient, updated parameter and buffer, and the output afterwards.
+
+    A gradient that a rank lacks and one process has is infinitely far off.
 
     Args:
         ours: The step on a rank.
@@ -147,7 +192,10 @@ def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slic
             raise AssertionError(f"{kind} differ in name: {sorted(mine.keys() ^ theirs.keys())}")
         pairs |= {f"{kind} of {name}": (mine[name], theirs[name]) for name in mine}
     scales = {"gradients": _largest(reference.gradients), "parameters": _largest(reference.parameters)}
-    return {name: _difference(*pair, scale=scales.get(name.split()[0], 0.0)) for name, pair in pairs.items()}
+    found = {name: _difference(*pair, scale=scales.get(name.split()[0], 0.0)) for name, pair in pairs.items()}
+    # the mean over ranks may be right all the same, but in training the other ranks wait for it for ever
+    missing = [f"gradients of {name}" for name in ours.unused - reference.unused]
+    return found | dict.fromkeys(missing, Difference(float("inf"), float("inf")))
 
 
 def _largest(values: Mapping[str, Tensor]) -> float:
@@ -173,6 +221,7 @@ def assert_exact(
     world_sizes: Sequence[int] = (1, 2, 3, 4),
     graphs: Iterable[str] = GRAPHS,
     num_nodes: int = 37,
+    num_features: int = 5,
     num_layers: int = 2,
     seed: int = 0,
     tolerance: float = 1e-10,
@@ -187,6 +236,7 @@ def assert_exact(
         world_sizes: Numbers of ranks; each is launched once.
         graphs: Kinds of :func:`~pygdist.testing.graphs.random_graph`.
         num_nodes: Nodes of each graph.
+        num_features: Width of their rows, and of what the first layer of each model takes.
         num_layers: Layers of each model; those of the suite that are whole models have as many as they have.
         seed: Everything is drawn from it.
         tolerance: Largest absolute difference allowed.
@@ -203,6 +253,7 @@ def assert_exact(
         >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
     """
     names = list(LAYERS if layers is None else layers)
+    sizes = _Sizes(num_nodes, num_features, num_layers, seed)
     worst: dict[str, float] = {}
     wrong: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -211,11 +262,11 @@ def assert_exact(
         for world_size in world_sizes:
             jobs = []
             for kind in graphs:
-                data, parts = random_graph(kind, num_nodes=num_nodes, seed=seed)
+                data, parts = sizes.graph(kind)
                 store = folder / f"{kind}-{world_size}"
                 write_store(data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[])
                 jobs.append((kind, str(store)))
-            ranks = pool.run(_check_exact, world_size, backend, names, jobs, num_nodes, num_layers, seed, savings)
+            ranks = pool.run(_check_exact, world_size, backend, names, jobs, sizes, savings)
             for rank, found in enumerate(ranks):
                 for (name, kind), (quantity, difference) in found.items():
                     worst[name] = max(worst.get(name, 0.0), difference)
@@ -229,15 +280,25 @@ def assert_exact(
     return worst
 
 
+class _Sizes(NamedTuple):
+    """What all graphs and models of a call have in common."""
+
+    num_nodes: int
+    num_features: int
+    num_layers: int
+    seed: int
+
+    def graph(self, kind: str) -> tuple[Data, dict[int, np.ndarray]]:
+        return random_graph(kind, num_nodes=self.num_nodes, num_features=self.num_features, seed=self.seed)
+
+
 def _check_exact(
     rank: int,
     world_size: int,
     backend: str | Backend,
     names: list[str],
     jobs: list[tuple[str, str]],
-    num_nodes: int,
-    num_layers: int,
-    seed: int,
+    sizes: _Sizes,
     savings: Savings | None,
 ) -> dict[tuple[str, str], tuple[str, float]]:
     """On one rank: the worst quantity and its difference, by layer and graph."""
@@ -246,7 +307,7 @@ def _check_exact(
     for kind, store in jobs:
         shard = Shard.load(store, rank)
         for name in names:
-            plain, reference = _reference(name, kind, num_nodes, num_layers, seed)
+            plain, reference = _reference(name, kind, sizes)
             bound = resolve_backend(backend)
             bound.bind(shard, communicator)
             model = distribute(copy.deepcopy(plain), backend=bound, savings=savings)
@@ -258,11 +319,21 @@ def _check_exact(
 
 
 @functools.lru_cache(maxsize=1024)
-def _reference(name: str, kind: str, num_nodes: int, num_layers: int, seed: int) -> tuple[nn.Module, Step]:
+def _reference(name: str, kind: str, sizes: _Sizes) -> tuple[nn.Module, Step]:
     """A model and its step on one process; the same for every backend and number of ranks."""
-    data, _ = random_graph(kind, num_nodes=num_nodes, seed=seed)
-    model = build(name, data.x.size(1), int(data.y.max()) + 1, num_layers=num_layers)
+    data, _ = sizes.graph(kind)
+    model = build(name, data.x.size(1), int(data.y.max()) + 1, num_layers=sizes.num_layers)
     return model, reference_step(copy.deepcopy(model), data)
+
+
+def supported_layers(backend: str | Backend) -> list[str]:
+    """The names of :data:`~pygdist.testing.layers.LAYERS` that a backend does not refuse."""
+    found = []
+    for name in LAYERS:
+        with contextlib.suppress(InputError):
+            undistribute(distribute(build(name, 5, 3), backend=resolve_backend(backend)))
+            found.append(name)
+    return found
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist import Shard, distribute
-from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend
+from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import LAYERS, run_ranks
@@ -38,6 +38,38 @@ def test_every_layer_on_one_gpu(backend: type[Backend], name: str, tmp_path: Pat
     assert _compare(name, Shard.load(tmp_path / "store", 0).to("cuda"), Communicator(), backend()) < 1e-10
 
 
+SUMS = ["GCNConv", "SAGEConv-mean", "GINConv", "APPNP", "TAGConv"]
+KIB_24 = 24 / 2**20  # in GiB
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_slices_wait_in_the_memory_of_the_host(name: str, tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
+    shard = Shard.load(tmp_path / "store", 0).to("cuda")
+    assert _compare(name, shard, Communicator(), TensorBackend(memory_gib=KIB_24)) < 1e-10
+
+
+def _sums_on_the_gpu(rank: int, world_size: int, store: str) -> float:
+    """The model and what travels stay on the host; sums are made on the GPU."""
+    data, _ = random_graph("directed")
+    communicator, shard, worst = Communicator(dist.new_group()), Shard.load(store, rank), 0.0
+    for name in SUMS:
+        backend = TensorBackend(memory_gib=KIB_24, device="cuda")
+        backend.bind(shard, communicator)
+        model = distribute(build(name, 5, 3), backend=backend)
+        expected = reference_step(build(name, 5, 3), data)
+        found = largest_differences(distributed_step(model, shard, communicator), expected, shard.owned_id)
+        worst = max(worst, *(difference.absolute for difference in found.values()))
+    return worst
+
+
+def test_the_model_on_the_host_and_sums_on_the_gpu(tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
+    assert max(run_ranks(_sums_on_the_gpu, 2, str(tmp_path / "store"))) < 1e-10
+
+
 def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
     torch.cuda.set_device(rank)
     communicator = Communicator(dist.new_group(backend="nccl"))
@@ -45,7 +77,7 @@ def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
     return {
         f"{name}, {backend.name}": _compare(name, shard, communicator, backend())
         for name in SOME
-        for backend in (CommBackend, CacheBackend, HybridBackend)
+        for backend in (CommBackend, CacheBackend, HybridBackend, TensorBackend)
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +13,9 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend, backends
+from pygdist.backends.base import Inner
 from pygdist.native import load
-from pygdist.testing import LAYERS, RankPool, assert_exact
+from pygdist.testing import LAYERS, RankPool, assert_exact, supported_layers
 
 EXACT = [name for name in backends if backends[name].exact]
 DEEP: dict[str, Backend | str] = {
@@ -20,7 +23,10 @@ DEEP: dict[str, Backend | str] = {
     "cache": "cache",
     "hybrid": HybridBackend(),
     **{f"hybrid-{ratio}": HybridBackend(cache_ratio=ratio) for ratio in (0.0, 0.3, 0.7, 1.0)},
+    "tensor": "tensor",
 }
+#: By backend, the layers that it does not refuse; all of them where nothing is said.
+SOME_LAYERS = {"tensor": supported_layers("tensor")}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
@@ -48,16 +54,19 @@ def _deep() -> list[object]:
 
 @pytest.mark.parametrize(("backend", "num_layers", "world_size"), _deep())
 def test_every_layer_equals_one_process_at_any_depth(
-    backend: str, num_layers: int, world_size: int, pool: RankPool
+    backend: str, num_layers: int, world_size: int, pool: RankPool, request: pytest.FixtureRequest
 ) -> None:
     if backend.startswith("hybrid") and load() is None:
         pytest.skip("hybrid plans in the native library")
     graphs = ("directed", "empty-part", "power-law")
+    layers = SOME_LAYERS.get(backend, list(LAYERS))
+    if backend == "hybrid" and num_layers > 1 and not request.config.getoption("--exhaustive"):
+        layers = SOME  # it measures and plans each, which takes a second or two
     found = assert_exact(
-        DEEP[backend], world_sizes=[world_size], graphs=graphs[num_layers - 1 : num_layers], num_layers=num_layers,
-        pool=pool,
+        DEEP[backend], layers=layers, world_sizes=[world_size], graphs=graphs[num_layers - 1 : num_layers],
+        num_layers=num_layers, pool=pool,
     )  # fmt: skip
-    assert set(found) == set(LAYERS)
+    assert set(found) == set(layers)
 
 
 def test_every_exact_backend_is_in_the_suite() -> None:
@@ -144,3 +153,23 @@ def test_the_suite_notices_a_backend_that_is_not_exact(
 ) -> None:
     with pytest.raises(AssertionError, match=rf"{layer} on 2 ranks, graph directed: {quantity}.* of rank \d differs"):
         assert_exact(broken(), layers=[layer], world_sizes=[2], graphs=["directed"], pool=pool)
+
+
+class Idle(CommBackend):
+    """A rank that owns nothing leaves out its part of the backward pass: zeros, which change no mean."""
+
+    name = ""
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        if self.shard.num_owned == 0:
+            kwargs = {**kwargs, "x": kwargs["x"].detach().requires_grad_()}
+        return super().propagate(layer, inner, edge_index, size, kwargs)
+
+
+def test_the_suite_notices_a_rank_without_the_gradients_that_others_wait_for(pool: RankPool) -> None:
+    said = r"GCNConv on 2 ranks, graph empty-part: gradients of layers\.0\.bias of rank 1 differs by inf"
+    with pytest.raises(AssertionError, match=rf"1 differences beyond 1e-10:\n{said}"):
+        assert_exact(Idle(), layers=["GCNConv"], world_sizes=[2], graphs=["empty-part"], pool=pool)

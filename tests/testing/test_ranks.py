@@ -30,8 +30,8 @@ def test_results_in_rank_order_from_processes_that_share_nothing(pool: RankPool)
         assert len({pid for pid, _ in answers}) == world_size
         assert all(total.tolist() == [sum(range(world_size))] * 2 for _, total in answers)
     assert x.tolist() == [0, 0]
-    with pytest.raises(ValueError, match="world_size must be between 1 and the pool's 4, got 5"):
-        pool.run(_sum, 5, x)
+    with pytest.raises(ValueError, match="world_size must be between 1 and the pool's 5, got 6"):
+        pool.run(_sum, 6, x)
 
 
 def _fail(rank: int, world_size: int, how: str) -> None:

@@ -1,0 +1,407 @@
+"""``tensor``: every rank aggregates a slice of the columns over the whole topology (NeutronTP, Sec. 3).
+
+Exact. Around each aggregation rows become columns and columns rows again, in one exchange each way; whatever the graph
+looks like, ranks aggregate over the same edges and send the same bytes. What a layer does with whole rows (its weights,
+attention scores of edges) it does on those of this rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import GATConv, MessagePassing
+from typing_extensions import override
+
+from pygdist.backends.attention import TransformerParts, attention_hop, transformer_parts
+from pygdist.backends.base import Inner
+from pygdist.backends.columns import TRIED_WITH, Columns, Kind, acts_on_columns, columns_of_hops
+from pygdist.backends.fetched import FetchingBackend
+from pygdist.backends.layers import fused_arguments, fuses, layer_name, with_phantom_edge
+from pygdist.backends.overflow import Overflow, beyond_memory
+from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
+from pygdist.backends.sliced_attention import (
+    propagate_attention,
+    scores_are_fewer,
+    scores_of_all,
+    sum_of_values,
+)
+from pygdist.backends.topology import EdgeTensors, Everyone, Topology
+from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable
+from pygdist.nn.decoupled import AttentionPropagation, Propagation
+
+__all__ = ["TensorBackend"]
+
+_GIB = 2**30
+_INDEX_COPIES = 5  # of each edge: source and weight, forward and backward, and where the weight is
+_SLICE_COPIES = 4  # of slices: forward and backward, what is read and what is summed
+
+
+class TensorBackend(FetchingBackend):
+    """Slice the columns of all nodes (tensor parallelism; NeutronTP, PVLDB 2024, Sec. 3 and 4.1.1).
+
+    Layers whose message or aggregation mixes columns are refused when the model is distributed.
+
+    Args:
+        num_chunks: In how many chunks of destinations sums are made (Sec. 4.2.1); a few by default, where slices are
+            large, or as many as memory asks for.
+        overlap: Split the sources of one chunk and gather the sums of another while a third is aggregated
+            (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
+        memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
+            chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
+            partitioned graph. No limit by default on the host; on a GPU half of what is free, if more is needed.
+            It bounds sums and means by weights without gradient; layers of other hops are refused with it.
+        device: Where sums are made, for example ``cuda`` while the model runs on the host, within half of its free
+            memory unless ``memory_gib`` says how much; where the model is by default. Layers of other hops are refused.
+    """
+
+    name = "tensor"
+
+    def __init__(
+        self,
+        num_chunks: int | None = None,
+        *,
+        overlap: bool = True,
+        memory_gib: float | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(overlap=overlap)
+        if num_chunks is not None and num_chunks < 1:
+            raise InputError(f"num_chunks is {num_chunks}, expected at least 1")
+        if memory_gib is not None and memory_gib <= 0:
+            raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
+        self.num_chunks, self.memory_gib, self.device = num_chunks, memory_gib, device
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        self._all: Everyone | None = None
+        self._slicing = False  # a layer runs on slices of all nodes
+        self._splits: dict[int, tuple[Tensor, int, Tensor]] = {}  # of the layer that runs
+        self._shared: EdgeTensors | None = None
+
+    @override
+    def unbind(self) -> None:
+        super().unbind()
+        self._forget_graph()
+
+    @override
+    def _pickled_state(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        TensorBackend._forget_graph(fresh)
+        return {**super()._pickled_state(), **vars(fresh)}
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        if transformer_parts(layer) is not None:
+            return super().refuse(layer)
+        try:
+            columns_of_hops(layer)
+        except InputError as error:
+            return str(error)
+        return super().refuse(layer)
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(layer, AttentionPropagation) and not self._alone:
+            given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+            if isinstance(given["edge_index"], Adjacency):
+                self._refuse_unbounded(layer)
+                return propagate_attention(layer, self._everyone, self.communicator, label=layer_name(layer), **given)
+        if self._slicing or self._alone or not self._runs_on_slices(layer, forward, args, kwargs):
+            self._splits = {}
+            try:
+                return super().run_layer(layer, forward, args, kwargs)
+            finally:
+                self._splits = {}
+        everyone, label = self._everyone, layer_name(layer)
+        given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+        edges, x = given["edge_index"], given["x"]
+        topology = everyone.topology(edges, (layer, self._hop))
+        if isinstance(layer, Propagation) and layer.eps_of is None:
+            sliced, weight = self._sliced(layer, topology), given.get("edge_weight")
+            if sliced.sums(x, weight):
+                mean = layer.aggr == "mean"
+                return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds)
+        if everyone.overflow is not None:
+            return super().run_layer(layer, forward, args, kwargs)
+
+        def changed(name: str, value: Any) -> Any:
+            if isinstance(value, Adjacency):
+                return topology.edges
+            if not isinstance(value, Tensor):
+                return value
+            if name in ("x", "x_0"):
+                rows = value.movedim(layer.node_dim, 0)
+                rows = split_columns(rows, everyone.counts, self.communicator, label=label)
+                return with_phantom_column(rows).movedim(0, layer.node_dim)
+            return self._of_all_edges(layer, name, value, topology, label=f"{label}, {name}")
+
+        cut = {name: changed(name, value) for name, value in given.items()}
+        self._slicing = True
+        try:
+            out = forward(**cut)
+        finally:
+            self._slicing = False
+        return self._gathered(layer, out, x.size(-1), label=label)
+
+    def _runs_on_slices(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a layer may go from rows to columns and back once for all its hops."""
+        given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+        edges, x = given.get("edge_index"), given.get("x")
+        known = all(value is None or name in (*TRIED_WITH, "self") for name, value in given.items())
+        if not known or not isinstance(edges, Adjacency) or edges.value is not None or not isinstance(x, Tensor):
+            return False
+        return acts_on_columns(layer)
+
+    def _sliced(self, layer: MessagePassing, topology: Topology) -> SlicedEdges:
+        """How a hop runs over the edges of all ranks, if it is one sparse product."""
+        everyone = self._everyone
+        overflow = everyone.overflow
+
+        def weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor:
+            if overflow is not None and not fixable(value):
+                raise beyond_memory(self._label(layer))
+
+            out = None if overflow is None else partial(overflow.empty, (sum(topology.counts), *value.shape[1:]), dtype)
+            label = f"{layer_name(layer)}, edge weights"
+            return self._of_all_edges(layer, "edge_weight", value, topology, label=label, dtype=dtype, out=out)
+
+        return SlicedEdges(
+            edges=cast(Adjacency, topology.edges),
+            counts=everyone.counts,
+            communicator=self.communicator,
+            weights_of_all=weights_of_all,
+            num_chunks=self.num_chunks,
+            overlap=self.overlap,
+            overflow=overflow,
+        )
+
+    @property
+    def _everyone(self) -> Everyone:
+        if self._all is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._all = Everyone(self.shard, self.communicator, self._overflow())
+        return self._all
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is nobody to share columns with, and memory for all of them."""
+        return self.communicator.world_size == 1 and self.memory_gib is None and self.device is None
+
+    def _overflow(self) -> Overflow | None:
+        """Where edges and slices wait that may not all be on the device; the same on all ranks."""
+        shard, here = self.shard, self.shard.n_id.device
+        device = here if self.device is None else torch.device(self.device)
+        folder = shard.folder if device.type == "cpu" else None
+        if self.memory_gib is not None:
+            return Overflow(device, int(self.memory_gib * _GIB), folder)
+        if device.type != "cuda":
+            return None
+        free = float(torch.cuda.mem_get_info(device)[0]) / 2
+        width = -(-shard.x.size(-1) // self.communicator.world_size)
+        held = _INDEX_COPIES * 4 * shard.num_edges + _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
+        found = self.communicator.gather([free, float(held > free)])
+        short = device != here or bool(found[:, 1].any())
+        return Overflow(device, int(found[:, 0].min()), folder) if short else None
+
+    @override
+    def propagate(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        if self._slicing:
+            if edge_index.size(1) == 0:
+                return with_phantom_edge(layer, inner, (self.num_rows,) * 2, kwargs, edges=False)
+            return inner(edge_index, size=size, **kwargs)
+        if self._alone:
+            return super().propagate(layer, inner, edge_index, size, kwargs)
+        parts = transformer_parts(layer)
+        if parts is not None and isinstance(edge_index, Adjacency):
+            self._refuse_unbounded(layer)
+            return self._transformer(layer, parts, edge_index, **kwargs)
+        topology = self._everyone.topology(edge_index, (layer, self._hop))
+        if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
+            x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
+            self._check_rows(layer, "x", x)
+            sliced, known = self._sliced(layer, topology), columns_of_hops(layer).get(_given(kwargs))
+            if known is not None and known.repeated and sliced.overflow is None:
+                sliced = replace(sliced, splits=self._splits)
+            return inner(
+                SlicedAdjacency.over(cast(Adjacency, edge_index), sliced, self._label(layer)), size=size, **kwargs
+            )
+        self._refuse_unbounded(layer)
+        columns = self._columns(layer, kwargs)
+        given = self._given(layer, kwargs, columns, topology)
+        out = self._run_slice(layer, inner, topology, given)
+        width = self._width(layer, kwargs, columns)
+        return self._gathered(layer, out, width, label=self._label(layer), fold=columns.fold)
+
+    @override
+    def edge_updater(
+        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        everyone = self._everyone
+        self._refuse_unbounded(layer)
+        if self._gathers_scores(layer, edge_index, kwargs):
+            # each rank computes all weights from the scores of nodes, which are fewer than edges
+            source, target = kwargs["alpha"]
+            scores = scores_of_all(source, target, everyone, self.communicator, label=self._label(layer))
+            whole = everyone.topology(edge_index, (layer, self._hop)).edges
+            return inner(whole, size=None, alpha=scores, edge_attr=None)
+        unseen, self.weights_unseen = self.weights_unseen, False  # they are computed here, of this rank's edges
+        try:
+            return super().edge_updater(layer, inner, edge_index, size, kwargs)
+        finally:
+            self.weights_unseen = unseen
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return x if self._slicing else super().source_rows(x)
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self._everyone.num_rows if self._slicing else super().num_rows
+
+    def _refuse_unbounded(self, layer: MessagePassing) -> None:
+        if self._everyone.overflow is not None:
+            raise beyond_memory(self._label(layer))
+
+    def _gathers_scores(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether scores of nodes travel instead of weights of edges: if nobody sees the weights, and they are more."""
+        if self._alone or not self.weights_unseen or not self.savings.fused_attention:
+            return False
+        if not isinstance(layer, GATConv) or attention_hop(layer, "edge_updater", edge_index, kwargs) is None:
+            return False
+        if kwargs.get("edge_attr") is not None or kwargs["alpha"][1] is None:
+            return False
+        return scores_are_fewer(self._everyone, self._everyone.topology(edge_index, (layer, self._hop)).counts)
+
+    def _columns(self, layer: MessagePassing, kwargs: dict[str, Any]) -> Columns:
+        given, known = _given(kwargs), columns_of_hops(layer)
+        if given not in known:
+            raise InputError(
+                f"{layer_name(layer)}: propagate({', '.join(sorted(given))}) did not run when the layer was tried on a "
+                "few nodes, so it is not known whether it mixes columns; 'comm', 'cache' and 'hybrid' run it"
+            )
+        return known[given]
+
+    # -- what a hop gets ----------------------------------------------------------------------------------------------
+
+    def _given(
+        self, layer: MessagePassing, kwargs: dict[str, Any], columns: Columns, topology: Topology
+    ) -> dict[str, Any]:
+        """The arguments of a hop over the edges of all ranks."""
+        known: dict[tuple[int, Kind], Tensor] = {}  # one tensor may be there for both ends
+
+        def one(name: str, value: Any, kind: Kind) -> Any:
+            if not isinstance(value, Tensor) or kind == "same":
+                return value
+            if kind == "nodes" or kind == "columns":
+                self._check_rows(layer, name, value)
+            if (id(value), kind) not in known:
+                known[id(value), kind] = self._of_all(layer, name, value, kind, topology)
+            return known[id(value), kind]
+
+        given: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            kind = columns.kinds.get(name, "same")
+            if isinstance(value, (tuple, list)) and kind != "same":
+                read = [f"{name}_{end}" in layer._user_args or name in layer._user_args for end in ("j", "i")]
+                given[name] = tuple(
+                    one(name, part, kind) if used else None for part, used in zip(value, read, strict=True)
+                )
+            else:
+                given[name] = one(name, value, kind)
+        return given
+
+    def _of_all(self, layer: MessagePassing, name: str, value: Tensor, kind: Kind, topology: Topology) -> Tensor:
+        label, counts = f"{self._label(layer)}, {name}", self._everyone.counts
+        if kind == "edges":
+            return self._of_all_edges(layer, name, value, topology, label=label)
+        if kind == "edge columns":
+            return with_phantom_column(split_columns(value, topology.counts, self.communicator, label=label))
+        rows = value.movedim(layer.node_dim, 0)
+        if kind == "columns":
+            rows = with_phantom_column(split_columns(rows, counts, self.communicator, label=label))
+        else:
+            rows = share_rows(rows, counts, self.communicator, label=label)
+        return rows.movedim(0, layer.node_dim)
+
+    def _of_all_edges(
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Tensor,
+        topology: Topology,
+        *,
+        label: str,
+        dtype: torch.dtype | None = None,
+        out: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """What all ranks have of a tensor of edges."""
+        if self._shared is None:
+            self._shared = EdgeTensors(self.communicator)
+        return self._shared.of_all(layer, name, value, topology, label=label, dtype=dtype, out=out)
+
+    # -- a hop over all edges -----------------------------------------------------------------------------------------
+
+    def _run_slice(self, layer: MessagePassing, inner: Inner, topology: Topology, given: dict[str, Any]) -> Tensor:
+        size = (self._everyone.num_rows,) * 2
+        ours = self.savings.fused_attention and attention_hop(layer, "propagate", topology.edges, given)
+        if topology.edges.size(1) == 0 and not ours:
+            return with_phantom_edge(layer, inner, size, given, edges=False)
+        return inner(topology.edges, size=size, **given)
+
+    def _gathered(self, layer: MessagePassing, out: Tensor, width: int, *, label: str, fold: int = 1) -> Tensor:
+        """This rank's rows of a result, of all columns; ``fold`` blocks of ``width`` columns."""
+        communicator = self.communicator
+        rows = out.movedim(layer.node_dim, 0)
+        own = columns_of(width, communicator.rank, communicator.world_size)
+        rows = rows.unflatten(-1, (fold, rows.size(-1) // fold))[..., : own.stop - own.start]  # no phantom column
+        whole = gather_columns(rows, self._everyone.counts, width, communicator, label=label)
+        return whole.flatten(-2).movedim(0, layer.node_dim)
+
+    def _width(self, layer: MessagePassing, kwargs: dict[str, Any], columns: Columns) -> int:
+        value = next(kwargs[name] for name, kind in columns.kinds.items() if kind == "columns")
+        value = next(part for part in value if part is not None) if isinstance(value, (tuple, list)) else value
+        return int(value.size(-1))
+
+    def _transformer(
+        self,
+        layer: MessagePassing,
+        parts: TransformerParts,
+        adjacency: Adjacency,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        edge_attr: Tensor | None,
+    ) -> Tensor:
+        """Weights of this rank's edges from whole rows, then the sum on slices."""
+        everyone, label = self._everyone, self._label(layer)
+        topology = everyone.topology(adjacency, (layer, self._hop))
+        weights, extra = parts(layer, adjacency, query, self._fetch(layer, {"key": key})["key"], edge_attr)
+        weights = share_rows(weights, topology.counts, self.communicator, label=f"{label}, weights")
+        edges = cast(Adjacency, topology.edges)
+        out = sum_of_values(value, weights, edges, everyone, self.communicator, label=label)
+        return out if extra is None else out + extra
+
+    def _label(self, layer: MessagePassing) -> str:
+        return f"hop {self._hop} of {layer_name(layer)}"
+
+
+def _given(kwargs: dict[str, Any]) -> frozenset[str]:
+    """The names of the arguments of a hop that are there."""
+    return frozenset(name for name, value in kwargs.items() if value is not None)

@@ -1,0 +1,168 @@
+"""The edges of all ranks on each of them: what a rank needs that aggregates some columns of every node.
+
+Rows of all ranks stand one rank after the other, each rank's in its own order; so do their in-edges. What a rank knows
+by local ids is put together once for each set of edges, and kept with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.overflow import Overflow
+from pygdist.comm import Communicator
+from pygdist.comm.slices import share_rows
+from pygdist.graph import Adjacency, Shard
+from pygdist.graph.identity import fixable, identity_of
+from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest
+
+__all__ = ["EdgeTensors", "Everyone", "Topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Edges of all ranks.
+
+    Attributes:
+        edges: In-edges of all nodes; an :class:`~pygdist.graph.Adjacency` if those of the rank were one.
+        counts: How many each rank has.
+    """
+
+    edges: Tensor
+    counts: tuple[int, ...]
+
+
+class Everyone:
+    """The nodes of all ranks, in the order in which each rank holds them.
+
+    Args:
+        shard: What this rank holds.
+        communicator: The ranks; each makes this call, and every other one.
+        overflow: Where the edges of all ranks are to be; on the rank's device by default.
+
+    Attributes:
+        counts: How many nodes each rank owns.
+        overflow: As given.
+        place: Where each of the shard's rows (owned, then halo) stands among all; ``(n + h,)`` int64.
+    """
+
+    def __init__(self, shard: Shard, communicator: Communicator, overflow: Overflow | None = None) -> None:
+        self._communicator, self.overflow = communicator, overflow
+        self._made = 0  # topologies; by number: the rank's edges and those of all, and who asked for which
+        self._known: dict[int, tuple[Adjacency, Topology]] = {}
+        self._asked: dict[tuple[object, ...], int] = {}
+        self.counts = tuple(int(count) for count in communicator.gather([float(shard.num_owned)])[:, 0])
+        first = sum(self.counts[: communicator.rank])
+        own = torch.arange(first, first + shard.num_owned, device=shard.n_id.device)
+        halo = communicator.exchange_rows(own[:, None], shard.plan, label="places of rows").squeeze(1)
+        self.place = torch.cat([own, halo])
+
+    @property
+    def num_rows(self) -> int:
+        """Nodes of all ranks."""
+        return sum(self.counts)
+
+    def topology(self, edge_index: Tensor, reader: tuple[object, ...]) -> Topology:
+        """The edges of all ranks, from this rank's in local ids; put together once for an adjacency.
+
+        Args:
+            edge_index: The edges.
+            reader: Who asks, the same on all ranks: a layer, and which of its hops. Who asks for the edges of the time
+                before gets them without a word. Otherwise ranks agree on whether all have met these before: two
+                relations of which a rank has no edge are one to it, and two to others.
+        """
+        if not isinstance(edge_index, Adjacency):
+            with torch.no_grad():
+                return self._of_list(edge_index)
+        own, number = edge_index.origin, self._asked.get(reader)
+        if number is None or self._known[number][0] is not own:
+            met = [1.0, *(float(one is own) for one, _ in self._known.values())]
+            everywhere = self._communicator.gather(met).amin(0)[1:].tolist()
+            number = next((one for one, met_by_all in zip(self._known, everywhere, strict=True) if met_by_all), None)
+            if number is None:
+                number, self._made = self._made, self._made + 1
+                with torch.inference_mode(False), torch.no_grad():
+                    self._known[number] = own, self._of_rows(edge_index.csr())
+            self._asked[reader] = number
+            asked = set(self._asked.values())
+            self._known = {one: kept for one, kept in self._known.items() if one in asked}
+        return self._known[number][1]
+
+    def _of_rows(self, csr: CSR) -> Topology:
+        communicator = self._communicator
+        index = self.place.to(narrowest(self.num_rows)).index_select(0, csr.index)
+        counts = tuple(int(count) for count in communicator.gather([float(csr.num_entries)])[:, 0])
+        if self.overflow is None:
+            every = index.new_empty(sum(counts))
+        else:
+            every = self.overflow.empty((sum(counts),), index.dtype)
+        share_rows(index, counts, communicator, label="in-edges of all", out=every)
+        degrees = share_rows(csr.indptr.diff(), self.counts, communicator, label="in-edges of all, numbers")
+        indptr = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=every.device)
+        torch.cumsum(degrees.to(every.device), 0, out=indptr[1:])
+        return Topology(Adjacency.from_csr(CSR(indptr, every, self.num_rows)), counts)
+
+    def _of_list(self, edge_index: Tensor) -> Topology:
+        size = self._communicator.world_size
+        placed = self.place[edge_index].t().contiguous()
+        found = self._communicator.swap([placed] * size, label="edges of all")
+        return Topology(torch.cat(found).t().contiguous(), tuple(part.size(0) for part in found))
+
+
+class EdgeTensors:
+    """What all ranks have of tensors of edges, such as weights; those that stay the same travel once.
+
+    Args:
+        communicator: The ranks; each makes every call.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        # by the identity of this rank's; and who reads which of these
+        self._known: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._readers: WeakKeyDictionary[MessagePassing, dict[str, tuple[object, ...]]] = WeakKeyDictionary()
+
+    def of_all(
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Tensor,
+        topology: Topology,
+        *,
+        label: str,
+        dtype: torch.dtype | None = None,
+        out: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """The rows of all ranks' edges.
+
+        Args:
+            layer: Who reads them.
+            name: As which argument.
+            value: Those of this rank's edges.
+            topology: The edges.
+            label: Named when something goes wrong.
+            dtype: Of the result.
+            out: Gives memory for it.
+        """
+        key = *identity_of(value), dtype
+        known = fixable(value) and key in self._known
+        if min(topology.counts) == 0:  # torch may give back the same empty tensor where other ranks have a new one
+            known = not self._communicator.gather([float(not known)]).any()
+        if not known:
+            memory = None if out is None else out()
+            given = value if dtype is None else value.to(dtype)
+            if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew
+                return share_rows(given, topology.counts, self._communicator, label=label, out=memory)
+            with torch.inference_mode(False), torch.no_grad():
+                found = share_rows(given, topology.counts, self._communicator, label=label, out=memory)
+                self._known[key] = value.detach(), found
+        self._readers.setdefault(layer, {})[name] = key
+        read = {one for names in self._readers.values() for one in names.values()}
+        self._known = {one: kept for one, kept in self._known.items() if one in read}
+        return self._known[key][1]

@@ -1,0 +1,304 @@
+r"""Decoupled models: first every layer's weights, then every layer's propagation (NeutronTP, Sec. 4.1).
+
+A layer of message passing is two things in one: what becomes of a node's row (weights, activation), and what is summed
+of its neighbours' rows. Decoupled, a model does the first L times and then the second L times (Eqs. 7 to 9):
+
+.. math::
+    H = f_L(\ldots f_1(X)), \qquad Z = \hat A^L H
+
+That is another model than the one it is made of, and it propagates rows that are as wide as the output. Backends that
+share columns out (``tensor``) go from rows to columns and back once, whatever L is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.utils import add_self_loops, remove_self_loops, softmax, spmm
+
+from pygdist.errors import InputError
+
+__all__ = ["AttentionPropagation", "Decoupled", "Propagation", "decouple"]
+
+
+class Propagation(MessagePassing):
+    r"""Hops with nothing between them that mixes columns.
+
+    Args:
+        rounds: How many hops.
+        aggr: ``"sum"`` or ``"mean"``.
+        eps_of: Modules with an ``eps``, one for each round, as in ``GINConv``: a node's own row is added, times
+            :math:`1 + \epsilon`. Nothing is added by default.
+
+    Shapes:
+        ``x`` is :math:`(N, F)` with weights :math:`(E)`, or :math:`(N, H, C)` with weights :math:`(E, H)`; the result
+        is like ``x``.
+    """
+
+    def __init__(self, rounds: int, aggr: str = "sum", eps_of: Sequence[nn.Module] | None = None) -> None:
+        super().__init__(aggr=aggr, node_dim=0)
+        if rounds < 1:
+            raise InputError(f"rounds is {rounds}, expected at least 1")
+        self.rounds = rounds
+        self.__dict__["eps_of"] = eps_of  # registered where they belong
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        """See the class."""
+        for number in range(self.rounds):
+            out = self.propagate(edge_index, x=x, edge_weight=edge_weight)
+            x = out if self.eps_of is None else out + (1 + self.eps_of[number].eps) * x
+        return x
+
+    def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+        """A neighbour's row, weighted."""
+        return x_j if edge_weight is None else edge_weight.unsqueeze(-1) * x_j
+
+    def message_and_aggregate(self, edge_index: Any, x: Tensor) -> Tensor:
+        """The same as one sparse product."""
+        out: Tensor = spmm(edge_index, x, reduce=self.aggr)
+        return out
+
+
+class AttentionPropagation(MessagePassing):
+    """Hops with the weights of ``GATConv``, which are computed once, from the scores of both ends.
+
+    Args:
+        rounds: How many hops.
+        negative_slope: Of the leaky ReLU of scores.
+        dropout: Of the weights, in training.
+    """
+
+    def __init__(self, rounds: int, negative_slope: float = 0.2, dropout: float = 0.0) -> None:
+        super().__init__(node_dim=0)
+        self.negative_slope, self.dropout = negative_slope, dropout
+        self.propagation = Propagation(rounds)
+
+    def forward(self, x: Tensor, edge_index: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """``x`` is (N, H, C), scores are (N, H)."""
+        weight = self.edge_updater(edge_index, alpha=(source, target))
+        out: Tensor = self.propagation(x, edge_index, weight)
+        return out
+
+    def edge_update(
+        self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, dim_size: int | None
+    ) -> Tensor:
+        """The weight of each edge and head."""
+        scores = functional.leaky_relu(alpha_j + alpha_i, self.negative_slope)
+        return functional.dropout(softmax(scores, index, ptr, dim_size), p=self.dropout, training=self.training)
+
+
+class _Weights(nn.Module):
+    """What a layer does to a row, by its weights, under the names that they have there."""
+
+    names: ClassVar[tuple[str, ...]] = ("lin", "bias")
+    lin: Any
+    bias: Tensor | None
+
+    def __init__(self, layer: MessagePassing) -> None:
+        super().__init__()
+        for name in self.names:
+            value = getattr(layer, name, None)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One row for each."""
+        out: Tensor = self.lin(x)
+        return out if self.bias is None else out + self.bias
+
+
+class _SAGEWeights(_Weights):
+    names = ("lin_l", "lin_r")
+    lin_l: Any
+    lin_r: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin_l(x)
+        return out if self.lin_r is None else out + self.lin_r(x)
+
+
+class _GINWeights(_Weights):
+    names = ("nn", "eps")
+    nn: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.nn(x)
+        return out
+
+
+class _GATWeights(_Weights):
+    """One of several layers: all heads see the same row."""
+
+    def __init__(self, layer: GATConv) -> None:
+        super().__init__(layer)
+        self.heads, self.concat = layer.heads, layer.concat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.lin(x).view(-1, self.heads, self.lin.out_channels // self.heads))
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """The rows of all heads side by side, or their mean, and the bias."""
+        out = rows.flatten(1) if self.concat else rows.mean(dim=1)
+        return out if self.bias is None else out + self.bias
+
+
+class _LastGATWeights(_GATWeights):
+    """The last layer, whose attention all hops have."""
+
+    names = ("lin", "bias", "att_src", "att_dst")
+    att_src: Tensor
+    att_dst: Tensor
+
+    def forward(self, x: Tensor) -> Any:
+        rows = self.lin(x).view(-1, self.heads, self.lin.out_channels // self.heads)
+        return rows, (rows * self.att_src).sum(-1), (rows * self.att_dst).sum(-1)
+
+
+class Decoupled(nn.Module):
+    """What :func:`decouple` makes; the layers that it can take apart are a subclass each.
+
+    Args:
+        model: See there.
+    """
+
+    weights: ClassVar[type[_Weights]] = _Weights
+    #: What layers may have been made with, by attribute.
+    usual: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __init__(self, model: BasicGNN) -> None:
+        super().__init__()
+        layers: list[Any] = list(model.convs)
+        for layer in layers:
+            for name, values in self.usual.items():
+                if getattr(layer, name, values[0]) not in values:
+                    kind = type(layer).__name__
+                    raise InputError(f"decouple: {kind} with {name}={getattr(layer, name)!r} is not supported")
+        self.convs = nn.ModuleList(self.weights(layer) for layer in layers)
+        self.norms, self.act, self.act_first, self.dropout = model.norms, model.act, model.act_first, model.dropout
+        self._prepare(layers)
+
+    def _prepare(self, layers: list[Any]) -> None:
+        self.propagation: nn.Module = Propagation(len(layers))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        """One row for each node; edge weights where the layers are ``GCNConv``."""
+        for conv, norm in zip(self.convs[:-1], self.norms, strict=False):
+            x = conv(x)
+            if self.act is not None and self.act_first:
+                x = self.act(x)
+            x = norm(x)
+            if self.act is not None and not self.act_first:
+                x = self.act(x)
+            x = self.dropout(x)
+        return self._propagated(self.convs[-1](x), edge_index, edge_weight)
+
+    def _looped(self, edge_index: Tensor, num_nodes: int) -> Tensor:
+        """The edges, and one from each node to itself."""
+        # in a method: distribute() puts its own in the place of these names
+        edge_index, _ = remove_self_loops(edge_index)
+        looped: Tensor = add_self_loops(edge_index, num_nodes=num_nodes)[0]
+        return looped
+
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not say how rows are propagated")
+
+
+class _DecoupledGCN(Decoupled):
+    usual: ClassVar[dict[str, tuple[Any, ...]]] = {"normalize": (True,)}
+
+    def _prepare(self, layers: list[Any]) -> None:
+        super()._prepare(layers)
+        self.improved, self.add_self_loops = layers[-1].improved, layers[-1].add_self_loops
+
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+        edges = gcn_norm(edge_index, edge_weight, rows.size(0), self.improved, self.add_self_loops, dtype=rows.dtype)
+        out: Tensor = self.propagation(rows, *edges)
+        return out
+
+
+class _DecoupledSAGE(Decoupled):
+    weights = _SAGEWeights
+    usual: ClassVar[dict[str, tuple[Any, ...]]] = {"aggr": ("mean",), "normalize": (False,), "project": (False,)}
+
+    def _prepare(self, layers: list[Any]) -> None:
+        self.propagation = Propagation(len(layers), "mean")
+
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+        out: Tensor = self.propagation(rows, self._looped(edge_index, rows.size(0)))
+        return out
+
+
+class _DecoupledGIN(Decoupled):
+    weights = _GINWeights
+
+    def _prepare(self, layers: list[Any]) -> None:
+        self.propagation = Propagation(len(layers), eps_of=list(self.convs))
+
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+        out: Tensor = self.propagation(rows, edge_index)
+        return out
+
+
+class _DecoupledGAT(Decoupled):
+    weights = _GATWeights
+    usual: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "edge_dim": (None,), "residual": (False,), "add_self_loops": (True,), "lin_src": (None,)
+    }  # fmt: skip
+
+    def _prepare(self, layers: list[Any]) -> None:
+        last = layers[-1]
+        self.convs[-1] = _LastGATWeights(last)
+        self.propagation = AttentionPropagation(len(layers), last.negative_slope, last.dropout)
+
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+        values, source, target = rows
+        out = self.propagation(values, self._looped(edge_index, values.size(0)), source, target)
+        finished: Tensor = self.convs[-1].finish(out)  # type: ignore[operator]
+        return finished
+
+
+_KINDS: dict[type[MessagePassing], type[Decoupled]] = {
+    GCNConv: _DecoupledGCN,
+    SAGEConv: _DecoupledSAGE,
+    GINConv: _DecoupledGIN,
+    GATConv: _DecoupledGAT,
+}
+
+
+def decouple(model: BasicGNN) -> Decoupled:
+    """Turn a stack of layers into L rounds of their weights, then L rounds of propagation; it is a different model.
+
+    Args:
+        model: PyG's ``GCN``, ``GraphSAGE``, ``GIN`` or ``GAT``, or another ``BasicGNN`` of such layers. Its parameters
+            are used, not copied, and keep the names that they have there.
+
+    Returns:
+        Called as ``model(x, edge_index)``. Rows of neighbours are summed with GCN's weights; averaged, a node's own row
+        among them (``SAGEConv``); summed, with ``1 + eps`` times that (``GINConv``); or summed with the attention that
+        the last layer has for the rows that it makes (``GATConv``).
+
+    Raises:
+        InputError: If the layers are of other classes, or do more than weights and a sum.
+
+    Example:
+        >>> model = decouple(GCN(16, 32, num_layers=3, out_channels=7))
+        >>> out = model(x, edge_index)  # two exchanges forward and two backward with backend 'tensor'
+    """
+    if not isinstance(model, BasicGNN):
+        raise InputError(f"decouple: expected GCN, GraphSAGE, GIN or GAT of PyG, got {type(model).__name__}")
+    layers = list(model.convs)
+    made = next((made for kind, made in _KINDS.items() if all(isinstance(layer, kind) for layer in layers)), None)
+    if made is None:
+        found = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise InputError(f"decouple: {found} cannot be taken apart; GCNConv, SAGEConv, GINConv and GATConv can")
+    if model.jk_mode is not None:
+        raise InputError("decouple: jumping knowledge needs the rows of every layer")
+    return made(model)

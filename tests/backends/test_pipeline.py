@@ -1,0 +1,205 @@
+"""Sums over slices in chunks: every row travels once, whatever the chunks, and the sums are those of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from pygdist.backends.pipeline import SlicePlan
+from pygdist.backends.sliced import SlicedEdges, sum_of_slices
+from pygdist.comm import Communicator, Recorder, Transfer
+from pygdist.graph import Adjacency
+from pygdist.kernels import CSR
+from pygdist.kernels.chunked import spmm_into
+from pygdist.testing import RankPool
+
+COUNTS = (11, 0, 17)
+CHUNKS = 4
+
+
+def _edges(num_rows: int, num_edges: int = 120) -> tuple[Tensor, CSR]:
+    """A dense matrix with the number of edges between rows, and the same as CSR; the last rows are read by nobody."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(0, num_rows, (num_edges,), generator=generator)
+    source = torch.randint(0, num_rows - 3, (num_edges,), generator=generator)
+    csr = CSR.from_coo(target, source, num_rows=num_rows, num_cols=num_rows)
+    dense = torch.zeros(num_rows, num_rows, dtype=torch.float64)
+    return dense.index_put((target, source), torch.ones(num_edges, dtype=torch.float64), accumulate=True), csr
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 100])
+def test_chunks_have_every_row_once(num_chunks: int) -> None:
+    _, csr = _edges(sum(COUNTS))
+    plan = SlicePlan(csr, COUNTS, num_chunks)
+    assert len(plan.chunks) == min(num_chunks, max(COUNTS))
+    rows = [row for chunk in plan.chunks for span in chunk.spans for row in range(span.start, span.stop)]
+    assert sorted(rows) == list(range(28))
+    for chunk in plan.chunks:  # as many rows of each rank in one chunk as in any other
+        assert all(count // len(plan.chunks) <= span.stop - span.start <= -(-count // len(plan.chunks))
+                   for span, count in zip(chunk.spans, COUNTS, strict=True))  # fmt: skip
+    if num_chunks == 1:
+        return
+    here: set[int] = set()
+    for chunk in plan.chunks:
+        (pieces,) = chunk.pieces
+        assert pieces is not None
+        for rank, fresh in enumerate(pieces):
+            assert all(plan.starts[rank] <= row < plan.starts[rank + 1] for row in fresh.tolist())
+            assert not here & set(fresh.tolist())
+            here |= set(fresh.tolist())
+        for span in chunk.spans:
+            assert set(csr.index[int(csr.indptr[span.start]) : int(csr.indptr[span.stop])].tolist()) <= here
+    assert here == set(range(28))
+
+
+def _sum(
+    rank: int, world_size: int, num_chunks: int, width: int, rounds: int, mean: bool, weighted: bool
+) -> tuple[float, int, int]:
+    dense, csr = _edges(sum(COUNTS))
+    communicator = Communicator(dist.new_group(), check_order=True)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(28, width, generator=generator, dtype=torch.float64)
+    value = torch.rand(csr.num_entries, generator=generator, dtype=torch.float64) if weighted else None
+    adjacency = Adjacency.from_csr(CSR(csr.indptr, csr.index, 28))
+    sliced = SlicedEdges(
+        edges=adjacency,
+        counts=COUNTS,
+        num_chunks=num_chunks,
+        communicator=communicator,
+        weights_of_all=lambda value, _: value,
+    )
+    whole = x.clone().requires_grad_()
+    own = x.split(list(COUNTS))[rank].clone().requires_grad_()
+    matrix = dense if value is None else torch.zeros_like(dense).index_put(
+        (csr.row_index().long(), csr.index.long()), value, accumulate=True
+    )  # fmt: skip
+    if mean:
+        matrix = matrix / dense.sum(1, keepdim=True).clamp(min=1)
+    expected = torch.linalg.matrix_power(matrix, rounds) @ whole
+    out = sum_of_slices(own, sliced, label="test", value=value, mean=mean, rounds=rounds)
+    factor = torch.randn(28, width, generator=generator, dtype=torch.float64)
+    (expected * factor).sum().backward()
+    communicator.meter.reset()
+    (out * factor.split(list(COUNTS))[rank]).sum().backward()
+    assert whole.grad is not None
+    assert own.grad is not None
+    differences = [
+        (out - expected.split(list(COUNTS))[rank]).abs(), (own.grad - whole.grad.split(list(COUNTS))[rank]).abs()
+    ]  # fmt: skip
+    meter = communicator.meter.read()
+    return max(float(one.max()) if one.numel() else 0.0 for one in differences), meter.sent_bytes, meter.calls
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_those_of_one_process(rounds: int, mean: bool, weighted: bool, pool: RankPool) -> None:
+    sent = set()
+    for num_chunks in (1, 4):
+        found = pool.run(_sum, 3, num_chunks, 5, rounds, mean, weighted)
+        assert max(difference for difference, _, _ in found) < 1e-10
+        sent.add(tuple(num_bytes for _, num_bytes, _ in found))
+        assert {calls for _, _, calls in found} == {2}  # one way there and one back
+    assert len(sent) == 1  # no row travels twice
+
+
+@pytest.mark.parametrize("width", [0, 1, 2])
+def test_fewer_columns_than_ranks(width: int, pool: RankPool) -> None:
+    assert max(found[0] for found in pool.run(_sum, 3, 3, width, 2, True, True)) < 1e-10
+
+
+def _sliced(communicator: Communicator, overlap: bool) -> SlicedEdges:
+    _, csr = _edges(sum(COUNTS))
+    return SlicedEdges(
+        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), counts=COUNTS, num_chunks=CHUNKS,
+        communicator=communicator, weights_of_all=lambda value, _: value, overlap=overlap,
+    )  # fmt: skip
+
+
+class _Order(Recorder):
+    """What the main thread does, in order: exchanges that it begins and has finished, and chunks that it sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    @override
+    def span(self, kind: str, label: str = "", *, aside: bool = False) -> AbstractContextManager[None]:
+        if kind == "aggregate":
+            self.found.append(f"sums, {label}")
+        return super().span(kind, label, aside=aside)
+
+
+def _order(rank: int, world_size: int, overlap: bool) -> list[str]:
+    communicator, order = Communicator(dist.new_group()), _Order()
+    communicator.recorder = order
+
+    class Noted(Transfer):
+        def __init__(self, communicator: Communicator, incoming: Sequence[Tensor], label: str, **options: bool) -> None:
+            super().__init__(communicator, incoming, label, **options)
+            order.found.append(f"begins {label.rpartition(', ')[2]}")
+
+        @override
+        def finish(self) -> None:
+            super().finish()
+            order.found.append(f"has {self._label.rpartition(', ')[2]}")
+
+    with mock.patch("pygdist.backends.pipeline.Transfer", Noted):
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+    return order.found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_chunk_is_summed_between_the_sources_of_the_next_and_the_sums_of_the_last(
+    overlap: bool, pool: RankPool
+) -> None:
+    for found in pool.run(_order, 3, overlap):
+        sums = [number for number, said in enumerate(found) if said.startswith("sums")]
+        assert len(sums) == 3 * CHUNKS  # of every rank's rows
+        for chunk in range(CHUNKS):
+            first, last = sums[3 * chunk], sums[3 * chunk + 2]
+            assert found.index(f"has split {chunk}") < first
+            neighbours = [f"split {chunk + 1}"] * (chunk < CHUNKS - 1) + [f"gather {chunk - 1}"] * (chunk > 0)
+            for one in neighbours:
+                under_way = found.index(f"begins {one}") < first and last < found.index(f"has {one}")
+                assert under_way == overlap, one
+
+
+def _travels(rank: int, world_size: int, overlap: bool) -> tuple[bool, bool]:
+    """Whether sources, and sums of the chunk before, arrived after the sums of a chunk were begun."""
+    communicator = Communicator(dist.new_group())
+    communicator.recorder = recorder = Recorder()
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.02 * rank)  # the others are ahead of the last one
+        spmm_into(*arguments)
+
+    with mock.patch("pygdist.backends.pipeline.spmm_into", late):
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+    began = [span.start for span in recorder.spans if span.kind == "aggregate"][::3]
+    ends = {
+        f"{what} {chunk}": max(
+            (span.end for span in recorder.spans if span.kind == "travel" and f", {what} {chunk}, from" in span.label),
+            default=0,
+        )
+        for what in ("split", "gather")
+        for chunk in range(CHUNKS)
+    }
+    sources = any(ends[f"split {chunk}"] > began[0] for chunk in range(CHUNKS))
+    return sources, any(ends[f"gather {chunk - 1}"] > began[chunk] for chunk in range(1, CHUNKS))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rows_travel_while_others_are_summed(overlap: bool, pool: RankPool) -> None:
+    sources, sums = zip(*pool.run(_travels, 3, overlap), strict=True)
+    assert any(sources) == overlap
+    assert any(sums) == overlap

@@ -1,0 +1,395 @@
+"""``tensor``: which layers can share columns out, what travels, and that it is as much for every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import (
+    APPNP,
+    GAT,
+    GCN,
+    GIN,
+    GCNConv,
+    GraphSAGE,
+    LGConv,
+    MessagePassing,
+    RGCNConv,
+    SimpleConv,
+)
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from pygdist.backends import Savings, TensorBackend, distribute, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
+from pygdist.comm.slices import columns_of
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.kernels import CSR, spmm
+from pygdist.kernels.chunked import spmm_into
+from pygdist.nn.decoupled import decouple
+from pygdist.nn.loss import summed_loss
+from pygdist.partition import partition_graph
+from pygdist.testing import LAYERS, RankPool, assert_exact, random_graph, supported_layers
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from pygdist.testing.graphs import GRAPHS
+from pygdist.testing.layers import build
+
+#: What the issue of this backend names, by the suite's names.
+QUALIFIED = [
+    "APPNP", "ARMAConv", "GATConv", "GATConv-edges", "GATv2Conv", "GATv2Conv-edges", "GCN2Conv", "GCNConv",
+    "GINConv", "GraphConv", "GraphConv-max", "LGConv", "RGCNConv", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-many",
+    "SAGEConv-softmax", "SGConv", "SSGConv", "SimpleConv", "TAGConv", "TransformerConv",
+]  # fmt: skip
+#: All that is refused, so that no layer leaves the suite unnoticed: what mixes columns when tried, and what asks for
+#: arguments that a trial does not know.
+MIXING = [
+    "AGNNConv", "CGConv", "EdgeConv", "FastRGCNConv", "FeaStConv", "GENConv", "GMMConv", "GeneralConv", "PNAConv",
+    "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm",
+]  # fmt: skip
+UNTRIED = ["DNAConv", "GINEConv", "NNConv"]
+PLAIN = Savings(first_hop=False, cheaper_side=False)
+
+
+def test_which_layers_qualify_is_found_out() -> None:
+    supported = supported_layers("tensor")
+    assert set(QUALIFIED) <= set(supported)
+    assert LAYERS.keys() - set(supported) == {*MIXING, *UNTRIED}
+    for name in MIXING + UNTRIED:
+        said = r"it mixes columns .* 'comm', 'cache' and 'hybrid' run it"
+        if name in UNTRIED:
+            said = r"it could not be tried on a few nodes \(.*\), so it is not known whether it mixes columns"
+        with pytest.raises(InputError, match=said):
+            distribute(build(name, 5, 3), backend=TensorBackend())
+
+
+class Doubled(MessagePassing):
+    """A user's layer of which nothing is known."""
+
+    def __init__(self, turn: bool) -> None:
+        super().__init__(aggr="mean")
+        self.turn = turn
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x)
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_j.flip(-1) if self.turn else 2 * x_j) - x_i.sigmoid()
+
+
+def test_layers_of_users_are_tried_too() -> None:
+    distribute(Doubled(turn=False), backend=TensorBackend())
+    with pytest.raises(InputError, match=r"'model' \(Doubled\): it mixes columns \(propagate\(x\)\)"):
+        distribute(Doubled(turn=True), backend=TensorBackend())
+
+
+class TwoNames(nn.Module):
+    """A layer that asks of its hop what it did not when it was tried: edge attributes under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = Named()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index, torch.ones(edge_index.size(1), dtype=x.dtype))
+        return out
+
+
+class Named(MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor, strength: Tensor | None = None) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, strength=strength)
+        return out
+
+    def message(self, x_j: Tensor, strength: Tensor | None) -> Tensor:
+        return x_j if strength is None else strength[:, None] * x_j
+
+
+def _store(folder: Path, world_size: int, kind: str = "power-law") -> str:
+    data, parts = random_graph(kind)
+    write_store(data, parts[world_size], folder, num_parts=world_size, method=kind, arguments={}, notes=[])
+    return str(folder)
+
+
+def _named(rank: int, world_size: int, store: str) -> str:
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    model = distribute(TwoNames(), backend=backend)
+    with pytest.raises(InputError) as caught:
+        model(shard.x, shard.adjacency)
+    return str(caught.value)
+
+
+def test_a_hop_that_was_not_tried_is_refused(tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_named, 2, _store(tmp_path / "parts", 2)):
+        assert said.startswith("Named: propagate(strength, x) did not run when the layer was tried on a few nodes")
+
+
+def _dimensions() -> list[object]:
+    """Every number of ranks and features on every graph; without --exhaustive two of them, on one graph each."""
+    some = {(2, 7): ("no-train-part",), (5, 3): ("empty-part",)}
+    found = [pytest.param(*one, graphs, id="{}-ranks-{}-features".format(*one)) for one, graphs in some.items()]
+    for world_size, num_features in itertools.product([1, 2, 3, 4, 5], [1, 3, 7, 64]):
+        name = f"{world_size}-ranks-{num_features}-features-every-graph"
+        found.append(pytest.param(world_size, num_features, GRAPHS, id=name, marks=pytest.mark.exhaustive))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "num_features", "graphs"), _dimensions())
+def test_every_layer_that_qualifies_equals_one_process(
+    world_size: int, num_features: int, graphs: tuple[str, ...], pool: RankPool
+) -> None:
+    """With fewer columns than ranks too: of 3 features or classes on 4 and 5 of them, some have none."""
+    layers = supported_layers("tensor")
+    found = assert_exact(
+        "tensor", layers=layers, world_sizes=[world_size], graphs=graphs, num_features=num_features, pool=pool
+    )
+    assert set(found) == set(layers)
+
+
+def _step(rank: int, world_size: int, store: str, name: str, hidden: int) -> float:
+    data, _ = random_graph("power-law")
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group(), check_order=True))
+    plain = _model(name, hidden)
+    model = distribute(copy.deepcopy(plain), backend=backend)
+    found = largest_differences(
+        distributed_step(model, shard, backend.communicator), reference_step(plain, data), shard.owned_id
+    )
+    return max(one.absolute for one in found.values())
+
+
+def _model(name: str, hidden: int, num_layers: int = 2) -> BasicGNN:
+    torch.manual_seed(0)
+    make = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}[name]
+    return make(5, hidden, num_layers=num_layers, out_channels=3).double()
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("hidden", [1, 3, 7, 64])
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
+def test_widths_need_not_divide_by_the_ranks(
+    name: str, hidden: int, world_size: int, tmp_path: Path, pool: RankPool
+) -> None:
+    store = _store(tmp_path / "parts", world_size)
+    assert max(pool.run(_step, world_size, store, name, hidden)) < 1e-10
+
+
+def _traffic(
+    rank: int, world_size: int, store: str, name: str, hidden: int, num_layers: int
+) -> tuple[int, int, int, int]:
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    model = distribute(_model(name, hidden, num_layers), backend=backend, savings=PLAIN)
+    meter = backend.communicator.meter
+    for _ in range(3):  # what stays the same travels in the first epoch
+        meter.reset()
+        model(shard.x, shard.adjacency).sum().backward()
+    return meter.read().sent_bytes, meter.read().calls, shard.num_owned, shard.num_nodes
+
+
+@pytest.mark.parametrize("hidden", [1, 7, 64])
+def test_bytes_are_those_of_the_analysis(hidden: int, tmp_path: Path, pool: RankPool) -> None:
+    """Split: a rank keeps its columns of its rows; gather: its rows of its columns; backward the same once more."""
+    store = _store(tmp_path / "parts", 3)
+    for rank, (sent, calls, own, every) in enumerate(pool.run(_traffic, 3, store, "GCN", hidden, 2)):
+        expected = 0
+        for width in (hidden, 3):
+            mine = columns_of(width, rank, 3)
+            held = mine.stop - mine.start
+            expected += 2 * 8 * (own * (width - held) + (every - own) * held)
+        assert sent == expected
+        assert calls == 2 * 2 * 2
+
+
+def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: RankPool) -> None:
+    """Of 4 and 3 columns in 2 layers, and two scores of each node, which everybody gets; there and back."""
+    store = _store(tmp_path / "parts", 3)
+    found = pool.run(_traffic, 3, store, "GAT", 4, 2)
+    for (sent, calls, own, every), held in zip(found, (2, 1, 1), strict=True):
+        first = own * (4 - held) + (every - own) * held
+        second = own * (3 - 1) + (every - own) * 1
+        scores = 2 * own * 2 + 2 * (every - own)  # to both others, and gradients of the others' rows
+        assert sent == 8 * (2 * first + 2 * second + 2 * scores)
+        assert calls == 2 * (3 + 3)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4])
+@pytest.mark.parametrize(("name", "saved"), [("GCN", 0), ("GraphSAGE", 2), ("GIN", 2)])
+def test_exchanges_grow_with_the_depth(name: str, saved: int, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
+    """Two for each hop and their backward; there is none at the features, unless weights come before the hop (GCN)."""
+    found = pool.run(_traffic, 3, _store(tmp_path / "parts", 3), name, 6, num_layers)
+    assert {calls for _, calls, _, _ in found} == {4 * num_layers - saved}
+
+
+def _relations(rank: int, world_size: int, store: str) -> tuple[int, int, int, int]:
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group(), check_order=True))
+    torch.manual_seed(0)
+    model = distribute(RGCNConv(5, 6, num_relations=2).double(), backend=backend, savings=PLAIN)
+    meter, x = backend.communicator.meter, shard.x.clone().requires_grad_()
+    for _ in range(2):
+        meter.reset()
+        model(x, shard.adjacency, shard.edge_type).sum().backward()
+    return meter.read().sent_bytes, meter.read().calls, shard.num_owned, shard.num_nodes
+
+
+def test_rows_that_several_relations_read_are_split_once(tmp_path: Path, pool: RankPool) -> None:
+    for rank, (sent, calls, own, every) in enumerate(pool.run(_relations, 3, _store(tmp_path / "parts", 3))):
+        mine = columns_of(5, rank, 3)
+        held = mine.stop - mine.start
+        split, gather = own * (5 - held), (every - own) * held
+        assert sent == 8 * (split + 2 * gather + 2 * split + gather)  # forward, and the same back
+        assert calls == 2 * 3
+
+
+def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]:
+    """Edges times columns that this rank sums in a forward pass, by backend and width; counted where kernels begin."""
+    shard, found = Shard.load(store, rank), {}
+    load = 0
+
+    def counted(out: Tensor, csr: CSR, x: Tensor, *rest: Any, **options: Any) -> None:
+        nonlocal load
+        load += csr.num_entries * x[0].numel()
+        spmm_into(out, csr, x, *rest, **options)
+
+    def counted_too(csr: CSR, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        nonlocal load
+        load += csr.num_entries * x[0].numel()
+        return spmm(csr, x, *rest, **options)
+
+    with contextlib.ExitStack() as stack:
+        for module in ("pipeline", "overlap"):
+            stack.enter_context(mock.patch(f"pygdist.backends.{module}.spmm_into", counted))
+        stack.enter_context(mock.patch("pygdist.graph.adjacency.spmm", counted_too))
+        for name, width in itertools.product(["comm", "tensor"], [40, 128]):
+            backend = resolve_backend(name)
+            backend.bind(shard, Communicator(dist.new_group()))
+            layer = distribute(SimpleConv("sum"), backend=backend, savings=PLAIN)
+            load = 0
+            layer(torch.ones(shard.num_owned, width), shard.adjacency)
+            found[name, width] = load
+            backend.unbind()
+    return found
+
+
+def test_ranks_sum_as_much_as_each_other(tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph("power-law", num_nodes=4000)
+    partition_graph(data, tmp_path / "parts", num_parts=4, partitioner="chunk")
+    ranks = pool.run(_loads, 4, str(tmp_path / "parts"))
+    for name, width in ranks[0]:
+        loads = [found[name, width] for found in ranks]
+        assert sum(loads) == width * data.num_edges
+        if name == "comm":
+            assert max(loads) > 1.3 * min(loads)
+        else:
+            assert max(loads) < 1.05 * min(loads)
+
+
+class Propagated(nn.Module):
+    """A linear map, then one layer that keeps the width, so many times."""
+
+    def __init__(self, layer: MessagePassing, times: int = 1, width: int = 2) -> None:
+        super().__init__()
+        self.lin, self.layer, self.times = nn.Linear(5, width), layer, times
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(x)
+        for _ in range(self.times):
+            x = self.layer(x, edge_index).tanh()
+        return x
+
+
+#: With two classes: of three ranks one has no column of them.
+NARROW: dict[str, Callable[[], nn.Module]] = {
+    "APPNP": lambda: Propagated(APPNP(K=3, alpha=0.2)),
+    "APPNP-twice": lambda: Propagated(APPNP(K=3, alpha=0.2), times=2),
+    "GAT": lambda: GAT(5, 6, num_layers=2, out_channels=2),
+    "GAT-decoupled": lambda: decouple(GAT(5, 6, num_layers=2, out_channels=2)),
+    "GIN-decoupled": lambda: decouple(GIN(5, 6, num_layers=2, out_channels=2, train_eps=True)),
+    "LGConv": lambda: Propagated(LGConv()),
+}
+#: With numbers drawn in training, by each rank for itself or by all alike.
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    "APPNP-dropout": lambda: Propagated(APPNP(K=3, alpha=0.2, dropout=0.1), width=3),
+    "GAT-dropout": lambda: GAT(5, 6, num_layers=2, out_channels=3, dropout=0.1),
+    "GAT-decoupled-dropout": lambda: decouple(GAT(5, 6, num_layers=2, out_channels=3, dropout=0.1)),
+}
+
+
+def _train(rank: int, world_size: int, store: str, name: str) -> float:
+    """Two epochs as in training, where DDP waits for each rank's gradient of every parameter; how far off they end."""
+    drops = name in DROPPING
+    data, _ = random_graph("empty-part", num_classes=3) if drops else random_graph("directed", num_classes=2)
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group(), check_order=True))
+    torch.manual_seed(0)
+    plain = (DROPPING if drops else NARROW)[name]().double()
+    model = distribute(copy.deepcopy(plain), backend=backend)
+    trained = DistributedDataParallel(model, **DDP_OPTIONS)
+    scale = ddp_loss_scale(int(data.train_mask.sum()), world_size)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    for _ in range(2):
+        total, _ = summed_loss(trained(shard.x, shard.adjacency), shard.y, shard.train_mask)
+        ours.zero_grad()
+        (total * scale).backward()
+        ours.step()
+        if not drops:
+            theirs.zero_grad()
+            functional.cross_entropy(
+                plain(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask]
+            ).backward()
+            theirs.step()
+    if drops:  # what one process would have drawn nobody knows, but what came of it can be evaluated
+        plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        found = [(model.eval()(shard.x, shard.adjacency), plain.eval()(data.x, data.edge_index)[shard.owned_id])]
+    found += zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in found)
+
+
+@pytest.mark.parametrize("name", list(NARROW))
+def test_a_rank_without_columns_trains_with_the_others(name: str, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed", num_classes=2)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_train, 3, str(tmp_path / "parts"), name)) < 1e-10
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("name", list(DROPPING))
+def test_a_rank_without_nodes_trains_with_dropout(name: str, world_size: int, tmp_path: Path, pool: RankPool) -> None:
+    """Of four ranks the one without nodes has no column either."""
+    store = _store(tmp_path / "parts", world_size, "empty-part")
+    assert max(pool.run(_train, world_size, store, name)) < 1e-10
+
+
+class Left(GCNConv):
+    """A user's layer that leaves its forward to PyG's."""
+
+
+def _left(rank: int, world_size: int, store: str) -> float:
+    data, _ = random_graph("power-law")
+    worst = 0.0
+    for name in ("comm", "tensor"):
+        torch.manual_seed(0)
+        shard, backend, plain = Shard.load(store, rank), resolve_backend(name), nn.Sequential(Left(5, 3)).double()
+        backend.bind(shard, Communicator(dist.new_group()))
+        expected = plain[0](data.x, data.edge_index)[shard.owned_id]
+        distribute(plain, backend=backend)
+        worst = max(worst, float((plain[0](shard.x, shard.adjacency) - expected).abs().max()))
+    return worst
+
+
+def test_a_layer_that_leaves_forward_to_a_base_class_is_normalised_too(tmp_path: Path, pool: RankPool) -> None:
+    assert max(pool.run(_left, 3, _store(tmp_path / "parts", 3))) < 1e-10

@@ -1,0 +1,203 @@
+"""Decoupled models: what they compute, and the same numbers on every backend."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GIN, PNA, GraphSAGE
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.utils import add_remaining_self_loops, softmax, to_dense_adj
+
+from pygdist.backends import distribute, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.native import load
+from pygdist.nn.decoupled import Decoupled, decouple
+from pygdist.nn.inputs import edge_inputs
+from pygdist.testing import RankPool, random_graph
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+
+MODELS: dict[str, type[BasicGNN]] = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
+
+
+def _stack(name: str, num_layers: int = 2, **arguments: object) -> BasicGNN:
+    torch.manual_seed(0)
+    return MODELS[name](5, 6, num_layers=num_layers, out_channels=4, **arguments).double()
+
+
+def _dense(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """In-edges by row."""
+    return to_dense_adj(edge_index, max_num_nodes=num_nodes)[0].t().double()
+
+
+def test_gcn_is_its_weights_and_powers_of_the_normalised_adjacency() -> None:
+    data, _ = random_graph("directed")
+    model, num_nodes = _stack("GCN", 3), data.num_nodes
+    looped = add_remaining_self_loops(data.edge_index, num_nodes=num_nodes)[0]
+    adjacency = _dense(looped, num_nodes)
+    scale = adjacency.sum(1).pow(-0.5)
+    x = data.x
+    for number, conv in enumerate(model.convs):
+        x = conv.lin(x) + conv.bias
+        x = x.relu() if number < 2 else x
+    expected = torch.linalg.matrix_power(scale[:, None] * adjacency * scale, 3) @ x
+    assert torch.allclose(decouple(model)(data.x, data.edge_index), expected, rtol=0, atol=1e-12)
+
+
+def test_the_others_too() -> None:
+    data, _ = random_graph("directed")
+    num_nodes = data.num_nodes
+    plain = _dense(data.edge_index, num_nodes)
+    looped = _dense(add_remaining_self_loops(data.edge_index, num_nodes=num_nodes)[0], num_nodes)
+
+    sage = _stack("GraphSAGE")
+    x = data.x
+    for number, conv in enumerate(sage.convs):
+        x = conv.lin_l(x) + conv.lin_r(x)
+        x = x.relu() if number == 0 else x
+    mean = looped / looped.sum(1, keepdim=True)
+    assert torch.allclose(decouple(sage)(data.x, data.edge_index), mean @ mean @ x, rtol=0, atol=1e-12)
+
+    gin = _stack("GIN", train_eps=True)
+    x = data.x
+    for number, conv in enumerate(gin.convs):
+        conv.eps.data.fill_(0.3 * (number + 1))
+        x = conv.nn(x)
+        x = x.relu() if number == 0 else x
+    for eps in (0.3, 0.6):
+        x = plain @ x + (1 + eps) * x
+    assert torch.allclose(decouple(gin)(data.x, data.edge_index), x, rtol=0, atol=1e-12)
+
+    gat = _stack("GAT")
+    first, last = gat.convs
+    x = last.lin((first.lin(data.x) + first.bias).relu())
+    source, target = add_remaining_self_loops(data.edge_index, num_nodes=num_nodes)[0]
+    scores = (x * last.att_src[0, 0]).sum(1)[source] + (x * last.att_dst[0, 0]).sum(1)[target]
+    weights = softmax(nn.functional.leaky_relu(scores, 0.2), target, num_nodes=num_nodes)
+    nothing = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    attention = nothing.index_put((target, source), weights, accumulate=True)
+    expected = attention @ attention @ x + last.bias
+    assert torch.allclose(decouple(gat)(data.x, data.edge_index), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_parameters_are_those_of_the_stack(name: str) -> None:
+    model = _stack(name)
+    made = decouple(model)
+    theirs, ours = dict(model.named_parameters()), dict(made.named_parameters())
+    assert ours
+    assert all(theirs[key] is ours[key] for key in ours)
+    copied = copy.deepcopy(made)
+    assert dict(copied.named_parameters()).keys() == ours.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            PNA(5, 6, 2, 4, aggregators=["mean"], scalers=["identity"], deg=torch.ones(3)),
+            "PNAConv cannot be taken apart",
+        ),
+        (GCN(5, 6, 2, 4, jk="cat"), "jumping knowledge needs the rows of every layer"),
+        (GCN(5, 6, 2, 4, normalize=False), "GCNConv with normalize=False is not supported"),
+        (GraphSAGE(5, 6, 2, 4, aggr="max"), "SAGEConv with aggr='max' is not supported"),
+        (nn.Linear(5, 4), "expected GCN, GraphSAGE, GIN or GAT of PyG, got Linear"),
+    ],
+)
+def test_what_cannot_be_decoupled_is_refused_by_name(model: BasicGNN, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        decouple(model)
+
+
+#: What the ranks run: PyG's model, its arguments, and whether the graph's edges have weights.
+CASES: dict[str, tuple[str, dict[str, object], bool]] = {
+    **{name: (name, {}, False) for name in MODELS},
+    "GCN-weights": ("GCN", {}, True),
+    "GIN-eps": ("GIN", {"train_eps": True}, False),
+    "GAT-heads": ("GAT", {"heads": 2}, False),
+}
+
+
+def _case(case: str, num_layers: int) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
+    name, arguments, weighted = CASES[case]
+    model, (data, parts) = decouple(_stack(name, num_layers, **arguments)), random_graph("power-law")
+    if not weighted:
+        del data.edge_weight
+    with torch.no_grad():
+        for number, eps in enumerate(one for key, one in model.named_parameters() if key.endswith("eps")):
+            eps.fill_(0.3 * (number + 1))
+    return model, data, parts
+
+
+class Traffic(NamedTuple):
+    """Of one rank, in one epoch."""
+
+    calls: int
+    sent_bytes: int
+    own: int
+    every: int
+
+
+def _step(rank: int, world_size: int, store: str, case: str, backend: str, num_layers: int) -> tuple[float, Traffic]:
+    plain, data, _ = _case(case, num_layers)
+    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    model = distribute(copy.deepcopy(plain), backend=bound)
+    found = largest_differences(
+        distributed_step(model, shard, bound.communicator), reference_step(plain, data), shard.owned_id
+    )
+    for _ in range(2):  # what stays the same travels in the first epoch
+        bound.communicator.meter.reset()
+        model(shard.x, shard.adjacency, **edge_inputs(model, shard)).sum().backward()
+    meter = bound.communicator.meter.read()
+    traffic = Traffic(meter.calls, meter.sent_bytes, shard.num_owned, shard.num_nodes)
+    return max(min(one.absolute, one.relative) for one in found.values()), traffic
+
+
+def _run(
+    case: str, backend: str, num_layers: int, world_size: int, folder: Path, pool: RankPool
+) -> tuple[float, list[Traffic]]:
+    _, data, parts = _case(case, num_layers)
+    write_store(data, parts[world_size], folder, num_parts=world_size, method="x", arguments={}, notes=[])
+    found = pool.run(_step, world_size, str(folder), case, backend, num_layers)
+    return max(difference for difference, _ in found), [traffic for _, traffic in found]
+
+
+@pytest.mark.parametrize("backend", ["single", "comm", "cache", "hybrid", "tensor"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
+    if backend == "hybrid" and load() is None:
+        pytest.skip("hybrid plans in the native library")
+    difference, _ = _run(case, backend, 2, 1 if backend == "single" else 3, tmp_path / "parts", pool)
+    assert difference < 1e-10
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+@pytest.mark.parametrize("case", ["GCN", "GraphSAGE", "GIN"])
+def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
+    """Each of the bytes that the paper has: rows as wide as the output to slices, and back; the gradients once more."""
+    difference, ranks = _run(case, "tensor", num_layers, 3, tmp_path / "parts", pool)
+    assert difference < 1e-10
+    assert {one.calls for one in ranks} == {4}
+    for (_, sent, own, every), held in zip(ranks, (2, 1, 1), strict=True):  # of 4 columns
+        assert sent == 2 * 8 * (own * (4 - held) + (every - own) * held)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_attention_takes_two_more_whatever_the_depth(num_layers: int, tmp_path: Path, pool: RankPool) -> None:
+    """Every node's scores, one for each end of an edge, are shared, and their gradients come back."""
+    difference, ranks = _run("GAT", "tensor", num_layers, 3, tmp_path / "parts", pool)
+    assert difference < 1e-10
+    assert {one.calls for one in ranks} == {6}
+    for (_, sent, own, every), held in zip(ranks, (2, 1, 1), strict=True):
+        rows = 2 * (own * (4 - held) + (every - own) * held)
+        assert sent == 8 * (rows + 2 * own * 2 + 2 * (every - own))  # to both others, from all rows but its own
