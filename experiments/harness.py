@@ -258,7 +258,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
-        "expected_epoch_s": None, "planning_s": None, "timeline": "",
+        "expected_epoch_s": None, "planning_s": None, "aggregate_s": [], "part_edges": [], "timeline": "",
         **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
@@ -276,7 +276,9 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
 def _train(run: dict[str, Any], setting: Setting, seed: int, work: Path, folder: Path) -> None:
     """Train, and fill in what was seen."""
     store = _store(setting, work)
-    run |= {key: json.loads((store / "meta.json").read_text())[key] for key in ("num_nodes", "num_edges")}
+    meta = json.loads((store / "meta.json").read_text())
+    run |= {key: meta[key] for key in ("num_nodes", "num_edges")}
+    run["part_edges"] = [part["num_edges"] for part in meta["parts"]]
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(configuration(setting, seed, store, folder)))
     shaped = setting.network != "unshaped"
@@ -397,6 +399,23 @@ def _read(run: dict[str, Any], folder: Path) -> None:
                         run[figure] = float(value)
                         if figure == "val_acc":
                             run["scores"].append([int(row["epoch"]), float(value)])
+    if (folder / "timeline.json").is_file():
+        run["aggregate_s"] = _aggregating(json.loads((folder / "timeline.json").read_text()))
+
+
+def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
+    """Seconds that each rank aggregated, by rank, then recorded epoch; nothing where none says so."""
+    found: dict[int, list[float]] = {}
+    known: dict[int, str] = {}
+    for event in trace["traceEvents"]:
+        rank = event["pid"]
+        if event["name"] == "compute" and known.get(rank) != event["args"]["of"]:  # an epoch begins with this
+            known[rank] = event["args"]["of"]
+            found.setdefault(rank, []).append(0.0)
+        elif event["name"] == "aggregate":
+            found[rank][-1] += event["dur"] / 1e6
+    seconds = [found[rank] for rank in sorted(found)]
+    return seconds if any(map(any, seconds)) else []
 
 
 def write_tables(
@@ -449,10 +468,16 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
     # a later seed takes the plan of the first
     for figure, over_seeds in (("expected_epoch_s", statistics.median), ("planning_s", max)):
         row[figure] = _of(over_seeds, [run[figure] for run in good if run.get(figure) is not None])
-    for figure in ("compute_s", "exchange_s"):
+    for figure in ("compute_s", "exchange_s", "sent_bytes"):
         for best, which in ((max, "max"), (min, "min")):
             values = [best(rank[figure] for rank in ranks) for ranks in counted]
             row[f"{figure}_{which}"] = _of(statistics.median, values)
+    for best, which in ((max, "max"), (min, "min")):
+        # first over epochs: how long a rank usually takes, not how unlike epochs are
+        usual = [best(map(statistics.median, run["aggregate_s"])) for run in good if run.get("aggregate_s")]
+        row[f"aggregate_s_{which}"] = _of(statistics.median, usual)
+    for best, which in ((max, "max"), (min, "min")):
+        row[f"part_edges_{which}"] = best(last["part_edges"]) if last.get("part_edges") else None
     for figure in ("sent_bytes", "sent_messages"):
         totals = [sum(rank[figure] for rank in ranks) for ranks in counted]
         row[figure] = _of(statistics.median, totals)
