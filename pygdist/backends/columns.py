@@ -293,19 +293,19 @@ def _guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
         "edge_weight": rand(_EDGES),
         "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (_EDGES,), generator=generator),
     }
-    for attributes in _edge_widths(layer):
+    for attributes in _edge_widths(layer, width):
         every = {**given, **edges, "edge_attr": rand(_EDGES, attributes)}
         yield {name: value for name, value in every.items() if name in parameters}
     yield {name: value for name, value in {**given, **edges}.items() if name in parameters}
     yield {name: value for name, value in given.items() if name in parameters}
 
 
-def _edge_widths(layer: MessagePassing) -> Iterator[int]:
-    """Likely widths of edge attributes."""
-    inside = getattr(layer, "lin_edge", None)
+def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
+    """Likely widths of edge attributes; the rows' own last, for layers that add the two (``GINEConv``)."""
+    inside = [getattr(layer, name, None) for name in ("lin_edge", "lin")]
     candidates = [getattr(layer, name, None) for name in ("edge_dim", "in_edge_channels", "dim")]
-    candidates += [getattr(inside, name, None) for name in ("in_channels", "in_features")]
-    yield from dict.fromkeys(one for one in candidates if isinstance(one, int) and one > 0)
+    candidates += [getattr(one, name, None) for one in inside for name in ("in_channels", "in_features")]
+    yield from dict.fromkeys(one for one in [*candidates, width] if isinstance(one, int) and one > 0)
 
 
 def _targets() -> Tensor:

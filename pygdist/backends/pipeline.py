@@ -117,6 +117,10 @@ class SlicePlan:
     def _edges(self, span: slice) -> slice:
         return slice(int(self.csr.indptr[span.start]), int(self.csr.indptr[span.stop]))
 
+    def joined(self, chunk: SliceChunk) -> tuple[slice, ...]:
+        """The rows of a chunk, for which all ranks' stand one after the other if it is the only one."""
+        return (slice(0, self.num_rows),) if len(self.chunks) == 1 else chunk.spans
+
     def sources_of(self, chunk: SliceChunk, slices: Tensor) -> Tensor:
         """The rows that a chunk reads, on the device."""
         if self.overflow is None or chunk.sources is None:
@@ -238,7 +242,7 @@ def aggregate_slices(
             if last:
                 travels.gather(chunk, partial(plan.add_up, x=read, value=value, scale=after))
                 continue
-            for span in chunk.spans:
+            for span in plan.joined(chunk):
                 with travels.aggregating(span):
                     plan.add_up(span, sums[span], x=read, value=value, scale=between)
         rows, sums = sums, rows

@@ -35,6 +35,7 @@ class SlicedEdges:
         counts: How many rows each rank has.
         communicator: The ranks.
         weights_of_all: The weights of all ranks' edges in a dtype, from those of this rank's.
+        factors_of_all: A factor for each row, whose products are these weights, if there are such; ``(N, 1)``.
         num_chunks: In how many chunks sources are split and sums are gathered; chosen by default.
         overlap: While others are aggregated.
         overflow: Where edges and slices are but for those of one chunk; on the device by default.
@@ -45,6 +46,7 @@ class SlicedEdges:
     counts: tuple[int, ...]
     communicator: Communicator
     weights_of_all: Callable[[Tensor, torch.dtype], Tensor]
+    factors_of_all: Callable[[Tensor], Tensor | None]
     num_chunks: int | None = None
     overlap: bool = True
     overflow: Overflow | None = None
@@ -188,21 +190,33 @@ def sum_of_slices(
         ``x`` and the result are :math:`(n, C)`, ``value`` is :math:`(e)`.
     """
     dtype = _dtype_of(x, value)
-    every = None if value is None else sliced.weights_of_all(value, dtype)
-    out: Tensor = _SlicedSum.apply(x.to(dtype), sliced, label, every, mean, rounds)  # type: ignore[no-untyped-call]
+    # rows that are scaled before and after take the place of weights, of which there are many more
+    factors = None if value is None else sliced.factors_of_all(value)
+    every = None if value is None or factors is not None else sliced.weights_of_all(value, dtype)
+    factors = None if factors is None else factors.to(dtype)
+    out: Tensor = _SlicedSum.apply(x.to(dtype), sliced, label, every, factors, mean, rounds)  # type: ignore[no-untyped-call]
     return out
 
 
 class _SlicedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sliced: SlicedEdges, label: str, value: Tensor | None, mean: bool, rounds: int
+        ctx: Any,
+        x: Tensor,
+        sliced: SlicedEdges,
+        label: str,
+        value: Tensor | None,
+        factors: Tensor | None,
+        mean: bool,
+        rounds: int,
     ) -> Tensor:
-        ctx.sliced, ctx.label, ctx.value, ctx.mean, ctx.rounds = sliced, label, value, mean, rounds
+        ctx.sliced, ctx.label, ctx.value, ctx.rounds = sliced, label, value, rounds
+        shares = _shares(sliced.edges, x) if mean else None
+        ctx.scales = factors, shares if factors is None else factors if shares is None else factors * shares
         return aggregate_slices(
             x.detach().contiguous(), sliced.plan(x, value), sliced.communicator, label=f"{label}, forward",
             value=None if value is None else value.unsqueeze(1), rounds=rounds,
-            after=_shares(sliced.edges, x) if mean else None, overlap=sliced.overlap,
+            before=ctx.scales[0], after=ctx.scales[1], overlap=sliced.overlap,
         )  # fmt: skip
 
     @staticmethod
@@ -212,9 +226,9 @@ class _SlicedSum(torch.autograd.Function):
         found = aggregate_slices(
             grad.contiguous(), sliced.plan_back(grad, value), sliced.communicator, label=f"{ctx.label}, backward",
             value=None if value is None else sliced.weights_back(value).unsqueeze(1), rounds=ctx.rounds,
-            before=_shares(sliced.edges, grad) if ctx.mean else None, overlap=sliced.overlap,
+            before=ctx.scales[1], after=ctx.scales[0], overlap=sliced.overlap,
         )  # fmt: skip
-        return found, None, None, None, None, None
+        return found, None, None, None, None, None, None
 
 
 def _dtype_of(x: Tensor, value: Tensor | None) -> torch.dtype:

@@ -128,7 +128,7 @@ class TensorBackend(FetchingBackend):
         edges, x = given["edge_index"], given["x"]
         topology = everyone.topology(edges, (layer, self._hop))
         if isinstance(layer, Propagation) and layer.eps_of is None:
-            sliced, weight = self._sliced(layer, topology), given.get("edge_weight")
+            sliced, weight = self._sliced(layer, edges, topology), given.get("edge_weight")
             if sliced.sums(x, weight):
                 mean = layer.aggr == "mean"
                 return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds)
@@ -165,7 +165,7 @@ class TensorBackend(FetchingBackend):
             return False
         return acts_on_columns(layer)
 
-    def _sliced(self, layer: MessagePassing, topology: Topology) -> SlicedEdges:
+    def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
         """How a hop runs over the edges of all ranks, if it is one sparse product."""
         everyone = self._everyone
         overflow = everyone.overflow
@@ -178,15 +178,26 @@ class TensorBackend(FetchingBackend):
             label = f"{layer_name(layer)}, edge weights"
             return self._of_all_edges(layer, "edge_weight", value, topology, label=label, dtype=dtype, out=out)
 
+        def factors_of_all(value: Tensor) -> Tensor | None:
+            label = f"{layer_name(layer)}, factors of edge weights"
+            return self._edge_tensors.factors_of_all(layer, value, own, topology, everyone, label=label)
+
         return SlicedEdges(
             edges=cast(Adjacency, topology.edges),
             counts=everyone.counts,
             communicator=self.communicator,
             weights_of_all=weights_of_all,
+            factors_of_all=factors_of_all,
             num_chunks=self.num_chunks,
             overlap=self.overlap,
             overflow=overflow,
         )
+
+    @property
+    def _edge_tensors(self) -> EdgeTensors:
+        if self._shared is None:
+            self._shared = EdgeTensors(self.communicator)
+        return self._shared
 
     @property
     def _everyone(self) -> Everyone:
@@ -234,7 +245,10 @@ class TensorBackend(FetchingBackend):
         if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
             x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
             self._check_rows(layer, "x", x)
-            sliced, known = self._sliced(layer, topology), columns_of_hops(layer).get(_given(kwargs))
+            sliced, known = (
+                self._sliced(layer, cast(Adjacency, edge_index), topology),
+                columns_of_hops(layer).get(_given(kwargs)),
+            )
             if known is not None and known.repeated and sliced.overflow is None:
                 sliced = replace(sliced, splits=self._splits)
             return inner(
@@ -351,9 +365,7 @@ class TensorBackend(FetchingBackend):
         out: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """What all ranks have of a tensor of edges."""
-        if self._shared is None:
-            self._shared = EdgeTensors(self.communicator)
-        return self._shared.of_all(layer, name, value, topology, label=label, dtype=dtype, out=out)
+        return self._edge_tensors.of_all(layer, name, value, topology, label=label, dtype=dtype, out=out)
 
     # -- a hop over all edges -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.slices import share_rows
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.self_loops import is_self_loop
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
 
@@ -125,7 +126,7 @@ class EdgeTensors:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         # by the identity of this rank's; and who reads which of these
-        self._known: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
         self._readers: WeakKeyDictionary[MessagePassing, dict[str, tuple[object, ...]]] = WeakKeyDictionary()
 
     def of_all(
@@ -150,18 +151,71 @@ class EdgeTensors:
             dtype: Of the result.
             out: Gives memory for it.
         """
-        key = *identity_of(value), dtype
+
+        def share() -> Tensor:
+            given, memory = value if dtype is None else value.to(dtype), None if out is None else out()
+            return share_rows(given, topology.counts, self._communicator, label=label, out=memory)
+
+        found = self._kept(layer, name, value, topology, dtype, share)
+        assert found is not None
+        return found
+
+    def factors_of_all(
+        self,
+        layer: MessagePassing,
+        value: Tensor,
+        own: Adjacency,
+        topology: Topology,
+        everyone: Everyone,
+        *,
+        label: str,
+    ) -> Tensor | None:
+        """A factor for each row, if all weights are the product of those of both ends, as GCN's are; else ``None``.
+
+        The product is within a rounding or two of the weights. Factors are found from the weights of self-loops.
+
+        Args:
+            layer: Who reads them.
+            value: The weights of this rank's edges.
+            own: These edges.
+            topology: Those of all ranks.
+            everyone: The rows of all ranks.
+            label: Named when something goes wrong.
+        """
+        if value.dim() != 1 or not fixable(value):
+            return None
+
+        def find() -> Tensor | None:
+            csr = own.csr()
+            is_loop, row = is_self_loop(csr), csr.row_index()
+            ours = value.new_full((csr.num_rows,), float("nan"))
+            ours[row[is_loop]] = value[is_loop].sqrt()
+            factors = share_rows(ours, everyone.counts, self._communicator, label=label)
+            product = factors[everyone.place[csr.index.long()]] * ours[row]
+            same = (product - value).abs() <= 4 * torch.finfo(value.dtype).eps * value.abs()
+            agreed = self._communicator.gather([float(bool(same.all()) and not bool(ours.isnan().any()))])
+            return factors.unsqueeze(1) if bool(agreed.all()) else None
+
+        return self._kept(layer, "factors", value, topology, "factors", find)
+
+    def _kept(
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Tensor,
+        topology: Topology,
+        what: object,
+        find: Callable[[], Tensor | None],
+    ) -> Tensor | None:
+        key = *identity_of(value), what
         known = fixable(value) and key in self._known
         if min(topology.counts) == 0:  # torch may give back the same empty tensor where other ranks have a new one
             known = not self._communicator.gather([float(not known)]).any()
         if not known:
-            memory = None if out is None else out()
-            given = value if dtype is None else value.to(dtype)
             if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew
-                return share_rows(given, topology.counts, self._communicator, label=label, out=memory)
+                return find()
             with torch.inference_mode(False), torch.no_grad():
-                found = share_rows(given, topology.counts, self._communicator, label=label, out=memory)
-                self._known[key] = value.detach(), found
+                self._known[key] = value.detach(), find()
         self._readers.setdefault(layer, {})[name] = key
         read = {one for names in self._readers.values() for one in names.values()}
         self._known = {one: kept for one, kept in self._known.items() if one in read}

@@ -76,6 +76,7 @@ def _sum(
         num_chunks=num_chunks,
         communicator=communicator,
         weights_of_all=lambda value, _: value,
+        factors_of_all=lambda _: None,
     )
     whole = x.clone().requires_grad_()
     own = x.split(list(COUNTS))[rank].clone().requires_grad_()
@@ -121,7 +122,8 @@ def _sliced(communicator: Communicator, overlap: bool) -> SlicedEdges:
     _, csr = _edges(sum(COUNTS))
     return SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), counts=COUNTS, num_chunks=CHUNKS,
-        communicator=communicator, weights_of_all=lambda value, _: value, overlap=overlap,
+        communicator=communicator, weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
+        overlap=overlap,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch_geometric.nn import (
     GCN,
     GIN,
     GCNConv,
+    GINEConv,
     GraphSAGE,
     LGConv,
     MessagePassing,
@@ -31,6 +32,7 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, distribute, resolve_backend
+from pygdist.backends.topology import EdgeTensors, Everyone
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.slices import columns_of
@@ -38,6 +40,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.kernels import CSR, spmm
 from pygdist.kernels.chunked import spmm_into
+from pygdist.nn import GlobalGCNNorm
 from pygdist.nn.decoupled import decouple
 from pygdist.nn.loss import summed_loss
 from pygdist.partition import partition_graph
@@ -55,14 +58,15 @@ QUALIFIED = [
 #: All that is refused, so that no layer leaves the suite unnoticed: what mixes columns when tried, and what asks for
 #: arguments that a trial does not know.
 MIXING = [
-    "AGNNConv", "CGConv", "EdgeConv", "FastRGCNConv", "FeaStConv", "GENConv", "GMMConv", "GeneralConv", "PNAConv",
-    "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm",
+    "AGNNConv", "CGConv", "EdgeConv", "FastRGCNConv", "FeaStConv", "GENConv", "GINEConv", "GMMConv", "GeneralConv",
+    "PNAConv", "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm",
 ]  # fmt: skip
-UNTRIED = ["DNAConv", "GINEConv", "NNConv"]
+UNTRIED = ["DNAConv", "NNConv"]
 PLAIN = Savings(first_hop=False, cheaper_side=False)
 
 
 def test_which_layers_qualify_is_found_out() -> None:
+    distribute(GINEConv(nn.Linear(5, 3)), backend=TensorBackend())  # the suite's has weights for edges in its message
     supported = supported_layers("tensor")
     assert set(QUALIFIED) <= set(supported)
     assert LAYERS.keys() - set(supported) == {*MIXING, *UNTRIED}
@@ -393,3 +397,30 @@ def _left(rank: int, world_size: int, store: str) -> float:
 
 def test_a_layer_that_leaves_forward_to_a_base_class_is_normalised_too(tmp_path: Path, pool: RankPool) -> None:
     assert max(pool.run(_left, 3, _store(tmp_path / "parts", 3))) < 1e-10
+
+
+def _factors(rank: int, world_size: int, store: str) -> tuple[float, bool, int]:
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    layer = distribute(GCNConv(5, 3), backend=backend)
+    everyone = Everyone(shard, backend.communicator)
+    found = []
+    for weight in (None, shard.edge_weight):
+        edges, value = GlobalGCNNorm(backend)(shard.adjacency, weight, shard.num_owned, dtype=torch.float64)
+        topology, tensors = everyone.topology(edges, (layer, len(found))), EdgeTensors(backend.communicator)
+        found.append((edges, value, tensors.factors_of_all(layer, value, edges, topology, everyone, label="factors")))
+    edges, value, factors = found[0]
+    assert factors is not None
+    own = edges.csr()
+    both = factors[everyone.place[own.index.long()]] * factors[everyone.place[own.row_index()]]
+    worst = float((both.squeeze(1) - value).abs().max()) if value.numel() else 0.0
+    return worst, found[1][2] is None, factors.size(0)
+
+
+@pytest.mark.parametrize("kind", ["power-law", "empty-part", "isolated"])
+def test_weights_of_gcn_are_products_of_factors_and_others_are_not(kind: str, tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph(kind)
+    for worst, refused, size in pool.run(_factors, 3, _store(tmp_path / "parts", 3, kind)):
+        assert worst < 1e-15
+        assert refused
+        assert size == data.num_nodes

@@ -126,6 +126,7 @@ int64_t cache_bytes() {
   return found > 0 ? found : int64_t{16} << 20;
 }
 
+constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is slower by a half, four by as much
 
 // Whether a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
@@ -134,9 +135,17 @@ constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is s
 bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_t matrices = 1, int64_t often = 8) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   const int64_t entries = csr.indptr[csr.num_rows];
-  return row_bytes >= 2 * slab_bytes && entries >= often * csr.num_cols &&
+  const bool wide = row_bytes >= 2 * slab_bytes || slab_bytes == kLineBytes;
+  return wide && entries >= often * csr.num_cols &&
          csr.num_cols * slab_bytes * matrices <= cache_bytes() / 2 &&
          csr.num_cols * row_bytes * matrices > int64_t{1} << 20;
+}
+
+// The bytes of a slab of sums: a row of little more than a cache line is parts of two; cut after the first line, the
+// rest of several rows shares one.
+int64_t sum_slab(const pygdist_csr& csr) {
+  const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
+  return row_bytes > kLineBytes && row_bytes <= kLineBytes * 3 / 2 ? kLineBytes : kSlabBytes;
 }
 
 // GAT's weights are half of its work, and a walk over few heads at a time finds each row's scores in the cache anew:
@@ -263,7 +272,8 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   job.result = out;
   pygdist::expect_writes(out, csr->num_rows * csr->num_features * csr->value_bits / 8);
   const auto kernel = pygdist::kernels().spmm;
-  pygdist::worth_slabs(*csr) ? pygdist::run_slabs(kernel, job) : pygdist::run(kernel, job);
+  const int64_t slab = pygdist::sum_slab(*csr);
+  pygdist::worth_slabs(*csr, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 

@@ -109,20 +109,39 @@ struct Tile {
   }
 };
 
+// `Count` vectors that end where the columns end: the last one overlaps the one before, which is computed in the same
+// walk over the entries.
+template <class T, int L, int C>
+struct RaggedTile : Tile<T, L, C> {
+  using typename Tile<T, L, C>::V;
+  int64_t over;  // columns that the last two vectors share
+
+  RaggedTile(int64_t first, int64_t over) : Tile<T, L, C>{first}, over(over) {}
+
+  inline int64_t column(int k) const { return this->first + k * L - (k == C - 1 ? over : 0); }
+  inline V load(const T* row, int k) const { return load_vector<L>(row + column(k)); }
+  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + column(k), value); }
+  // both vectors have read what they add to before either is stored
+  inline void store_own(T* row, int k, const V& value) const { store(row, k, value); }
+};
+
 // Which numbers of vectors tiles have: any, so that a walk over the entries is saved where it can be, or powers of two,
 // which is less code.
 enum class Widths { kAny, kPowersOfTwo };
 
-// Covers columns first..last-1 with tiles of at most `Count` vectors. The last tile ends where the columns end, so it
-// may overlap the one before it: those columns are computed twice, with equal results, which is cheaper than masks or a
-// scalar tail. The columns from `begin` on are no fewer than one vector.
+// Covers columns first..last-1 with tiles of at most `Count` vectors. The last vector, or the last tile, ends where the
+// columns end, so it may overlap the one before it: those columns are computed twice, with equal results, which is
+// cheaper than masks or a scalar tail. The columns from `begin` on are no fewer than one vector.
 template <class T, Widths W, int Lanes, int Count, class Body>
 inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) {
   constexpr int64_t kWidth = Count * Lanes;
   for (; first + kWidth <= last; first += kWidth) body(Tile<T, Lanes, Count>{first});
   if (first >= last) return;
-  if constexpr (Count > 1) {
-    constexpr int kFewer = W == Widths::kAny ? Count - 1 : Count / 2;
+  if constexpr (Count > 1 && W == Widths::kAny) {
+    if (last - first <= (Count - 1) * Lanes) return cover<T, W, Lanes, Count - 1>(begin, first, last, body);
+    return body(RaggedTile<T, Lanes, Count>(first, first + kWidth - last));
+  } else if constexpr (Count > 1) {
+    constexpr int kFewer = Count / 2;
     const bool fewer_reach = last - first <= kFewer * Lanes;
     if (fewer_reach || last - begin < kWidth) return cover<T, W, Lanes, kFewer>(begin, first, last, body);
   }
@@ -136,7 +155,8 @@ inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
   if constexpr (Lanes > 1) {
     if (last - first < Lanes) return for_each_tile<T, W, Lanes / 2>(first, last, body);
   }
-  cover<T, W, Lanes, Lanes == kLanes<T> ? kTileVectors : 1>(first, first, last, body);
+  constexpr int kCount = Lanes == kLanes<T> ? kTileVectors : W == Widths::kAny && Lanes > 1 ? 2 : 1;
+  cover<T, W, Lanes, kCount>(first, first, last, body);
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1 and share none, for sums that are kept in memory: tiles
