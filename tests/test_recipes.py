@@ -22,5 +22,6 @@ def test_two_processes_train(recipe: Path, tmp_path: Path) -> None:
         assert list((tmp_path / "cache").rglob("plans/*.json"))
 
 
-def test_the_three_models_of_neutronstar_are_there() -> None:
+def test_the_models_of_the_papers_are_there() -> None:
     assert [path.stem for path in RECIPES if path.parent.name == "neutronstar"] == ["gat", "gcn", "gin"]
+    assert [path.stem for path in RECIPES if path.parent.name == "neutrontp"] == ["gcn", "rgcn"]

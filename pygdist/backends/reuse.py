@@ -158,7 +158,8 @@ class FirstHop:
     def _agreed(self, same: bool, x: Tensor) -> bool:
         """``same`` on all ranks; only asked where a rank has no row to see a change by."""
         if self._some_rank_is_empty is None:
-            self._some_rank_is_empty = self._backend.max_over_ranks(int(x.numel() == 0)) > 0
+            empty = x.numel() == 0 or self._backend.shard.num_owned == 0  # rows of this hop, or of a later one
+            self._some_rank_is_empty = self._backend.max_over_ranks(int(empty)) > 0
         return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_empty else same
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:

@@ -191,9 +191,8 @@ def sum_of_slices(
     """
     dtype = _dtype_of(x, value)
     # rows that are scaled before and after take the place of weights, of which there are many more
-    factors = None if value is None else sliced.factors_of_all(value)
+    factors = None if value is None or value.dtype != dtype else sliced.factors_of_all(value)
     every = None if value is None or factors is not None else sliced.weights_of_all(value, dtype)
-    factors = None if factors is None else factors.to(dtype)
     out: Tensor = _SlicedSum.apply(x.to(dtype), sliced, label, every, factors, mean, rounds)  # type: ignore[no-untyped-call]
     return out
 
@@ -211,8 +210,11 @@ class _SlicedSum(torch.autograd.Function):
         rounds: int,
     ) -> Tensor:
         ctx.sliced, ctx.label, ctx.value, ctx.rounds = sliced, label, value, rounds
-        shares = _shares(sliced.edges, x) if mean else None
-        ctx.scales = factors, shares if factors is None else factors if shares is None else factors * shares
+        after = factors
+        if mean:
+            shares = _shares(sliced.edges, x)
+            after = shares if factors is None else factors * shares.to(factors.device)
+        ctx.scales = factors, after
         return aggregate_slices(
             x.detach().contiguous(), sliced.plan(x, value), sliced.communicator, label=f"{label}, forward",
             value=None if value is None else value.unsqueeze(1), rounds=rounds,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
@@ -93,6 +93,13 @@ class TensorBackend(FetchingBackend):
         self._forget_graph()
 
     @override
+    def forget_model(self, model: nn.Module) -> None:
+        super().forget_model(model)
+        self._shared = None
+        if self._all is not None:
+            self._all.forget()
+
+    @override
     def _pickled_state(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
         TensorBackend._forget_graph(fresh)
@@ -163,7 +170,8 @@ class TensorBackend(FetchingBackend):
         known = all(value is None or name in (*TRIED_WITH, "self") for name, value in given.items())
         if not known or not isinstance(edges, Adjacency) or edges.value is not None or not isinstance(x, Tensor):
             return False
-        return acts_on_columns(layer)
+        # what a layer keeps of its own edges is that of another mode, or the other way round
+        return not getattr(layer, "cached", False) and acts_on_columns(layer)
 
     def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
         """How a hop runs over the edges of all ranks, if it is one sparse product."""
@@ -265,6 +273,12 @@ class TensorBackend(FetchingBackend):
     def edge_updater(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
+        if self._slicing:
+            if edge_index.size(1) == 0:
+                return with_phantom_edge(layer, inner, (self.num_rows,) * 2, kwargs, edges=True)
+            return inner(edge_index, size=size, **kwargs)
+        if self._alone:
+            return super().edge_updater(layer, inner, edge_index, size, kwargs)
         everyone = self._everyone
         self._refuse_unbounded(layer)
         if self._gathers_scores(layer, edge_index, kwargs):
@@ -318,10 +332,18 @@ class TensorBackend(FetchingBackend):
     ) -> dict[str, Any]:
         """The arguments of a hop over the edges of all ranks."""
         known: dict[tuple[int, Kind], Tensor] = {}  # one tensor may be there for both ends
+        width = self._width(layer, kwargs, columns)
 
         def one(name: str, value: Any, kind: Kind) -> Any:
             if not isinstance(value, Tensor) or kind == "same":
                 return value
+            if kind in ("columns", "edge columns") and value.size(-1) != width:
+                if value.size(-1) != 1:
+                    raise InputError(
+                        f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(-1)} columns, the rows "
+                        f"{width}, so ranks cannot share both out alike; 'comm', 'cache' and 'hybrid' run it"
+                    )
+                kind = "nodes" if kind == "columns" else "edges"  # one column for all of them
             if kind == "nodes" or kind == "columns":
                 self._check_rows(layer, name, value)
             if (id(value), kind) not in known:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -63,6 +62,11 @@ class Everyone:
         own = torch.arange(first, first + shard.num_owned, device=shard.n_id.device)
         halo = communicator.exchange_rows(own[:, None], shard.plan, label="places of rows").squeeze(1)
         self.place = torch.cat([own, halo])
+
+    def forget(self) -> None:
+        """Let go of all edges, and of who asked for them; all ranks at once."""
+        self._known.clear()
+        self._asked.clear()
 
     @property
     def num_rows(self) -> int:
@@ -126,8 +130,9 @@ class EdgeTensors:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         # by the identity of this rank's; and who reads which of these
-        self._known: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
-        self._readers: WeakKeyDictionary[MessagePassing, dict[str, tuple[object, ...]]] = WeakKeyDictionary()
+        self._known: dict[tuple[object, ...], tuple[Tensor, Topology, Tensor | None]] = {}
+        # not weakly: layers are collected at other times on other ranks, which would then disagree on what is known
+        self._readers: dict[tuple[MessagePassing, str], tuple[object, ...]] = {}
 
     def of_all(
         self,
@@ -207,7 +212,7 @@ class EdgeTensors:
         what: object,
         find: Callable[[], Tensor | None],
     ) -> Tensor | None:
-        key = *identity_of(value), what
+        key = *identity_of(value), id(topology), what
         known = fixable(value) and key in self._known
         if min(topology.counts) == 0:  # torch may give back the same empty tensor where other ranks have a new one
             known = not self._communicator.gather([float(not known)]).any()
@@ -215,8 +220,8 @@ class EdgeTensors:
             if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew
                 return find()
             with torch.inference_mode(False), torch.no_grad():
-                self._known[key] = value.detach(), find()
-        self._readers.setdefault(layer, {})[name] = key
-        read = {one for names in self._readers.values() for one in names.values()}
+                self._known[key] = value.detach(), topology, find()
+        self._readers[layer, name] = key
+        read = set(self._readers.values())
         self._known = {one: kept for one, kept in self._known.items() if one in read}
-        return self._known[key][1]
+        return self._known[key][2]

@@ -35,7 +35,8 @@ class GlobalGCNNorm:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor]]] = {}
+        # what was asked for, the inputs, the result, and whether a rank has no weight to see a change by
+        self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor], bool]] = {}
         self._looped: dict[tuple[object, ...], _Looped] = {}  # of edges whose weights change
 
     def clear(self) -> None:
@@ -62,11 +63,15 @@ class GlobalGCNNorm:
         # one result for each kind of normalisation: weights that a model computes anew replace those before
         slot, version = (id(edge_index), *arguments), identity_of(edge_weight)
         kept = self._kept.get(slot)
-        if kept is None or kept[0] != version:
+        same = kept is not None and kept[0] == version
+        if kept is not None and kept[3]:  # torch may give back the same empty tensor where others have a new one
+            same = self._ranks.max_over_ranks(int(not same)) == 0
+        if kept is None or not same:
             # the inputs are kept too, so that their ids and their memory stay theirs
             inputs = (edge_index, None if edge_weight is None else edge_weight.detach())
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
-                kept = (version, inputs, self._normalise(edge_index, edge_weight, *arguments))
+                made = self._normalise(edge_index, edge_weight, *arguments, kept=edge_weight is not None)
+                kept = (version, inputs, made, self._some_rank_has_none(edge_weight))
             if slot not in self._kept and len(self._kept) >= _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[slot] = kept
@@ -108,6 +113,9 @@ class GlobalGCNNorm:
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
         return looped.edges(source_scale.size(0)), weight
+
+    def _some_rank_has_none(self, edge_weight: Tensor | None) -> bool:
+        return edge_weight is not None and self._ranks.max_over_ranks(int(edge_weight.numel() == 0)) > 0
 
     def _with_loops(self, edge_index: Adjacency, num_loops: int, *, kept: bool) -> _Looped:
         """Edges whose weights alone change stay the same object, by which backends know them."""

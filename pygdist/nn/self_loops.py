@@ -18,7 +18,7 @@ from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entri
 
 __all__ = ["KeptSelfLoops"]
 
-_MOST_KEPT = 8  # results; what is kept longest goes first
+_MOST_KEPT = 64  # results; what is kept longest goes first
 
 
 class KeptSelfLoops:
@@ -27,8 +27,8 @@ class KeptSelfLoops:
     def __init__(self) -> None:
         # by what was asked: the adjacency, kept so that its id stays its own, its successor, and which edges stayed
         self._kept: dict[tuple[object, ...], tuple[Adjacency, Adjacency, Tensor]] = {}
-        # attributes without those of loops, by slot: of which, and the result
-        self._attributes: dict[tuple[object, ...], tuple[tuple[object, ...], Tensor, Tensor]] = {}
+        # attributes without those of loops, by their identity and the edges', both kept, so that these stay their own
+        self._attributes: dict[tuple[object, ...], tuple[Any, Tensor, Tensor]] = {}
 
     def clear(self) -> None:
         """Forget what was kept; called when the backend gets another graph."""
@@ -50,17 +50,19 @@ class KeptSelfLoops:
         _, without, keep = self._kept[slot]
         if edge_attr is None or without is edge_index:
             return without, edge_attr
-        return without, self._without_loops(slot, edge_attr, keep)
+        return without, self._without_loops(edge_index, edge_attr, keep)
 
-    def _without_loops(self, slot: tuple[object, ...], edge_attr: Tensor, keep: Tensor) -> Tensor:
+    def _without_loops(self, edge_index: Adjacency, edge_attr: Tensor, keep: Tensor) -> Tensor:
         """The same tensor for the same attributes, as on a rank without loops: what is kept for it is kept by all."""
         if not fixable(edge_attr):
             return edge_attr[keep]
-        identity, known = identity_of(edge_attr), self._attributes.get(slot)
-        if known is None or known[0] != identity:
+        key = id(edge_index), *identity_of(edge_attr)
+        if key not in self._attributes:
+            if len(self._attributes) >= _MOST_KEPT:
+                self._attributes.pop(next(iter(self._attributes)))
             with torch.inference_mode(False), torch.no_grad():
-                known = self._attributes[slot] = identity, edge_attr.detach(), edge_attr[keep]
-        return known[2]
+                self._attributes[key] = edge_index, edge_attr.detach(), edge_attr[keep]
+        return self._attributes[key][2]
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -86,7 +88,5 @@ class KeptSelfLoops:
 
     def _keep(self, slot: tuple[object, ...], result: tuple[Adjacency, Adjacency, Tensor]) -> None:
         if len(self._kept) >= _MOST_KEPT:
-            oldest = next(iter(self._kept))
-            self._kept.pop(oldest)
-            self._attributes.pop(oldest, None)
+            self._kept.pop(next(iter(self._kept)))
         self._kept[slot] = result

@@ -44,7 +44,7 @@ from pygdist.nn import GlobalGCNNorm
 from pygdist.nn.decoupled import decouple
 from pygdist.nn.loss import summed_loss
 from pygdist.partition import partition_graph
-from pygdist.testing import LAYERS, RankPool, assert_exact, random_graph, supported_layers
+from pygdist.testing import LAYERS, RankError, RankPool, assert_exact, random_graph, supported_layers
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import GRAPHS
 from pygdist.testing.layers import build
@@ -424,3 +424,96 @@ def test_weights_of_gcn_are_products_of_factors_and_others_are_not(kind: str, tm
         assert worst < 1e-15
         assert refused
         assert size == data.num_nodes
+
+
+class Gated(MessagePassing):
+    """Neighbours' rows times attributes of edges, one number or one for each column."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        """As wide as ``x``."""
+        out: Tensor = self.propagate(edge_index, x=x, edge_attr=edge_attr)
+        return out
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        """Of one edge."""
+        return x_j * edge_attr
+
+
+def _gated(rank: int, world_size: int, store: str, width: int) -> float:
+    data, _ = random_graph("power-law")
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    assert data.edge_weight is not None
+    assert shard.edge_weight is not None
+    expected = Gated()(data.x, data.edge_index, data.edge_weight[:, None].expand(-1, width))
+    found = distribute(Gated(), backend=backend)(
+        shard.x, shard.adjacency, shard.edge_weight[:, None].expand(-1, width).contiguous()
+    )
+    return float((found - expected[shard.owned_id]).abs().max())
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_attributes_of_edges_are_cut_only_if_they_are_as_wide_as_rows(
+    width: int, tmp_path: Path, pool: RankPool
+) -> None:
+    assert max(pool.run(_gated, 3, _store(tmp_path / "parts", 3), width)) < 1e-10
+
+
+def test_attributes_of_another_width_are_refused(tmp_path: Path, pool: RankPool) -> None:
+    with pytest.raises(RankError, match="'edge_attr' of propagate has 3 columns, the rows 5"):
+        pool.run(_gated_of_three, 2, _store(tmp_path / "parts", 2))
+
+
+def _gated_of_three(rank: int, world_size: int, store: str) -> None:
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    assert shard.edge_weight is not None
+    distribute(Gated(), backend=backend)(shard.x, shard.adjacency, shard.edge_weight[:, None].expand(-1, 3))
+
+
+def _changing(rank: int, world_size: int, store: str, backend: str) -> None:
+    """Weights that change without a gradient, on a rank that has none to see it by."""
+    bound, shard = resolve_backend(backend), Shard.load(store, rank)
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    assert shard.edge_weight is not None
+    model = distribute(GCN(5, 4, num_layers=2, out_channels=3).double(), backend=bound)
+    for _ in range(3):
+        model(shard.x, shard.adjacency, functional.dropout(shard.edge_weight, 0.5)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor"])
+def test_weights_that_change_where_a_rank_has_none(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    pool.run(_changing, 3, _store(tmp_path / "parts", 3, "empty-part"), backend)
+
+
+def _single_precision(rank: int, world_size: int, store: str) -> float:
+    data, _ = random_graph("power-law")
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    layer = GCNConv(5, 3).double()
+    expected = layer(data.x, data.edge_index, torch.ones(data.num_edges))
+    assert shard.edge_weight is not None
+    distribute(layer, backend=backend)
+    found = layer(shard.x, shard.adjacency, torch.ones_like(shard.edge_weight, dtype=torch.float32))
+    return float((found - expected[shard.owned_id]).abs().max())
+
+
+def test_weights_in_single_precision_are_those_of_one_process(tmp_path: Path, pool: RankPool) -> None:
+    assert max(pool.run(_single_precision, 2, _store(tmp_path / "parts", 2))) < 1e-10
+
+
+def _cached(rank: int, world_size: int, store: str) -> float:
+    data, _ = random_graph("power-law")
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    layer = APPNP(K=3, alpha=0.1, dropout=0.5, cached=True)
+    expected = copy.deepcopy(layer).eval()(data.x, data.edge_index)
+    distribute(layer, backend=backend)
+    layer.train()(shard.x, shard.adjacency)
+    found = layer.eval()(shard.x, shard.adjacency)
+    return float((found - expected[shard.owned_id]).abs().max())
+
+
+def test_a_layer_that_keeps_its_edges_runs_alike_in_training_and_evaluation(tmp_path: Path, pool: RankPool) -> None:
+    assert max(pool.run(_cached, 2, _store(tmp_path / "parts", 2))) < 1e-10
