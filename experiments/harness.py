@@ -404,7 +404,7 @@ def _read(run: dict[str, Any], folder: Path) -> None:
 
 
 def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
-    """Seconds that each rank aggregated, by rank, then recorded epoch; nothing where none says so."""
+    """Seconds of processor time that each rank aggregated, by rank, then recorded epoch; nothing where none says so."""
     found: dict[int, list[float]] = {}
     known: dict[int, str] = {}
     for event in trace["traceEvents"]:
@@ -413,7 +413,7 @@ def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
             known[rank] = event["args"]["of"]
             found.setdefault(rank, []).append(0.0)
         elif event["name"] == "aggregate":
-            found[rank][-1] += event["dur"] / 1e6
+            found[rank][-1] += event["tdur"] / 1e6  # not "dur": ranks share cores, and wait for each other's
     seconds = [found[rank] for rank in sorted(found)]
     return seconds if any(map(any, seconds)) else []
 

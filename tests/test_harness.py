@@ -142,7 +142,7 @@ def test_real_trainings(tmp_path: Path) -> None:
     assert full["epoch_s"] is None
     trace = json.loads((out / row["timeline"]).read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    spent = [event["dur"] for event in trace["traceEvents"] if event["name"] == "aggregate"]
+    spent = [event["tdur"] for event in trace["traceEvents"] if event["name"] == "aggregate"]
     assert 0 < row["aggregate_s_min"] <= row["aggregate_s_max"] < sum(spent) / 1e6
     assert row["part_edges_max"] >= row["part_edges_min"] > 0
 

@@ -21,6 +21,8 @@ class Span:
         start: Nanoseconds on this machine's monotonic clock.
         end: The same.
         aside: Whether the rank's main thread did something else meanwhile, or may have.
+        busy: Nanoseconds of processor time of the thread that it was in; less than what passed where the thread waited,
+            or others had the core.
     """
 
     kind: str
@@ -28,6 +30,7 @@ class Span:
     start: int
     end: int
     aside: bool = False
+    busy: int = 0
 
 
 @dataclass
@@ -43,11 +46,12 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, kind: str, label: str = "", *, aside: bool = False) -> Iterator[None]:
         """Record what happens inside the block."""
-        start = time.monotonic_ns()
+        start, busy = time.monotonic_ns(), time.thread_time_ns()
         try:
             yield
         finally:
-            self.spans.append(Span(kind, label, start, time.monotonic_ns(), aside))
+            busy = time.thread_time_ns() - busy
+            self.spans.append(Span(kind, label, start, time.monotonic_ns(), aside, busy))
 
 
 def recorded(

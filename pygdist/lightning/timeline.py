@@ -142,7 +142,7 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
             {
                 "ph": "X", "name": span.kind, "cat": span.kind, "pid": rank,
                 "tid": int(span.aside), "ts": (span.start - first) / 1e3,
-                "dur": (span.end - span.start) / 1e3, "args": {"of": span.label},
+                "dur": (span.end - span.start) / 1e3, "tdur": span.busy / 1e3, "args": {"of": span.label},
             }
             for span in spans
         ]  # fmt: skip
