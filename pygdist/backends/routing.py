@@ -44,7 +44,7 @@ from pygdist.errors import InputError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS
-from pygdist.nn.relations import edges_of_relation
+from pygdist.nn.relations import KeptRelations
 from pygdist.nn.self_loops import KeptSelfLoops
 
 __all__ = ["distribute", "undistribute"]
@@ -149,12 +149,12 @@ class _Routing:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.gcn_norm = GlobalGCNNorm(backend)
-        self.self_loops = KeptSelfLoops()
+        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
         self.replacements: dict[str, tuple[Any, Any]] = {
             "gcn_norm": (gcn_norm, self.gcn_norm),
             "remove_self_loops": (remove_self_loops, self.self_loops.remove),
             "add_self_loops": (add_self_loops, self.self_loops.add),
-            "masked_edge_index": (masked_edge_index, edges_of_relation),
+            "masked_edge_index": (masked_edge_index, self.relations.pick),
         }
         self.classes: dict[type, type] = {}
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
@@ -302,6 +302,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # its parameters are looked at: which edge inputs it takes
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = getattr(type(self), _BACKEND)
+        _routing_of(backend).relations.begin_layer()
         return backend.run_layer(self, forward, args, kwargs)
 
     return run

@@ -16,23 +16,39 @@ from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from pygdist.graph import Adjacency
 from pygdist.graph.self_loops import keep_entries
 
-__all__ = ["edges_of_relation"]
+__all__ = ["KeptRelations"]
 
 _MOST_KEPT = 1024  # relations; what is kept longest goes first
 
 
-def edges_of_relation(edge_index: Any, edge_mask: Tensor) -> Any:
-    """PyG's ``masked_edge_index``: the edges where ``edge_mask``, ``(E,)`` bool, is true.
+class KeptRelations:
+    """PyG's ``masked_edge_index`` on a shard's edges.
 
-    Those of an adjacency are an adjacency in the same order, and are kept with it.
+    Relations of which a rank has no edge look the same to it, but are as many to other ranks: each has edges of its
+    own, told apart by the order in which a layer asks, so that ranks agree on what they have met before.
     """
-    if not isinstance(edge_index, Adjacency) or edge_index.value is not None:
-        return masked_edge_index(edge_index, edge_mask)
-    known: dict[int, tuple[Tensor, Adjacency]] = edge_index.derived.setdefault("relations", {})
-    slot = zlib.crc32(edge_mask.cpu().numpy().tobytes())
-    if slot not in known or not torch.equal(known[slot][0], edge_mask):
-        if slot not in known and len(known) >= _MOST_KEPT:
-            known.pop(next(iter(known)))
-        with torch.inference_mode(False):  # training uses what evaluation may have asked for first
-            known[slot] = edge_mask.clone(), Adjacency.from_csr(keep_entries(edge_index.csr(), edge_mask))
-    return known[slot][1]
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[int, int], int] = {}  # by the running layer: how often for the same edges
+
+    def begin_layer(self) -> None:
+        """Called before each ``forward`` of a layer."""
+        self._asked.clear()
+
+    def pick(self, edge_index: Any, edge_mask: Tensor) -> Any:
+        """The edges where ``edge_mask``, ``(E,)`` bool, is true.
+
+        Those of an adjacency are an adjacency in the same order, and are kept with it.
+        """
+        if not isinstance(edge_index, Adjacency) or edge_index.value is not None:
+            return masked_edge_index(edge_index, edge_mask)
+        known: dict[tuple[int, int], tuple[Tensor, Adjacency]] = edge_index.derived.setdefault("relations", {})
+        mask = zlib.crc32(edge_mask.cpu().numpy().tobytes())
+        turn = self._asked[id(edge_index.origin), mask] = self._asked.get((id(edge_index.origin), mask), -1) + 1
+        slot = mask, turn
+        if slot not in known or not torch.equal(known[slot][0], edge_mask):
+            if slot not in known and len(known) >= _MOST_KEPT:
+                known.pop(next(iter(known)))
+            with torch.inference_mode(False):  # training uses what evaluation may have asked for first
+                known[slot] = edge_mask.clone(), Adjacency.from_csr(keep_entries(edge_index.csr(), edge_mask))
+        return known[slot][1]
