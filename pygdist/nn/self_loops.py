@@ -18,7 +18,7 @@ from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entri
 
 __all__ = ["KeptSelfLoops"]
 
-_MOST_KEPT = 64  # results; what is kept longest goes first
+_MOST_KEPT = 16  # results; what is kept longest goes first
 
 
 class KeptSelfLoops:
