@@ -30,7 +30,7 @@ SOME_LAYERS = {"tensor": supported_layers("tensor")}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("backend", ["single", "comm"])
 def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size: int, pool: RankPool) -> None:
     if backend == "single" and world_size > 1:
