@@ -151,7 +151,7 @@ class TensorBackend(FetchingBackend):
                 rows = value.movedim(layer.node_dim, 0)
                 rows = split_columns(rows, everyone.counts, self.communicator, label=label)
                 return with_phantom_column(rows).movedim(0, layer.node_dim)
-            return self._of_all_edges(layer, name, value, topology, label=f"{label}, {name}")
+            return self._edge_tensors.of_all(layer, name, value, topology, label=f"{label}, {name}")
 
         cut = {name: changed(name, value) for name, value in given.items()}
         self._slicing = True
@@ -184,7 +184,7 @@ class TensorBackend(FetchingBackend):
 
             out = None if overflow is None else partial(overflow.empty, (sum(topology.counts), *value.shape[1:]), dtype)
             label = f"{layer_name(layer)}, edge weights"
-            return self._of_all_edges(layer, "edge_weight", value, topology, label=label, dtype=dtype, out=out)
+            return self._edge_tensors.of_all(layer, "edge_weight", value, topology, label=label, dtype=dtype, out=out)
 
         def factors_of_all(value: Tensor) -> Tensor | None:
             label = f"{layer_name(layer)}, factors of edge weights"
@@ -365,7 +365,7 @@ class TensorBackend(FetchingBackend):
     def _of_all(self, layer: MessagePassing, name: str, value: Tensor, kind: Kind, topology: Topology) -> Tensor:
         label, counts = f"{self._label(layer)}, {name}", self._everyone.counts
         if kind == "edges":
-            return self._of_all_edges(layer, name, value, topology, label=label)
+            return self._edge_tensors.of_all(layer, name, value, topology, label=label)
         if kind == "edge columns":
             return with_phantom_column(split_columns(value, topology.counts, self.communicator, label=label))
         rows = value.movedim(layer.node_dim, 0)
@@ -374,20 +374,6 @@ class TensorBackend(FetchingBackend):
         else:
             rows = share_rows(rows, counts, self.communicator, label=label)
         return rows.movedim(0, layer.node_dim)
-
-    def _of_all_edges(
-        self,
-        layer: MessagePassing,
-        name: str,
-        value: Tensor,
-        topology: Topology,
-        *,
-        label: str,
-        dtype: torch.dtype | None = None,
-        out: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        """What all ranks have of a tensor of edges."""
-        return self._edge_tensors.of_all(layer, name, value, topology, label=label, dtype=dtype, out=out)
 
     # -- a hop over all edges -----------------------------------------------------------------------------------------
 
