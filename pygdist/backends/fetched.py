@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
@@ -28,6 +27,7 @@ from pygdist.backends.layers import (
     norms_over_edges,
     with_phantom_edge,
 )
+from pygdist.backends.overflow import Overflow
 from pygdist.backends.overlap import ChunkedAdjacency
 from pygdist.comm import ExchangePlan
 from pygdist.errors import InputError
@@ -56,8 +56,9 @@ class FetchingBackend(Backend):
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Most memory that other ranks' rows may take at a time, on each rank, in hops that can be taken piece
             by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes;
-            maxima, minima and attention fetch them once more in the backward pass. On CUDA, what layers keep for the
-            backward pass then waits in the host's memory.
+            maxima, minima and attention fetch them once more in the backward pass. What the model keeps for the
+            backward pass then waits in the host's memory, or, where that is the device, in files beside the
+            partitioned graph.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class FetchingBackend(Backend):
         self._fetched_for: MessagePassing | None = None
         self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._hop = 0
+        self._elsewhere = contextlib.ExitStack()  # open while a forward pass keeps rows where there is memory
 
     @override
     def refuse(self, layer: MessagePassing) -> str | None:
@@ -93,6 +95,10 @@ class FetchingBackend(Backend):
     def begin_forward(self) -> None:
         self._hop = 0
         self._forget()
+        if self.halo_gib is not None and torch.is_grad_enabled():
+            shard = self.shard
+            overflow = Overflow(shard.n_id.device, int(self.halo_gib * _GIB), shard.folder)
+            self._elsewhere.enter_context(overflow.of_the_backward_pass([shard.x]))
 
     @override
     def begin_hop(self) -> None:
@@ -100,20 +106,8 @@ class FetchingBackend(Backend):
 
     @override
     def end_forward(self) -> None:
+        self._elsewhere.close()
         self._forget()
-
-    @override
-    def run_layer(
-        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with self._kept_on_the_host():
-            return super().run_layer(layer, forward, args, kwargs)
-
-    def _kept_on_the_host(self) -> contextlib.AbstractContextManager[Any]:
-        """What runs inside keeps rows for the backward pass in the host's memory, if the device's is short."""
-        if self.halo_gib is None or self.shard.n_id.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
     @override
     def propagate(
@@ -266,7 +260,13 @@ class FetchingBackend(Backend):
 
     @override
     def _pickled_state(self) -> dict[str, Any]:
-        return {**super()._pickled_state(), "_fetched_for": None, "_fetched": {}, "_pieces": {}}
+        return {
+            **super()._pickled_state(),
+            "_fetched_for": None,
+            "_fetched": {},
+            "_pieces": {},
+            "_elsewhere": contextlib.ExitStack(),
+        }
 
     def _forget(self) -> None:
         self._fetched_for = None

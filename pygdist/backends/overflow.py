@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from torch import Tensor
 from pygdist.errors import InputError
 
 __all__ = ["Overflow", "beyond_memory"]
+
+_SMALL = 1 << 16  # bytes; less is not worth a file
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,31 @@ class Overflow:
     device: torch.device
     budget: int
     folder: Path | None = None
+
+    def of_the_backward_pass(self, held: Collection[Tensor]) -> AbstractContextManager[Any]:
+        """What runs inside keeps what its backward pass needs here, not on the device.
+
+        Args:
+            held: Tensors that stay on the device anyway, as parameters and edges do.
+        """
+        stay = {tensor.untyped_storage().data_ptr() for tensor in held}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+            base = tensor if tensor._base is None else tensor._base
+            parameter = base.is_leaf and base.requires_grad
+            edges = tensor.dtype in (torch.int32, torch.int64)  # which the graph holds
+            small = tensor.numel() * tensor.element_size() < _SMALL
+            if parameter or edges or small or tensor.untyped_storage().data_ptr() in stay:
+                return tensor, None
+            rows = self.empty(tuple(tensor.shape), tensor.dtype)
+            rows.copy_(tensor, non_blocking=True)
+            return tensor.new_empty(0), rows
+
+        def unpack(kept: tuple[Tensor, Tensor | None]) -> Tensor:
+            tensor, rows = kept
+            return tensor if rows is None else rows.to(tensor.device, non_blocking=True)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host, whatever the device.
@@ -50,7 +80,7 @@ class Overflow:
         except OSError as error:
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
             raise InputError(
-                f"{where}: {size_gib:.2g} GiB that memory_gib leaves no memory for cannot be kept there: "
+                f"{where}: {size_gib:.2g} GiB that there is no memory for cannot be kept there: "
                 f"{error.strerror or error}"
             ) from error
 

@@ -265,8 +265,7 @@ class RecomputingBackend(FetchingBackend):
         args, kwargs = mapped(forward, (layer, *args), kwargs, trimmed)
         self._entered, self._computes = hop, num_computed
         try:
-            with self._kept_on_the_host():
-                out = forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             self._entered = None
         self._hop = max(self._hop, hop - 1 + hops)  # a layer may keep what its hops made, and make none (cached=True)

@@ -96,7 +96,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
             module.__class__ = routed.normalising_class(base)
     model.__dict__[_HOOK] = (
         model.register_forward_pre_hook(_BeginForward(backend), with_kwargs=True),
-        model.register_forward_hook(_EndForward(backend)),
+        model.register_forward_hook(_EndForward(backend), always_call=True),  # also after an exception
     )
     return model
 

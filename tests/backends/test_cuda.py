@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch_geometric.nn import GCN
 
 from pygdist import Shard, distribute
 from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
+from pygdist.backends.overflow import Overflow
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import LAYERS, run_ranks
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import random_graph
 from pygdist.testing.layers import build
+from tests.backends.memory import large_graph
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 SOME = ["GCNConv", "SAGEConv-max", "GATConv", "GINConv", "BatchNorm", "GraphNorm"]
@@ -48,6 +53,21 @@ def test_slices_wait_in_the_memory_of_the_host(name: str, tmp_path: Path) -> Non
     write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
     shard = Shard.load(tmp_path / "store", 0).to("cuda")
     assert _compare(name, shard, Communicator(), TensorBackend(memory_gib=KIB_24)) < 1e-10
+
+
+def test_rows_for_the_backward_pass_wait_in_the_memory_of_the_host(tmp_path: Path) -> None:
+    data = large_graph(4_000, 5, 32)
+    write_store(data, torch.zeros(4_000).long().numpy(), tmp_path / "store", num_parts=1, method="test", arguments={})
+    torch.manual_seed(0)
+    plain = GCN(32, 32, num_layers=4, out_channels=3).double()
+    expected = reference_step(copy.deepcopy(plain), data)
+    shard, communicator, backend = Shard.load(tmp_path / "store", 0).to("cuda"), Communicator(), CommBackend(halo_gib=1)
+    backend.bind(shard, communicator)
+    with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
+        found = distributed_step(distribute(plain.cuda(), backend=backend), shard, communicator)
+    assert made.call_count >= 4
+    worst = largest_differences(found, expected, shard.owned_id.cpu()).values()
+    assert max(difference.absolute for difference in worst) < 1e-10
 
 
 def _sums_on_the_gpu(rank: int, world_size: int, store: str) -> float:

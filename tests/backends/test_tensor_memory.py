@@ -7,16 +7,13 @@ import copy
 import gc
 import itertools
 import re
-import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
@@ -31,6 +28,7 @@ from pygdist.native import load
 from pygdist.nn.decoupled import decouple
 from pygdist.testing import RankPool, Step, assert_exact, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from tests.backends.memory import at_most, large_graph, private_bytes
 
 NODES, DEGREE, WIDTH = 10_000, 300, 8
 BUDGET, LIMIT = 4 << 20, 16 << 20  # for edges and slices, and for all that a step takes
@@ -46,7 +44,7 @@ def test_files_hold_what_is_put_into_them(tmp_path: Path) -> None:
     assert overflow.empty((0, 3), torch.int32).shape == (0, 3)
     assert not list(tmp_path.iterdir())  # without a name, gone with the tensor
     missing = Overflow(torch.device("cpu"), BUDGET, tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"nowhere: .* GiB that memory_gib leaves no memory for .*: No such file"):
+    with pytest.raises(InputError, match=r"nowhere: .* GiB that there is no memory for .*: No such file"):
         missing.empty((1,), torch.float32)
 
 
@@ -84,37 +82,9 @@ def test_chunks_equal_one_process_with_and_without_overlap(overlap: bool, pool: 
     assert_exact(backend, layers=SUMS, world_sizes=[3], graphs=["empty-part"], pool=pool)
 
 
-def _large() -> Data:
-    generator = torch.Generator().manual_seed(0)
-    edges = torch.randint(0, NODES, (2, NODES * DEGREE), generator=generator)
-    return Data(
-        x=torch.rand(NODES, WIDTH, generator=generator, dtype=torch.float64),
-        edge_index=edges[:, edges[1].argsort(stable=True)],
-        y=torch.randint(0, 3, (NODES,), generator=generator),
-        train_mask=torch.ones(NODES, dtype=torch.bool),
-    )
-
-
 def _model() -> BasicGNN:
     torch.manual_seed(0)
     return GraphSAGE(WIDTH, WIDTH, num_layers=2, out_channels=3).double()
-
-
-def _private_bytes() -> int:
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
-@contextlib.contextmanager
-def _at_most(num_bytes: int) -> Iterator[None]:
-    """Who asks the system for more memory of its own than that gets none."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_private_bytes() + num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _step(
@@ -130,10 +100,10 @@ def _step(
             backend.unbind()
     model = distribute(_model(), backend=backend)
     gc.collect()
-    before = _private_bytes()
-    with _at_most(LIMIT) if limited else contextlib.nullcontext():
+    before = private_bytes()
+    with at_most(LIMIT) if limited else contextlib.nullcontext():
         found = distributed_step(model, shard, communicator)
-    return found, shard.owned_id.clone(), _private_bytes() - before
+    return found, shard.owned_id.clone(), private_bytes() - before
 
 
 def _narrow() -> BasicGNN:
@@ -144,7 +114,7 @@ def _narrow() -> BasicGNN:
 @pytest.mark.skipif(load() is None, reason="the native library transposes in files")
 def test_a_graph_beyond_the_budget_trains_by_chunks(tmp_path: Path) -> None:
     """Edges take 12 MB there and 24 MB back; less than half of that is what the whole step may take."""
-    data, (small, parts) = _large(), random_graph()
+    data, (small, parts) = large_graph(NODES, DEGREE, WIDTH), random_graph()
     write_store(
         data, torch.arange(NODES).numpy() % 2, tmp_path / "large", num_parts=2, method="hash", arguments={}, notes=[]
     )

@@ -1,0 +1,131 @@
+"""``comm`` and ``hybrid`` with less memory than rows take: piece by piece, kept in files, with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.nn import GAT, GCN, GCNConv
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+from typing_extensions import override
+
+from pygdist.backends import Backend, CommBackend, HybridBackend, distribute
+from pygdist.backends.overflow import Overflow
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, write_store
+from pygdist.native import load
+from pygdist.testing import RankPool, Step
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from tests.backends.memory import at_most, large_graph, private_bytes, return_freed_memory
+from tests.backends.training import epoch, one_rank, same
+
+NODES, DEGREE, WIDTH, LAYERS = 6_000, 5, 64, 10
+PIECE = 128 << 10  # bytes of others' rows at a time, of 1.5 MB
+MODELS: dict[str, Any] = {
+    "GCN": lambda layers: GCN(WIDTH, WIDTH, num_layers=layers, out_channels=3, norm="layer"),
+    "GAT": lambda layers: GAT(WIDTH, WIDTH, num_layers=layers, out_channels=3, heads=2),
+}
+
+
+def _model(name: str, num_layers: int = LAYERS) -> BasicGNN:
+    torch.manual_seed(0)
+    model: BasicGNN = MODELS[name](num_layers)
+    return model.double()
+
+
+def _backend(halo_gib: float | None, cache_ratio: float | None) -> Backend:
+    if cache_ratio is None:
+        return CommBackend(halo_gib=halo_gib)
+    return HybridBackend(halo_gib=halo_gib, cache_ratio=cache_ratio)
+
+
+def _step(
+    rank: int, world_size: int, store: str, name: str, arguments: dict[str, Any], limit: int | None
+) -> tuple[Step, Tensor, int]:
+    """A step, of which nodes, and by how much the process grew between layers."""
+    communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank)
+    return_freed_memory()
+    for num_layers in (1, LAYERS):  # threads start with the first exchange and the first backward pass
+        backend = _backend(**arguments)
+        backend.bind(shard, communicator)
+        model = distribute(_model(name, num_layers), backend=backend)
+        if num_layers == 1:
+            distributed_step(model, shard, communicator)
+            backend.unbind()
+    gc.collect()
+    before, grown = private_bytes(), [0]
+    for layer in model.convs:
+        layer.register_forward_hook(lambda *_: grown.append(private_bytes() - before))
+    with contextlib.nullcontext() if limit is None else at_most(limit):
+        found = distributed_step(model, shard, communicator)
+    return found, shard.owned_id.clone(), max(grown)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
+@pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+@pytest.mark.parametrize(("name", "cache_ratio", "limit"), [("GCN", None, 20 << 20), ("GAT", 0.3, 48 << 20)])
+def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, limit: int, tmp_path: Path) -> None:
+    """No more than the limit is taken by all of a step; rows that are kept on the device take more than that."""
+    write_store(
+        large_graph(NODES, DEGREE, WIDTH),
+        torch.arange(NODES).numpy() % 2,
+        tmp_path,
+        num_parts=2,
+        method="hash",
+        arguments={},
+        notes=[],
+    )
+    expected = reference_step(_model(name), large_graph(NODES, DEGREE, WIDTH))
+    short, ample = ({"halo_gib": halo_gib, "cache_ratio": cache_ratio} for halo_gib in (PIECE / 2**30, None))
+    with RankPool(2) as pool:  # processes with no memory of others' tests
+        answers = [pool.run(_step, 2, str(tmp_path), name, *how) for how in ((short, limit), (ample, None))]
+    for found, rows, _ in (*answers[0], *answers[1]):
+        assert max(one.absolute for one in largest_differences(found, expected, rows).values()) < 1e-10
+    for _, _, grown in answers[1]:
+        assert grown > limit
+    assert not list(tmp_path.rglob(".pygdist-*"))
+
+
+class Breaks(nn.Module):
+    """Fails in the middle of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 4)
+
+    @override
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        raise RuntimeError(f"in the middle, after {self.conv(x, edge_index).shape}")
+
+
+def test_nothing_goes_to_files_after_a_pass_that_failed(tmp_path: Path) -> None:
+    _, shard = one_rank(tmp_path)
+    backend = CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    model = distribute(Breaks().double(), backend=backend)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(shard.x, shard.adjacency)
+    rows = torch.ones(1000, 100, requires_grad=True)
+    with mock.patch.object(Overflow, "empty", side_effect=AssertionError("a file")):
+        rows.exp().sum().backward()
+
+
+def test_a_compiled_model_keeps_its_rows_in_files(tmp_path: Path) -> None:
+    data = large_graph(NODES, DEGREE, WIDTH)
+    write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])
+    plain, shard, backend = _model("GCN", 3), Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    torch._dynamo.reset()
+    model = torch.compile(distribute(copy.deepcopy(plain), backend=backend), backend="aot_eager")
+    with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
+        same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
+    assert made.call_count >= 4
