@@ -157,9 +157,10 @@ class HybridBackend(RecomputingBackend):
         if not self.replan:
             kept = load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
         timed = probe.measure() if kept is None else Timed.from_dict(kept[1]["timed"])
-        # a hop that did not run is kept: its rows are fetched once, not in every epoch
+        # a value's seconds are those of two passes; a hop that did not run is kept: its rows are fetched once
         fetch = tuple(
-            network.value_s * width if seconds > 0 else 0.0 for width, seconds in zip(widths, timed.edge, strict=True)
+            network.value_s * width * passes / 2 if seconds > 0 else 0.0
+            for width, passes, seconds in zip(widths, timed.passes, timed.edge, strict=True)
         )
         expect = partial(
             expected_epoch, communicator, found, shard.num_owned, shard.num_halo,

@@ -27,7 +27,7 @@ __all__ = ["Expected", "computed_shares", "expected_epoch", "load_plan", "plan_k
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7
 _SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
 
 

@@ -46,6 +46,7 @@ class Timed:
         fixed: Of a pass, however many rows and edges there are.
         contention: How long ranks take for what a processor does in a second, at least 1: they may have to share one.
         exchanges: How many exchanges each hop makes, that of its rows and those before it.
+        passes: In how many passes rows travel for each hop: forward, and backward if they need a gradient.
     """
 
     row: tuple[float, ...]
@@ -53,13 +54,14 @@ class Timed:
     fixed: float
     contention: float
     exchanges: tuple[int, ...]
+    passes: tuple[int, ...]
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Timed:
         """From what came of JSON."""
         return cls(
             tuple(given["row"]), tuple(given["edge"]), float(given["fixed"]), float(given["contention"]),
-            tuple(given["exchanges"]),
+            tuple(given["exchanges"]), tuple(given["passes"]),
         )  # fmt: skip
 
 
@@ -163,7 +165,10 @@ def time_hops(
     fixed = float(
         (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
     )
-    return Timed(tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention, found.exchanges)
+    return Timed(
+        tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention, found.exchanges,
+        tuple(int(count) for count in found.reads),
+    )  # fmt: skip
 
 
 def _parts_of(average: _Average) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:

@@ -1,8 +1,9 @@
 r"""The cheaper side of a layer's weight: :math:`(A X) W = A (X W)`, so a linear layer may aggregate before or after it.
 
 PyG's layers do one or the other, always. Here a layer aggregates the rows that it gets if they are fixed (their result
-is kept, see :mod:`pygdist.backends.reuse`) or narrower than what the weight makes of them, and else the product. The
-layer's own ``forward`` runs in either case, on a stand-in whose weight is replaced by what is left to do there; the
+is kept, see :mod:`pygdist.backends.reuse`) or narrower than what the weight makes of them, and else the product. Rows
+that need no gradient count half in training: their sum has no backward pass, and its gradients no exchange. The layer's
+own ``forward`` runs in either case, on a stand-in whose weight is replaced by what is left to do there; the
 weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
 written out.
 
@@ -75,7 +76,9 @@ def _where_usable(
 def _gcn(
     backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.lin.bias is not None or not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < layer.out_channels):
+    if layer.lin.bias is not None or not (
+        _fixed(backend, layer, x, edge_weight) or _rows_are_fewer(backend, x, layer.out_channels)
+    ):
         return None
     out = own(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
     return _plus(layer.lin(out), layer.bias)
@@ -84,7 +87,7 @@ def _gcn(
 def _sg(
     backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.cached or layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
+    if layer.cached or not _product_is_fewer(backend, x, layer.out_channels) or _fixed(backend, layer, x, edge_weight):
         return None
     product = functional.linear(x, layer.lin.weight)
     return own(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
@@ -93,7 +96,7 @@ def _sg(
 def _tag(
     backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.out_channels >= x.size(-1) or _fixed(backend, layer, x, edge_weight):
+    if not _product_is_fewer(backend, x, layer.out_channels) or _fixed(backend, layer, x, edge_weight):
         return None
     if any(lin.bias is not None for lin in layer.lins):
         return None
@@ -109,7 +112,7 @@ def _arma(
     backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
     products = layer.num_stacks * layer.out_channels
-    if not (_fixed(backend, layer, x, edge_weight) or x.size(-1) < products):
+    if not (_fixed(backend, layer, x, edge_weight) or _rows_are_fewer(backend, x, products)):
         return None
     edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
     out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
@@ -162,7 +165,7 @@ def _neighbours_first(
 ) -> Tensor | None:
     """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
     rows = _rows(x)
-    if layer.out_channels >= rows.size(-1) or _fixed(backend, layer, rows, edge_weight):
+    if not _product_is_fewer(backend, rows, layer.out_channels) or _fixed(backend, layer, rows, edge_weight):
         return None
     if not isinstance(x, Tensor):  # fewer rows are computed than read: the other weight is for those alone
         lin = getattr(layer, names[0])
@@ -177,7 +180,9 @@ def _neighbours_first(
 def _gin(backend: Backend, layer: GINConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
     found, rows = _first_linear(layer.nn), _rows(x)
-    if found is None or found[0].weight.size(0) >= rows.size(-1) or _fixed(backend, layer, rows, None):
+    if found is None or not _product_is_fewer(backend, rows, found[0].weight.size(0)):
+        return None
+    if _fixed(backend, layer, rows, None):
         return None
     first, rest = found
     product = functional.linear(rows, first.weight)
@@ -222,6 +227,23 @@ def _rows(x: Any) -> Tensor:
 def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
     # autocast gives products in half precision, and adds the bias there
     return out if bias is None else out + bias.to(out.dtype)
+
+
+def _rows_are_fewer(backend: Backend, rows: Tensor, out_channels: int) -> bool:
+    """Whether summing rows reads fewer columns, forward and backward, than summing what a weight makes of them."""
+    before, after = _columns(backend, rows, out_channels)
+    return before < after
+
+
+def _product_is_fewer(backend: Backend, rows: Tensor, out_channels: int) -> bool:
+    before, after = _columns(backend, rows, out_channels)
+    return after < before
+
+
+def _columns(backend: Backend, rows: Tensor, out_channels: int) -> tuple[int, int]:
+    training = torch.is_grad_enabled()
+    graded = training and (rows.requires_grad or not backend.savings.no_input_gradient)
+    return rows.size(-1) * (1 + graded), out_channels * (1 + training)
 
 
 def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:

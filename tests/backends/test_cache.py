@@ -210,7 +210,7 @@ class Noisy(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.dropout, self.first, self.second = nn.Dropout(dropout), GCNConv(5, 3), GCNConv(3, 3)
+        self.dropout, self.first, self.second = nn.Dropout(dropout), GCNConv(5, 2), GCNConv(2, 3)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.second(self.first(self.dropout(x), edge_index), edge_index)
@@ -224,7 +224,7 @@ def _widths(rank: int, world_size: int, folder: str, dropout: float) -> tuple[in
     return found
 
 
-@pytest.mark.parametrize(("dropout", "widths"), [(0.0, (5, 3)), (0.5, (3, 3))])
+@pytest.mark.parametrize(("dropout", "widths"), [(0.0, (5, 2)), (0.5, (2, 2))])
 def test_widths_are_those_of_later_passes(
     dropout: float, widths: tuple[int, ...], tmp_path: Path, pool: RankPool
 ) -> None:

@@ -254,6 +254,7 @@ def test_costs_are_measured_once_and_the_plan_is_kept(tmp_path: Path, pool: Rank
     facts = json.loads((tmp_path / "parts" / "plans" / summary).read_text())
     assert facts["expected"] == {**first[0], "computed": list(first[0]["computed"])}
     assert facts["ranks"] == 3
+    assert facts["timed"]["passes"] == [1, 2]  # features need no gradient
 
     # the next run takes it; one asks for a new one
     path = tmp_path / "parts" / "plans" / summary

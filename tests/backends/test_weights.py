@@ -150,6 +150,25 @@ def test_the_narrow_side_is_aggregated(name: str, graph: tuple[Data, Shard]) -> 
         assert found == expected
 
 
+# columns of a sum over rows that need no gradient and of its backward pass, in training and without
+@pytest.mark.parametrize(
+    ("outputs", "trained", "evaluated"), [(9, [5], [5]), (5, [5], [5]), (3, [5], [3]), (2, [2, 2], [2])]
+)
+@pytest.mark.parametrize("name", ["GCN", "SG", "TAG-one", "SAGE", "Graph", "GIN"])
+def test_a_sum_without_a_backward_pass_may_be_wider(
+    name: str, outputs: int, trained: list[int], evaluated: list[int], graph: tuple[Data, Shard]
+) -> None:
+    _, shard = graph
+    make = (lambda i, o: SGConv(i, o, K=1)) if name == "SG" else CASES[name]
+    model = single(_layer(make, 5, outputs), shard, Savings(first_hop=False))
+    with Columns() as columns:
+        model(shard.x, shard.adjacency).sum().backward()
+        assert columns.take() == trained
+        with torch.no_grad():
+            model(shard.x, shard.adjacency)
+        assert columns.take() == evaluated
+
+
 @pytest.mark.parametrize("name", ["SG", "TAG"])
 def test_every_hop_is_over_the_narrow_side(name: str, graph: tuple[Data, Shard]) -> None:
     _, shard = graph
