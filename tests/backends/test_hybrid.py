@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Linear
-from torch_geometric.nn import GCN, GraphSAGE, MessagePassing
+from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 
 from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, distribute, plans
 from pygdist.backends.hybrid import _chosen
@@ -294,6 +295,34 @@ def test_a_first_hop_too_large_to_be_kept_is_planned_as_such(kept: bool, tmp_pat
     mib = 64 if kept else 5 * 8 * 1500 / 2**20
     for cost, kept_bytes in pool.run(_first_hop, 2, str(tmp_path / "parts"), mib):
         assert (cost == 0, kept_bytes > 0) == (kept, kept)
+
+
+def _exchanges(rank: int, world_size: int, folder: str, name: str) -> tuple[list[int], int]:
+    """How many exchanges the hops of a plan have, and how many are made in a forward pass where all is fetched."""
+    hybrid, comm = HybridBackend(replan=True), CommBackend()
+    for backend in (hybrid, comm):
+        backend.bind(Shard.load(folder, rank), Communicator(dist.new_group()))
+        layers = {"GCN": GCN, "GAT": GAT, "GATv2": partial(GAT, v2=True)}[name]
+        model = distribute(
+            layers(5, 8, num_layers=2, out_channels=4).double(), backend=backend, savings=Savings(first_hop=False)
+        )
+        for _ in range(2):  # in the first, GCN's weights are exchanged too
+            backend.communicator.meter.reset()
+            model(backend.shard.x, backend.shard.adjacency)
+    (plan,) = [json.loads(path.read_text()) for path in (Path(folder) / "plans").glob("*.json")]
+    return plan["timed"]["exchanges"], comm.communicator.meter.read().calls
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "expected"), [("GCN", [1, 1]), ("GAT", [2, 2]), ("GATv2", [1, 1])])
+def test_hops_have_as_many_exchanges_as_they_make(
+    name: str, expected: list[int], tmp_path: Path, pool: RankPool
+) -> None:
+    data, parts = random_graph("power-law", num_nodes=300)
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    for planned, made in pool.run(_exchanges, 2, str(tmp_path / "parts"), name):
+        assert planned == expected
+        assert made == sum(expected)
 
 
 @needs_native
