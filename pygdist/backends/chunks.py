@@ -16,7 +16,7 @@ from torch import Tensor
 from pygdist.comm import ExchangePlan, Leg, part_of
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, transpose
-from pygdist.kernels.csr import narrowest
+from pygdist.kernels.csr import narrowest, pointers
 
 __all__ = ["Arrival", "Chunk", "Chunks", "split_by_source"]
 
@@ -67,12 +67,24 @@ class Chunk:
 
     Args:
         csr: Destinations by the rows that arrive; ``csr.perm`` is the place of each entry among all edges of the hop.
+        tight: Hold the row of each entry where that takes less memory than a pointer for each row of the hop.
     """
 
-    def __init__(self, csr: CSR) -> None:
-        self.csr = csr
+    def __init__(self, csr: CSR, *, tight: bool = False) -> None:
+        self._csr: CSR | None = csr
+        self._num_rows = csr.num_rows
+        if tight and torch.int32.itemsize * csr.num_entries < csr.indptr.nbytes:
+            self._csr, self._entries = None, (csr.row_index().to(torch.int32), csr.index, csr.num_cols, csr.perm)
         self._transposed: CSR | None = None
         self._values: dict[bool, tuple[Tensor, tuple[object, ...], Tensor]] = {}
+
+    @property
+    def csr(self) -> CSR:
+        """The edges by destination."""
+        if self._csr is not None:
+            return self._csr
+        row, index, num_cols, perm = self._entries
+        return CSR(pointers(row, self._num_rows), index, num_cols, perm)
 
     @property
     def filled(self) -> Tensor:
@@ -146,13 +158,13 @@ def split_by_source(csr: CSR, num_local: int, pieces: Sequence[Arrival], parts: 
                     chunk_of[places] = len(widths)
                     column[places] = torch.arange(places.numel(), dtype=csr.index.dtype, device=device)
     row, kind = csr.row_index(), chunk_of[csr.index.long()]
+    order = torch.argsort(kind, stable=True).split(torch.bincount(kind, minlength=len(widths) + 1).tolist())
 
     def chunk(number: int, width: int) -> Chunk:
-        entries = (kind == number).nonzero().squeeze(1)
-        indptr = torch.zeros(csr.num_rows + 1, dtype=torch.int64, device=device)
-        torch.cumsum(torch.bincount(row[entries], minlength=csr.num_rows), 0, out=indptr[1:])
+        entries = order[number]
         index = column[csr.index[entries].long()]
-        return Chunk(CSR(indptr, index, width, entries.to(narrowest(csr.num_entries))))
+        found = CSR(pointers(row[entries], csr.num_rows), index, width, entries.to(narrowest(csr.num_entries)))
+        return Chunk(found, tight=len(pieces) > 1)
 
     remote: list[dict[Leg, Chunk]] = [{} for _ in pieces]
     for entry, (number, leg, width) in enumerate(widths, 1):

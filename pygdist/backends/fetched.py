@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Literal, TypeAlias, cast, get_args
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from pygdist.backends.layers import (
     norms_over_edges,
     with_phantom_edge,
 )
-from pygdist.backends.overflow import Overflow
+from pygdist.backends.overflow import Overflow, writable
 from pygdist.backends.overlap import ChunkedAdjacency
 from pygdist.comm import ExchangePlan
 from pygdist.errors import InputError
@@ -55,11 +56,13 @@ class FetchingBackend(Backend):
             taken piece by piece wait: messages of PyG, attention with edge attributes or dropout, LSTM.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Most memory that other ranks' rows may take at a time, on each rank, in hops that can be taken piece
-            by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes;
-            maxima, minima and attention fetch them once more in the backward pass. What the model keeps for the
+            by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes; in
+            the backward pass attention fetches them once more, maxima and minima twice. What the model keeps for the
             backward pass then waits in the host's memory, or, where that is the device, in files beside the
             partitioned graph.
     """
+
+    _small: ClassVar[int] = Overflow.small
 
     def __init__(
         self,
@@ -84,6 +87,8 @@ class FetchingBackend(Backend):
         self._fetched: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._hop = 0
         self._elsewhere = contextlib.ExitStack()  # open while a forward pass keeps rows where there is memory
+        self._beyond: Overflow | None = None
+        self._inside = False  # a forward pass of the model
 
     @override
     def refuse(self, layer: MessagePassing) -> str | None:
@@ -95,10 +100,9 @@ class FetchingBackend(Backend):
     def begin_forward(self) -> None:
         self._hop = 0
         self._forget()
-        if self.halo_gib is not None and torch.is_grad_enabled():
-            shard = self.shard
-            overflow = Overflow(shard.n_id.device, int(self.halo_gib * _GIB), shard.folder)
-            self._elsewhere.enter_context(overflow.of_the_backward_pass([shard.x]))
+        self._elsewhere.close()  # of a pass that was interrupted
+        self._elsewhere.enter_context(self._kept_elsewhere())
+        self._inside = True
 
     @override
     def begin_hop(self) -> None:
@@ -107,7 +111,28 @@ class FetchingBackend(Backend):
     @override
     def end_forward(self) -> None:
         self._elsewhere.close()
+        self._inside = False
         self._forget()
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with contextlib.nullcontext() if self._inside else self._kept_elsewhere():
+            return super().run_layer(layer, forward, args, kwargs)
+
+    def _kept_elsewhere(self) -> contextlib.AbstractContextManager[Any]:
+        """What runs inside keeps rows for the backward pass where there is memory, if the device's is short."""
+        if self.halo_gib is None or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        if self._beyond is None:
+            shard = self.shard
+            self._beyond = Overflow(shard.n_id.device, int(self.halo_gib * _GIB), writable(shard.folder), self._small)
+        return self._beyond.of_the_backward_pass(self._held())
+
+    def _held(self) -> list[Tensor]:
+        """What stays on the device from pass to pass."""
+        return [self.shard.x, *self.routing.first_hop.results]
 
     @override
     def propagate(
@@ -167,6 +192,10 @@ class FetchingBackend(Backend):
     def unbind(self) -> None:
         self._forget()
         self._pieces = {}
+        self._elsewhere.close()
+        self._beyond = None
+        if self._shard is not None:
+            self._shard.adjacency.derived.pop("chunks", None)  # by what arrived for this backend
         super().unbind()
 
     def _exchanged(self, x: Tensor, plan: ExchangePlan, label: str) -> Tensor:
@@ -266,6 +295,8 @@ class FetchingBackend(Backend):
             "_fetched": {},
             "_pieces": {},
             "_elsewhere": contextlib.ExitStack(),
+            "_beyond": None,
+            "_inside": False,
         }
 
     def _forget(self) -> None:

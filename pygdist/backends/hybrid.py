@@ -169,7 +169,7 @@ class HybridBackend(RecomputingBackend):
             network=replace(network, busy=min(1.0, network.busy * timed.contention)),
             other_s=timed.fixed
             + probe_reduce(communicator, sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)),
-            overlap=self.overlap, shrinks=probe.shrinks, exchanges=timed.exchanges,
+            overlap=self.overlap, shrinks=probe.shrinks, exchanges=timed.exchanges, passes=timed.passes,
         )  # fmt: skip
         communicator.buffers.clear()  # what was measured needs no memory any more
         if kept is not None:

@@ -89,6 +89,11 @@ class ModelInputs:
         self._known: dict[tuple[int, int], tuple[Tensor, tuple[object, ...], Tensor]] = {}
         self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
 
+    @property
+    def grown(self) -> list[Tensor]:
+        """What is kept from pass to pass."""
+        return [grown for _, _, grown in self._known.values()]
+
     def extended(
         self, call: Call, rows: Rows, shard: Shard, communicator: Communicator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

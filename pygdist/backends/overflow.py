@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 
-__all__ = ["Overflow", "beyond_memory"]
+__all__ = ["Overflow", "beyond_memory", "writable"]
 
-_SMALL = 1 << 16  # bytes; less is not worth a file
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,27 +32,30 @@ class Overflow:
             tensor.
         budget: Bytes that may be on the device at a time.
         folder: Of the files; the system's folder for temporary files by default.
+        small: Tensors of fewer bytes are not worth a file.
     """
 
     device: torch.device
     budget: int
     folder: Path | None = None
+    small: int = 1 << 16
 
-    def of_the_backward_pass(self, held: Collection[Tensor]) -> AbstractContextManager[Any]:
+    def of_the_backward_pass(self, held: Iterable[Tensor]) -> AbstractContextManager[Any]:
         """What runs inside keeps what its backward pass needs here, not on the device.
 
         Args:
-            held: Tensors that stay on the device anyway, as parameters and edges do.
+            held: Tensors that stay on the device anyway. Parameters do, and what the graph has of its edges: ids, and
+                a weight for each.
         """
         stay = {tensor.untyped_storage().data_ptr() for tensor in held}
 
         def pack(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
             base = tensor if tensor._base is None else tensor._base
             parameter = base.is_leaf and base.requires_grad
-            edges = tensor.dtype in (torch.int32, torch.int64)  # which the graph holds
-            small = tensor.numel() * tensor.element_size() < _SMALL
+            edges = tensor.dtype in (torch.int32, torch.int64) or tensor.dim() == 1
+            small = tensor.numel() * tensor.element_size() < self.small
             if parameter or edges or small or tensor.untyped_storage().data_ptr() in stay:
-                return tensor, None
+                return tensor.detach(), None  # what leads back to its own node would never be freed
             rows = self.empty(tuple(tensor.shape), tensor.dtype)
             rows.copy_(tensor, non_blocking=True)
             return tensor.new_empty(0), rows
@@ -81,8 +85,18 @@ class Overflow:
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
             raise InputError(
                 f"{where}: {size_gib:.2g} GiB that there is no memory for cannot be kept there: "
-                f"{error.strerror or error}"
+                f"{error.strerror or error}",
+                of_one_rank=True,
             ) from error
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def writable(folder: Path | None) -> Path | None:
+    """The folder of a partitioned graph if files may be made there; ``None`` for the system's temporary files."""
+    if folder is not None and not os.access(folder, os.W_OK):
+        log.warning("%s cannot be written to: what there is no memory for goes to %s", folder, tempfile.gettempdir())
+        return None
+    return folder
 
 
 def beyond_memory(label: str) -> InputError:

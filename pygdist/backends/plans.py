@@ -63,6 +63,7 @@ def expected_epoch(
     overlap: bool,
     shrinks: bool = True,
     exchanges: Sequence[int] | None = None,
+    passes: Sequence[int] | None = None,
 ) -> Expected:
     """What a choice costs; every rank makes the call and gets the same.
 
@@ -78,6 +79,7 @@ def expected_epoch(
         overlap: Whether edges from this rank's own rows are aggregated while others' travel.
         shrinks: Whether what stands between hops works on the rows that are needed there; on all of them otherwise.
         exchanges: How many exchanges each hop makes; nothing hides those before that of its rows. One by default.
+        passes: In how many passes its rows travel, forward and backward. Two by default.
     """
     num_hops = len(chosen)
     needed, edges = _followed(found, num_owned, num_halo, chosen)
@@ -92,13 +94,14 @@ def expected_epoch(
     received, sent = everyone.sum(2), everyone.sum(0).t()
     moved = torch.maximum(received, sent).amax(0).tolist()  # of the busiest rank, by hop
     # rows that cost nothing do not travel in every epoch
+    latency = [network.latency_s * count / 2 for count in passes or (2,) * num_hops]
     exchange = [
-        rows * cost + (network.latency_s if rows > 0 and cost > 0 else 0.0)
-        for rows, cost in zip(moved, costs.fetch, strict=True)
+        rows * cost + (wait if rows > 0 and cost > 0 else 0.0)
+        for rows, cost, wait in zip(moved, costs.fetch, latency, strict=True)
     ]
     before = sum(
-        network.latency_s * (count - 1)
-        for count, seconds in zip(exchanges or (), exchange, strict=False)
+        wait * (count - 1)
+        for count, seconds, wait in zip(exchanges or (), exchange, latency, strict=False)
         if seconds > 0
     )
     total, busy = compute, sum(exchange) + before

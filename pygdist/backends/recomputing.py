@@ -162,6 +162,10 @@ class RecomputingBackend(FetchingBackend):
             self._rehearsal.begin_hop()
 
     @override
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._inputs.grown]
+
+    @override
     def end_forward(self) -> None:
         super().end_forward()
         self._entered = None

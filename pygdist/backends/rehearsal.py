@@ -78,6 +78,7 @@ class Rehearsal:
         self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
         self.hops_of: dict[int, int] = {}
         self.exchanges: dict[int, int] = {}  # that a hop makes before that of its rows, in a pass
+        self.graded: set[int] = set()  # hops whose rows need a gradient, which travels back
         self.num_hops = 0
         self._hop = 0
 
@@ -99,6 +100,8 @@ class Rehearsal:
         """A hop, noted and timed."""
         read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
         rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
+        if any(isinstance(one, Tensor) and one.requires_grad for one in rows):
+            self.graded.add(self._hop)
         values = sum(one.numel() // one.size(node_dim(layer, one)) for one in rows if isinstance(one, Tensor))
         self.widths[self._hop] = values
         return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)

@@ -77,8 +77,13 @@ class FirstHop:
     @property
     def kept_bytes(self) -> int:
         """Memory of the results that are kept."""
+        return sum(result.nbytes for result in self.results)
+
+    @property
+    def results(self) -> list[Tensor]:
+        """What is kept."""
         states = [state for known in self._states.values() for state in known.values()]
-        return sum(state.result.nbytes for state in states if isinstance(state, _Kept))
+        return [state.result for state in states if isinstance(state, _Kept)]
 
     def begin_forward(self) -> None:
         """Called before each forward pass of the model: hops of a layer are told apart by their order in it."""

@@ -77,6 +77,7 @@ class _Passes:
         pass_s: Seconds of a pass on the slowest rank, whether it ran or waited for a processor.
         reads: How often each hop reads its sources: forward, and backward if it has such a pass.
         exchanges: See :class:`Timed`.
+        passes: See :class:`Timed`.
     """
 
     num_rows: int
@@ -86,6 +87,7 @@ class _Passes:
     pass_s: float
     reads: Tensor
     exchanges: tuple[int, ...]
+    passes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class _Average:
         contention: See :class:`Timed`.
         reads: See :class:`_Passes`.
         exchanges: See :class:`Timed`.
+        passes: See :class:`Timed`.
     """
 
     rows: float
@@ -111,6 +114,7 @@ class _Average:
     contention: float
     reads: Tensor
     exchanges: tuple[int, ...]
+    passes: tuple[int, ...]
 
 
 def time_hops(
@@ -166,8 +170,7 @@ def time_hops(
         (few.between - row * few.rows).clamp(min=0).sum() + (few.inside - edge * few.edges).clamp(min=0).sum()
     )
     return Timed(
-        tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention, found.exchanges,
-        tuple(int(count) for count in found.reads),
+        tuple(row.tolist()), tuple(edge.tolist()), fixed, found.contention, found.exchanges, found.passes,
     )  # fmt: skip
 
 
@@ -257,7 +260,9 @@ def _train(
     splits, pass_s = zip(*taken, strict=True)
     reads = [1.0 + (hop in clock.graded) for hop in range(1, num_hops + 1)]  # a rank without rows has none of a pass
     exchanges = [1.0 + rehearsal.exchanges.get(hop, 0) for hop in range(1, num_hops + 1)]
-    longest, *counts = communicator.gather([statistics.median(pass_s), *reads, *exchanges]).amax(0).tolist()
+    passes = [1.0 + (hop in rehearsal.graded) for hop in range(1, num_hops + 1)]
+    facts = [statistics.median(pass_s), *reads, *exchanges, *passes]
+    longest, *counts = communicator.gather(facts).amax(0).tolist()
     return _Passes(
         num_rows=part.num_dst if runs else 0,
         num_edges=part.size(1) if runs else 0,
@@ -265,7 +270,8 @@ def _train(
         first_s=float(first[num_hops + 1 :].sum()),
         pass_s=longest,
         reads=torch.tensor(counts[:num_hops], dtype=torch.float64),
-        exchanges=tuple(int(count) for count in counts[num_hops:]),
+        exchanges=tuple(int(count) for count in counts[num_hops : 2 * num_hops]),
+        passes=tuple(int(count) for count in counts[2 * num_hops :]),
     )
 
 
@@ -290,6 +296,7 @@ def _average(communicator: Communicator, passes: _Passes) -> _Average:
         contention=max(contention, 1.0),
         reads=passes.reads,
         exchanges=passes.exchanges,
+        passes=passes.passes,
     )
 
 

@@ -76,9 +76,7 @@ def _where_usable(
 def _gcn(
     backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.lin.bias is not None or not (
-        _fixed(backend, layer, x, edge_weight) or _rows_are_fewer(backend, x, layer.out_channels)
-    ):
+    if layer.lin.bias is not None or not _rows_are_cheaper(backend, layer, x, layer.out_channels, edge_weight):
         return None
     out = own(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
     return _plus(layer.lin(out), layer.bias)
@@ -87,7 +85,7 @@ def _gcn(
 def _sg(
     backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.cached or not _product_is_fewer(backend, x, layer.out_channels) or _fixed(backend, layer, x, edge_weight):
+    if layer.cached or not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
         return None
     product = functional.linear(x, layer.lin.weight)
     return own(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
@@ -96,7 +94,7 @@ def _sg(
 def _tag(
     backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if not _product_is_fewer(backend, x, layer.out_channels) or _fixed(backend, layer, x, edge_weight):
+    if not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
         return None
     if any(lin.bias is not None for lin in layer.lins):
         return None
@@ -112,7 +110,7 @@ def _arma(
     backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
     products = layer.num_stacks * layer.out_channels
-    if not (_fixed(backend, layer, x, edge_weight) or _rows_are_fewer(backend, x, products)):
+    if not _rows_are_cheaper(backend, layer, x, products, edge_weight):
         return None
     edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
     out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
@@ -165,7 +163,7 @@ def _neighbours_first(
 ) -> Tensor | None:
     """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
     rows = _rows(x)
-    if not _product_is_fewer(backend, rows, layer.out_channels) or _fixed(backend, layer, rows, edge_weight):
+    if not _product_is_cheaper(backend, layer, rows, layer.out_channels, edge_weight):
         return None
     if not isinstance(x, Tensor):  # fewer rows are computed than read: the other weight is for those alone
         lin = getattr(layer, names[0])
@@ -180,9 +178,7 @@ def _neighbours_first(
 def _gin(backend: Backend, layer: GINConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
     found, rows = _first_linear(layer.nn), _rows(x)
-    if found is None or not _product_is_fewer(backend, rows, found[0].weight.size(0)):
-        return None
-    if _fixed(backend, layer, rows, None):
+    if found is None or not _product_is_cheaper(backend, layer, rows, found[0].weight.size(0), None):
         return None
     first, rest = found
     product = functional.linear(rows, first.weight)
@@ -229,21 +225,30 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def _rows_are_fewer(backend: Backend, rows: Tensor, out_channels: int) -> bool:
-    """Whether summing rows reads fewer columns, forward and backward, than summing what a weight makes of them."""
-    before, after = _columns(backend, rows, out_channels)
-    return before < after
+def _rows_are_cheaper(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> bool:
+    """Whether to sum rows rather than what a weight makes of them."""
+    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
+    return _fixed(backend, layer, rows, edge_weight) or before < after
 
 
-def _product_is_fewer(backend: Backend, rows: Tensor, out_channels: int) -> bool:
-    before, after = _columns(backend, rows, out_channels)
-    return after < before
+def _product_is_cheaper(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> bool:
+    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
+    return after < before and not _fixed(backend, layer, rows, edge_weight)
 
 
-def _columns(backend: Backend, rows: Tensor, out_channels: int) -> tuple[int, int]:
+def _columns(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> tuple[int, int]:
+    """Columns that a sum reads, forward and backward, before a weight and after it."""
+    graded = rows.requires_grad or not backend.savings.no_input_gradient
+    graded |= edge_weight is not None and edge_weight.requires_grad  # rows are read again for its gradient
+    learned = graded or any(parameter.requires_grad for parameter in layer.parameters())
     training = torch.is_grad_enabled()
-    graded = training and (rows.requires_grad or not backend.savings.no_input_gradient)
-    return rows.size(-1) * (1 + graded), out_channels * (1 + training)
+    return rows.size(-1) * (1 + (training and graded)), out_channels * (1 + (training and learned))
 
 
 def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from torch_geometric.edge_index import SortOrder
 
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, edge_softmax, gat, spmm, transpose
+from pygdist.kernels.csr import pointers
 
 __all__ = ["Adjacency", "Reduce", "Score"]
 
@@ -58,8 +59,7 @@ class Adjacency(EdgeIndex):
         if edge_index.size(1) > 1 and bool((target[1:] < target[:-1]).any()):
             raise ValueError("the edges of an Adjacency must be sorted by destination (edge_index[1])")
         with torch.inference_mode(False):  # training uses what evaluation may have built first
-            indptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=edge_index.device)
-            torch.cumsum(torch.bincount(target, minlength=num_dst), dim=0, out=indptr[1:])
+            indptr = pointers(target, num_dst)
             index = source.to(torch.int32) if num_src < 2**31 - 1 else source.clone()
         out = cls.from_csr(CSR(indptr, index.contiguous(), num_src), value)
         out._edges = edge_index.contiguous()

@@ -75,8 +75,7 @@ class CSR:
         """
         perm = torch.argsort(row, stable=True)
         perm = perm.to(narrowest(row.numel()))
-        indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
-        torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
+        indptr = pointers(row, num_rows)
         return cls(indptr, col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)
 
     @property
@@ -113,6 +112,13 @@ class CSR:
             if low < 0 or high >= self.num_cols:
                 raise ValueError(f"index must be in 0..{self.num_cols - 1}, it has {low if low < 0 else high}")
         return self
+
+
+def pointers(row: Tensor, num_rows: int) -> Tensor:
+    """Where the entries of each row begin, from the row of each entry; ``(num_rows + 1,)`` int64."""
+    indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
+    torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
+    return indptr
 
 
 def narrowest(count: int) -> torch.dtype:

@@ -18,6 +18,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, corrupted_sources, supervised
 from pygdist.graph.links import drawn
 from pygdist.kernels import CSR, sddmm
+from pygdist.kernels.csr import pointers
 from pygdist.lightning.module import GraphModule
 from pygdist.nn.inputs import call_encoder
 
@@ -192,7 +193,7 @@ class LinkPredictor(GraphModule):
         if self.decoder is not None:
             out: Tensor = self.decoder(sources[source], targets[target])
             return out.reshape(-1)
-        indptr = torch.zeros(targets.size(0) + 1, dtype=torch.int64, device=target.device)
-        torch.cumsum(torch.bincount(target, minlength=targets.size(0)), 0, out=indptr[1:])
-        pairs = CSR(indptr, source, sources.size(0))  # edges are in the order of their targets
+        pairs = CSR(
+            pointers(target, targets.size(0)), source, sources.size(0)
+        )  # edges are in the order of their targets
         return sddmm(pairs, sources.unsqueeze(1), targets.unsqueeze(1)).squeeze(1)

@@ -65,9 +65,14 @@ def _cuts(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) ->
     model.convs[1].nn.lins[-1] = pyg.Linear(8, 3).double()
     model.convs[2].nn.lins[0] = pyg.Linear(3, 4).double()
     distribute(model, backend=backend)
-    for _ in range(2):
-        model(shard.x, shard.adjacency).sum().backward()
-    return len(shard.adjacency.derived["chunks"])
+    for _ in range(2):  # what was cut for a backend goes with it
+        for _ in range(2):
+            model(shard.x, shard.adjacency).sum().backward()
+        found = len(shard.adjacency.derived["chunks"])
+        backend.unbind()
+        assert "chunks" not in shard.adjacency.derived
+        backend.bind(shard, Communicator(dist.new_group()))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -168,6 +173,31 @@ def test_chunks_hold_every_edge_once_in_its_order() -> None:
         assert torch.equal(part.row_index(), row[part.perm.long()])
         seen.append(part.perm)
     assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(csr.num_entries))
+
+
+def test_chunks_of_pieces_take_no_more_memory_than_their_edges() -> None:
+    """Rows of the hop are many, edges of a piece few: no pointer for each row is held."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, bound, (4000,), generator=generator) for bound in (2000, 1000))
+    csr = CSR.from_coo(row, col, num_rows=2000, num_cols=1000)
+    csr = CSR(csr.indptr, csr.index, 1000)
+    plan = ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0), recv_counts=(0, 450, 450))
+    arrival = Arrival(plan=plan, position=torch.arange(999, 99, -1))
+    pieces = [arrival.piece(first, 50) for first in range(0, 450, 50)]
+    chunks = split_by_source(csr, 100, pieces)
+    seen, row = [chunks.local.csr.perm], csr.row_index()
+    for piece, remote in zip(pieces, chunks.remote, strict=True):
+        for leg, chunk in remote.items():
+            part, columns = chunk.csr, piece.positions_of(leg.rank)
+            assert part.perm is not None
+            assert torch.equal(columns[part.index.long()], csr.index[part.perm.long()].long())
+            assert torch.equal(part.row_index(), row[part.perm.long()])
+            assert torch.equal(chunk.filled.squeeze(1), torch.bincount(part.row_index(), minlength=2000) > 0)
+            held = [one for one in vars(chunk).values() if isinstance(one, (CSR, tuple))]
+            tensors = [one for each in held for one in (vars(each).values() if isinstance(each, CSR) else each)]
+            assert sum(one.nbytes for one in tensors if isinstance(one, Tensor)) == 3 * 4 * part.num_entries
+            seen.append(part.perm)
+    assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(4000))
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,11 +20,11 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend, distribute
-from pygdist.backends.overflow import Overflow
+from pygdist.backends.overflow import Overflow, writable
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
-from pygdist.testing import RankPool, Step
+from pygdist.testing import RankPool, Step, assert_exact
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from tests.backends.memory import at_most, large_graph, private_bytes, return_freed_memory
 from tests.backends.training import epoch, one_rank, same
@@ -34,6 +35,11 @@ MODELS: dict[str, Any] = {
     "GCN": lambda layers: GCN(WIDTH, WIDTH, num_layers=layers, out_channels=3, norm="layer"),
     "GAT": lambda layers: GAT(WIDTH, WIDTH, num_layers=layers, out_channels=3, heads=2),
 }
+
+IN_FILES = [
+    "GCNConv", "SAGEConv-max", "GATConv", "GATConv-edges", "GATv2Conv", "TransformerConv", "GINEConv", "SAGEConv-lstm",
+    "BatchNorm", "GraphNorm", "ARMAConv",
+]  # fmt: skip
 
 
 def _model(name: str, num_layers: int = LAYERS) -> BasicGNN:
@@ -95,6 +101,77 @@ def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, 
     assert not list(tmp_path.rglob(".pygdist-*"))
 
 
+class AllToFiles(CommBackend):
+    """Keeps in files whatever has a value."""
+
+    name = ""
+    _small = 1
+
+
+@pytest.mark.parametrize("exchange_at_once", [True, False])
+def test_every_layer_with_its_rows_in_files(exchange_at_once: bool, pool: RankPool) -> None:
+    backend = AllToFiles(halo_gib=1.0 if exchange_at_once else 400 / 2**30)
+    assert_exact(backend, layers=IN_FILES, world_sizes=[3], graphs=["power-law"], pool=pool)
+
+
+@pytest.mark.parametrize("norm", ["BatchNorm", "GraphNorm", "PairNorm"])
+def test_a_pass_without_a_backward_pass_leaves_nothing(norm: str, tmp_path: Path) -> None:
+    _, shard = one_rank(tmp_path)
+    backend = CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    model = distribute(GCN(5, 4, num_layers=2, out_channels=3, norm=norm).double(), backend=backend)
+    rows: list[Any] = []
+    model.convs[0].register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out)))
+    model.act.register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out)))
+    for _ in range(2):
+        model(shard.x, shard.adjacency)
+    assert len(rows) == 4
+    assert not any(row() is not None for row in rows)
+
+
+def test_what_stays_on_the_device_is_not_copied(tmp_path: Path) -> None:
+    data = large_graph(NODES, DEGREE, WIDTH)
+    data.edge_weight = torch.rand(data.edge_index.size(1), dtype=torch.float64)
+    write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])
+    shard, backend = Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    model = distribute(GCNConv(WIDTH, 2).double(), backend=backend)
+    for _ in range(2):  # the sum over features is kept from the first pass on
+        model(shard.x, shard.adjacency, shard.edge_weight).sum().backward()
+    with mock.patch.object(Overflow, "empty", side_effect=AssertionError("a file")):
+        model(shard.x, shard.adjacency, shard.edge_weight).sum().backward()
+
+
+def test_a_store_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert writable(tmp_path) == tmp_path
+    assert writable(None) is None
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert writable(tmp_path) is None
+    assert "cannot be written to: what there is no memory for goes to" in caplog.text
+
+
+class Parts(nn.Module):
+    """A model whose layers are called one by one, without its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, WIDTH)
+
+
+def test_layers_called_by_themselves_keep_their_rows_in_files(tmp_path: Path) -> None:
+    data = large_graph(NODES, DEGREE, WIDTH)
+    write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])
+    shard, backend = Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    model = distribute(Parts().double(), backend=backend)
+    x = shard.x.exp().requires_grad_()
+    with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
+        model.conv(x, shard.adjacency).sum().backward()
+    assert made.call_count > 0
+
+
 class Breaks(nn.Module):
     """Fails in the middle of a forward pass."""
 
@@ -114,9 +191,31 @@ def test_nothing_goes_to_files_after_a_pass_that_failed(tmp_path: Path) -> None:
     model = distribute(Breaks().double(), backend=backend)
     with pytest.raises(RuntimeError, match="in the middle"):
         model(shard.x, shard.adjacency)
+    _keeps_nothing_in_files()
+
+
+def _keeps_nothing_in_files() -> None:
     rows = torch.ones(1000, 100, requires_grad=True)
     with mock.patch.object(Overflow, "empty", side_effect=AssertionError("a file")):
         rows.exp().sum().backward()
+
+
+@pytest.mark.parametrize("then", ["forward", "unbind"])
+def test_an_interrupted_pass_keeps_rows_in_files_no_longer_than_until_the_next(then: str, tmp_path: Path) -> None:
+    _, shard = one_rank(tmp_path)
+    backend = CommBackend(halo_gib=1.0)
+    backend.bind(shard, Communicator())
+    model = distribute(GCN(5, 4, num_layers=1).double(), backend=backend)
+    with (
+        mock.patch.object(model.convs[0].lin, "forward", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(shard.x, shard.adjacency)
+    if then == "forward":
+        model(shard.x, shard.adjacency)
+    else:
+        backend.unbind()
+    _keeps_nothing_in_files()
 
 
 def test_a_compiled_model_keeps_its_rows_in_files(tmp_path: Path) -> None:
@@ -129,3 +228,4 @@ def test_a_compiled_model_keeps_its_rows_in_files(tmp_path: Path) -> None:
     with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
         same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
     assert made.call_count >= 4
+    _keeps_nothing_in_files()

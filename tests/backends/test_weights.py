@@ -169,6 +169,18 @@ def test_a_sum_without_a_backward_pass_may_be_wider(
         assert columns.take() == evaluated
 
 
+def test_only_what_is_learned_has_a_backward_pass(graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    for frozen, weighted, expected in ((False, False, [5]), (True, False, [3]), (False, True, [3])):
+        layer = _layer(GCNConv, 5, 3)
+        layer.requires_grad_(not frozen)
+        model = single(layer, shard, Savings(first_hop=False))
+        weight = shard.edge_weight.clone().requires_grad_() if weighted else None
+        with Columns() as columns:
+            model(shard.x, shard.adjacency, weight)
+        assert columns.take() == expected
+
+
 @pytest.mark.parametrize("name", ["SG", "TAG"])
 def test_every_hop_is_over_the_narrow_side(name: str, graph: tuple[Data, Shard]) -> None:
     _, shard = graph
