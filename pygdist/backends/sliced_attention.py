@@ -11,14 +11,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pygdist.backends.topology import Everyone
+from pygdist.backends.topology import Everyone, Topology
 from pygdist.comm import Communicator
-from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
+from pygdist.comm.slices import columns_of, gather_columns, split_and_share, with_phantom_column
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, spmm
 from pygdist.nn.decoupled import AttentionPropagation
 
-__all__ = ["propagate_attention", "scores_are_fewer", "scores_of_all", "sum_of_values"]
+__all__ = ["propagate_attention", "scores_are_fewer", "split_with_scores", "split_with_weights", "sum_of_values"]
 
 
 def scores_are_fewer(everyone: Everyone, counts: tuple[int, ...]) -> bool:
@@ -26,43 +26,63 @@ def scores_are_fewer(everyone: Everyone, counts: tuple[int, ...]) -> bool:
     return sum(counts) >= 2 * everyone.num_rows
 
 
-def scores_of_all(
-    source: Tensor, target: Tensor, everyone: Everyone, communicator: Communicator, *, label: str
-) -> tuple[Tensor, ...]:
-    """The scores of all ranks' rows as sources and as destinations, ``(N, H)`` each; one exchange."""
-    both = share_rows(torch.cat([source, target], dim=1), everyone.counts, communicator, label=label)
-    return both.chunk(2, dim=1)
+def split_with_scores(
+    value: Tensor, source: Tensor, target: Tensor, everyone: Everyone, communicator: Communicator, *, label: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""This rank's channels of all ranks' rows, and the scores of these as sources and as destinations; one exchange.
+
+    Shapes:
+        ``value`` is :math:`(n, H, C)`, scores are :math:`(n, H)`; the results :math:`(N, H, c)` and :math:`(N, H)`.
+    """
+    both, counts = torch.cat([source, target], dim=1), everyone.counts
+    rows, scores = split_and_share(value, both, counts, counts, communicator, label=f"{label}, value and scores")
+    source, target = scores.chunk(2, dim=1)
+    return with_phantom_column(rows), source, target
+
+
+def split_with_weights(
+    value: Tensor, weights: Tensor, topology: Topology, everyone: Everyone, communicator: Communicator, *, label: str
+) -> tuple[Tensor, Tensor]:
+    r"""This rank's channels of all ranks' rows, and the weights of all ranks' edges; one exchange.
+
+    Shapes:
+        ``value`` is :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`; the results :math:`(N, H, c)` and :math:`(E, H)`.
+    """
+    label = f"{label}, value and weights"
+    rows, every = split_and_share(value, weights, everyone.counts, topology.counts, communicator, label=label)
+    return with_phantom_column(rows), every
 
 
 def sum_of_values(
-    value: Tensor,
+    rows: Tensor,
     weights: Tensor,
     edges: Adjacency,
     everyone: Everyone,
     communicator: Communicator,
     *,
+    width: int,
     label: str,
     rounds: int = 1,
 ) -> Tensor:
     r"""Sum values over in-edges so many times, each rank some of the channels.
 
     Args:
-        value: This rank's rows.
+        rows: This rank's channels of all ranks' rows.
         weights: Of all ranks' edges.
         edges: These edges.
         everyone: The rows of all ranks.
         communicator: The ranks.
+        width: How many channels all ranks have together.
         label: Named when something goes wrong.
         rounds: How many hops.
 
     Shapes:
-        ``value`` and the result are :math:`(n, H, C)`, ``weights`` is :math:`(E, H)`.
+        ``rows`` is :math:`(N, H, c)`, ``weights`` is :math:`(E, H)`, the result :math:`(n, H, C)`.
     """
-    rows = with_phantom_column(split_columns(value, everyone.counts, communicator, label=f"{label}, value"))
     for _ in range(rounds):
         rows = spmm(edges.csr(), rows, weights, transposed=edges.transposed)
-    own = columns_of(value.size(-1), communicator.rank, communicator.world_size)
-    return gather_columns(rows[..., : own.stop - own.start], everyone.counts, value.size(-1), communicator, label=label)
+    own = columns_of(width, communicator.rank, communicator.world_size)
+    return gather_columns(rows[..., : own.stop - own.start], everyone.counts, width, communicator, label=label)
 
 
 def propagate_attention(
@@ -76,17 +96,20 @@ def propagate_attention(
     source: Tensor,
     target: Tensor,
 ) -> Tensor:
-    """The ``forward`` of a layer on slices: rows travel once there and once back, whatever its number of hops."""
+    """The ``forward`` of a layer on slices: rows travel once there and once back, whatever its number of hops.
+
+    Scores, or weights where each rank draws for its own edges which are dropped, travel along.
+    """
     topology = everyone.topology(edge_index, (layer, 0))
     edges = cast(Adjacency, topology.edges)
-    dropped = layer.training and layer.dropout > 0  # by each rank for its own edges
-    if dropped or not scores_are_fewer(everyone, topology.counts):
+    if (layer.training and layer.dropout > 0) or not scores_are_fewer(everyone, topology.counts):
         own = layer.edge_updater(edge_index, alpha=(source, target))
-        weights = share_rows(own, topology.counts, communicator, label=f"{label}, weights")
+        rows, weights = split_with_weights(x, own, topology, everyone, communicator, label=label)
     else:
-        source, target = scores_of_all(source, target, everyone, communicator, label=f"{label}, scores")
+        rows, source, target = split_with_scores(x, source, target, everyone, communicator, label=label)
         weights = edge_softmax(
             edges.csr(), None, source=source, target=target, negative_slope=layer.negative_slope,
             transposed=edges.transposed,
         )  # fmt: skip
-    return sum_of_values(x, weights, edges, everyone, communicator, label=label, rounds=layer.propagation.rounds)
+    rounds = layer.propagation.rounds
+    return sum_of_values(rows, weights, edges, everyone, communicator, width=x.size(-1), label=label, rounds=rounds)

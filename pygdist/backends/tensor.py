@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.attention import TransformerParts, attention_hop, transformer_parts
+from pygdist.backends.attention import TransformerParts, Unweighted, attention_hop, transformer_parts
 from pygdist.backends.base import Inner
 from pygdist.backends.columns import TRIED_WITH, Columns, Kind, acts_on_columns, columns_of_hops
 from pygdist.backends.fetched import FetchingBackend
@@ -28,7 +28,8 @@ from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.sliced_attention import (
     propagate_attention,
     scores_are_fewer,
-    scores_of_all,
+    split_with_scores,
+    split_with_weights,
     sum_of_values,
 )
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
@@ -250,6 +251,8 @@ class TensorBackend(FetchingBackend):
             self._refuse_unbounded(layer)
             return self._transformer(layer, parts, edge_index, **kwargs)
         topology = self._everyone.topology(edge_index, (layer, self._hop))
+        if isinstance(kwargs.get("alpha"), Unweighted):
+            return self._attention(layer, inner, topology, **kwargs)
         if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
             x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
             self._check_rows(layer, "x", x)
@@ -279,14 +282,10 @@ class TensorBackend(FetchingBackend):
             return inner(edge_index, size=size, **kwargs)
         if self._alone:
             return super().edge_updater(layer, inner, edge_index, size, kwargs)
-        everyone = self._everyone
         self._refuse_unbounded(layer)
         if self._gathers_scores(layer, edge_index, kwargs):
-            # each rank computes all weights from the scores of nodes, which are fewer than edges
-            source, target = kwargs["alpha"]
-            scores = scores_of_all(source, target, everyone, self.communicator, label=self._label(layer))
-            whole = everyone.topology(edge_index, (layer, self._hop)).edges
-            return inner(whole, size=None, alpha=scores, edge_attr=None)
+            # scores travel along with the rows of the sum, and each rank computes all weights from them
+            return inner(edge_index, size=size, **kwargs)
         unseen, self.weights_unseen = self.weights_unseen, False  # they are computed here, of this rank's edges
         try:
             return super().edge_updater(layer, inner, edge_index, size, kwargs)
@@ -398,6 +397,20 @@ class TensorBackend(FetchingBackend):
         value = next(part for part in value if part is not None) if isinstance(value, (tuple, list)) else value
         return int(value.size(-1))
 
+    def _attention(
+        self, layer: MessagePassing, inner: Inner, topology: Topology, *, x: Any, alpha: Unweighted
+    ) -> Tensor:
+        """A sum of ``GATConv`` whose weights are computed on slices, from the scores of all nodes."""
+        label, value = self._label(layer), x[0] if isinstance(x, (tuple, list)) else x
+        self._check_rows(layer, "x", value)
+        rows, source, target = split_with_scores(
+            value, alpha.source, alpha.target, self._everyone, self.communicator, label=label
+        )
+        edges = cast(Adjacency, topology.edges)
+        whole = replace(alpha, adjacency=edges, source=source, target=target)
+        out = inner(edges, size=None, x=(rows, rows), alpha=whole)
+        return self._gathered(layer, out, value.size(-1), label=label)
+
     def _transformer(
         self,
         layer: MessagePassing,
@@ -413,9 +426,9 @@ class TensorBackend(FetchingBackend):
         everyone, label = self._everyone, self._label(layer)
         topology = everyone.topology(adjacency, (layer, self._hop))
         weights, extra = parts(layer, adjacency, query, self._fetch(layer, {"key": key})["key"], edge_attr)
-        weights = share_rows(weights, topology.counts, self.communicator, label=f"{label}, weights")
-        edges = cast(Adjacency, topology.edges)
-        out = sum_of_values(value, weights, edges, everyone, self.communicator, label=label)
+        rows, weights = split_with_weights(value, weights, topology, everyone, self.communicator, label=label)
+        edges, width = cast(Adjacency, topology.edges), value.size(-1)
+        out = sum_of_values(rows, weights, edges, everyone, self.communicator, width=width, label=label)
         return out if extra is None else out + extra
 
     def _label(self, layer: MessagePassing) -> str:

@@ -1,8 +1,8 @@
 r"""All columns of some rows, or some columns of all rows: the exchanges of tensor parallelism (NeutronTP, Sec. 3).
 
 :func:`split_columns` turns a rank's rows into its slice of everyone's columns, :func:`gather_columns` turns that back;
-each is the other's backward pass. :func:`share_rows` gives every rank the rows of all. The rows of all ranks stand one
-rank after the other.
+each is the other's backward pass. :func:`share_rows` gives every rank the rows of all, and :func:`split_and_share` does
+both at once. The rows of all ranks stand one rank after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from pygdist.comm.communicator import Communicator, describe_rows
 
-__all__ = ["columns_of", "gather_columns", "share_rows", "split_columns", "with_phantom_column"]
+__all__ = ["columns_of", "gather_columns", "share_rows", "split_and_share", "split_columns", "with_phantom_column"]
 
 _PIECE = 1 << 20  # rows
 
@@ -93,6 +93,39 @@ def share_rows(
     return found
 
 
+def split_and_share(
+    x: Tensor,
+    shared: Tensor,
+    counts: Sequence[int],
+    shared_counts: Sequence[int],
+    communicator: Communicator,
+    *,
+    label: str,
+) -> tuple[Tensor, Tensor]:
+    r""":func:`split_columns` of one tensor and :func:`share_rows` of another; one exchange, its backward is one.
+
+    Args:
+        x: The rank's rows; columns are its last dimension.
+        shared: Its rows of what every rank needs whole.
+        counts: How many rows of the first each rank has.
+        shared_counts: How many of the second.
+        communicator: The ranks; each makes the call.
+        label: Named when something goes wrong.
+
+    Shapes:
+        ``x`` is :math:`(n, *, C)` and ``shared`` :math:`(m, *)`, the results :math:`(N, *, c)` and :math:`(M, *)`, in
+        the wider dtype of both.
+    """
+    dtype = torch.promote_types(x.dtype, shared.dtype)
+    x, shared = x.to(dtype), shared.to(dtype)
+    if communicator.world_size == 1:
+        return x, shared
+    found: tuple[Tensor, Tensor] = _SplitAndShare.apply(  # type: ignore[no-untyped-call]
+        x, shared, tuple(counts), tuple(shared_counts), communicator, label
+    )
+    return found
+
+
 def with_phantom_column(x: Tensor) -> Tensor:
     """A rank's columns; a column of ones if it has none, whose results are to be cut off.
 
@@ -151,6 +184,68 @@ class _Share(torch.autograd.Function):
         for rank, part in enumerate(arrived):  # in one order, so that runs repeat bit for bit
             out += own if rank == communicator.rank else part
         return out, None, None, None
+
+
+class _SplitAndShare(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shared: Tensor,
+        counts: tuple[int, ...],
+        shared_counts: tuple[int, ...],
+        communicator: Communicator,
+        label: str,
+    ) -> tuple[Tensor, Tensor]:
+        rank, size = communicator.rank, len(counts)
+        ctx.counts, ctx.width, ctx.communicator, ctx.label = (counts, shared_counts), x.size(-1), communicator, label
+        parts = [x.detach()[..., columns_of(x.size(-1), peer, size)] for peer in range(size)]
+        sliced = x.new_empty((sum(counts), *parts[rank].shape[1:]))
+        every = shared.new_empty((sum(shared_counts), *shared.shape[1:]))
+        outgoing = [(part, shared.detach()) for part in parts]
+        incoming = list(zip(sliced.split(list(counts)), every.split(list(shared_counts)), strict=True))
+        _exchange_pairs(outgoing, incoming, communicator, f"{label}, split and share, {describe_rows(x)}")
+        return sliced, every
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_shared: Tensor) -> tuple[Tensor | None, ...]:
+        (counts, shared_counts), communicator = ctx.counts, ctx.communicator
+        rank, size = communicator.rank, len(counts)
+        outgoing = list(zip(grad.split(list(counts)), grad_shared.split(list(shared_counts)), strict=True))
+        out = grad.new_empty((counts[rank], *grad.shape[1:-1], ctx.width))
+        said = grad_shared.new_empty((size, *outgoing[rank][1].shape))
+        incoming = [(out[..., columns_of(ctx.width, peer, size)], said[peer]) for peer in range(size)]
+        label = f"{ctx.label}, backward of split and share, {describe_rows(out)}"
+        _exchange_pairs(outgoing, incoming, communicator, label)
+        total = torch.zeros_like(said[rank])
+        for part in said:  # in one order, so that runs repeat bit for bit
+            total += part
+        return out, total, None, None, None, None
+
+
+def _exchange_pairs(
+    outgoing: Sequence[tuple[Tensor, Tensor]],
+    incoming: Sequence[tuple[Tensor, Tensor]],
+    communicator: Communicator,
+    label: str,
+) -> None:
+    """Send two tensors to each rank as one message, and fill two from each; all have one dtype."""
+    nothing, rank = outgoing[0][0].new_empty(0), communicator.rank
+    messages, arrived = [], []
+    for peer, (given, wanted) in enumerate(zip(outgoing, incoming, strict=True)):
+        if peer == rank:
+            messages.append(nothing)
+            arrived.append(nothing)
+            continue
+        memory = communicator.buffers.get(f"pair for rank {peer}", sum(one.numel() for one in given), nothing)
+        messages.append(torch.cat([one.reshape(-1) for one in given], out=memory))
+        arrived.append(communicator.buffers.get(f"pair of rank {peer}", sum(one.numel() for one in wanted), nothing))
+    communicator.send_and_receive(messages, arrived, label)
+    for peer, wanted in enumerate(incoming):
+        found = outgoing[rank] if peer == rank else arrived[peer].split([one.numel() for one in wanted])
+        for place, values in zip(wanted, found, strict=True):
+            place.copy_(values.view(place.shape))
 
 
 def _share(x: Tensor, out: Tensor, counts: Sequence[int], communicator: Communicator, label: str) -> Tensor:

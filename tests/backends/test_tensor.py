@@ -218,7 +218,7 @@ def test_bytes_are_those_of_the_analysis(hidden: int, tmp_path: Path, pool: Rank
 
 
 def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: RankPool) -> None:
-    """Of 4 and 3 columns in 2 layers, and two scores of each node, which everybody gets; there and back."""
+    """Of 4 and 3 columns in 2 layers, and two scores of each node, which travel along to everybody; there and back."""
     store = _store(tmp_path / "parts", 3)
     found = pool.run(_traffic, 3, store, "GAT", 4, 2)
     for (sent, calls, own, every), held in zip(found, (2, 1, 1), strict=True):
@@ -226,7 +226,7 @@ def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: Rank
         second = own * (3 - 1) + (every - own) * 1
         scores = 2 * own * 2 + 2 * (every - own)  # to both others, and gradients of the others' rows
         assert sent == 8 * (2 * first + 2 * second + 2 * scores)
-        assert calls == 2 * (3 + 3)
+        assert calls == 2 * (2 + 2)
 
 
 @pytest.mark.parametrize("num_layers", [2, 3, 4])

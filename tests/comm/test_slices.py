@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.comm import Communicator
-from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns
+from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_and_share, split_columns
 from pygdist.testing import RankPool
 
 COUNTS = (4, 0, 3)
@@ -55,6 +55,39 @@ def _check(rank: int, world_size: int, width: int) -> None:
     assert torch.allclose(own.grad, weight.split(list(COUNTS))[rank] * factor, rtol=0, atol=1e-12)
 
 
+def _check_both(rank: int, world_size: int, width: int) -> None:
+    communicator = Communicator(dist.new_group(), check_order=True)
+    generator = torch.Generator().manual_seed(width)
+    shared_counts = (1, 5, 0)
+    whole = torch.rand(sum(COUNTS), 2, width, generator=generator, dtype=torch.float64)
+    every = torch.rand(sum(shared_counts), 3, generator=generator)  # the narrower dtype
+    x = whole.split(list(COUNTS))[rank].clone().requires_grad_()
+    shared = every.split(list(shared_counts))[rank].clone().requires_grad_()
+    mine = columns_of(width, rank, world_size)
+    held = mine.stop - mine.start
+
+    sliced, found = split_and_share(x, shared, COUNTS, shared_counts, communicator, label="test")
+    assert torch.equal(sliced, whole[..., mine])
+    assert torch.equal(found, every.double())
+    there = 8 * (2 * COUNTS[rank] * (width - held) + 2 * 3 * shared_counts[rank])
+    assert communicator.meter.read().sent_bytes == there
+
+    weights = torch.rand(whole.shape, generator=generator, dtype=torch.float64)
+    ((sliced * weights[..., mine]).sum() + (found * every * (rank + 1)).sum()).backward()
+    assert x.grad is not None
+    assert shared.grad is not None
+    assert torch.equal(x.grad, weights.split(list(COUNTS))[rank])
+    assert torch.allclose(shared.grad, every.split(list(shared_counts))[rank] * 6)  # 1 + 2 + 3
+    back = 8 * (2 * (sum(COUNTS) - COUNTS[rank]) * held + 3 * (sum(shared_counts) - shared_counts[rank]))
+    assert communicator.meter.read().sent_bytes == there + back
+    assert communicator.meter.read().calls == 2
+
+
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_rows_travel_with_what_everybody_needs(width: int, pool: RankPool) -> None:
+    pool.run(_check_both, 3, width)
+
+
 @pytest.mark.parametrize("width", [1, 2, 7])
 def test_rows_become_columns_and_columns_rows(width: int, pool: RankPool) -> None:
     pool.run(_check, 3, width)
@@ -66,3 +99,4 @@ def test_one_process_keeps_what_it_has() -> None:
     assert split_columns(x, (4,), communicator, label="test") is x
     assert gather_columns(x, (4,), 3, communicator, label="test") is x
     assert share_rows(x, (4,), communicator, label="test") is x
+    assert split_and_share(x, x, (4,), (4,), communicator, label="test") == (x, x)

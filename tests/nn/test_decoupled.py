@@ -125,10 +125,11 @@ CASES: dict[str, tuple[str, dict[str, object], bool]] = {
     "GIN-eps": ("GIN", {"train_eps": True}, False),
     "GAT-heads": ("GAT", {"heads": 2}, False),
 }
+DROPPING = {"GAT-dropout": ("GAT", {"dropout": 0.1}, False)}
 
 
 def _case(case: str, num_layers: int) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
-    name, arguments, weighted = CASES[case]
+    name, arguments, weighted = {**CASES, **DROPPING}[case]
     model, (data, parts) = decouple(_stack(name, num_layers, **arguments)), random_graph("power-law")
     if not weighted:
         del data.edge_weight
@@ -155,6 +156,7 @@ def _step(rank: int, world_size: int, store: str, case: str, backend: str, num_l
     found = largest_differences(
         distributed_step(model, shard, bound.communicator), reference_step(plain, data), shard.owned_id
     )
+    model.train()  # the step evaluated it last
     for _ in range(2):  # what stays the same travels in the first epoch
         bound.communicator.meter.reset()
         model(shard.x, shard.adjacency, **edge_inputs(model, shard)).sum().backward()
@@ -181,23 +183,26 @@ def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path:
     assert difference < 1e-10
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
-@pytest.mark.parametrize("case", ["GCN", "GraphSAGE", "GIN"])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", ["GCN", "GraphSAGE", "GIN", "GAT", "GAT-heads"])
 def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
-    """Each of the bytes that the paper has: rows as wide as the output to slices, and back; the gradients once more."""
+    """Each of the bytes that the paper has: rows as wide as the output to slices, and back; the gradients once more.
+
+    Of ``GAT`` every node's scores as well, one for each end of an edge and head: to both other ranks, with the rows,
+    and from every other rank their gradients.
+    """
     difference, ranks = _run(case, "tensor", num_layers, 3, tmp_path / "parts", pool)
     assert difference < 1e-10
     assert {one.calls for one in ranks} == {4}
+    heads = {"GAT": 1, "GAT-heads": 2}.get(case, 0)
     for (_, sent, own, every), held in zip(ranks, (2, 1, 1), strict=True):  # of 4 columns
-        assert sent == 2 * 8 * (own * (4 - held) + (every - own) * held)
+        rows = 2 * (own * (4 - held) + (every - own) * held) * max(heads, 1)
+        assert sent == 8 * (rows + 2 * heads * (2 * own + every - own))
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
-def test_attention_takes_two_more_whatever_the_depth(num_layers: int, tmp_path: Path, pool: RankPool) -> None:
-    """Every node's scores, one for each end of an edge, are shared, and their gradients come back."""
-    difference, ranks = _run("GAT", "tensor", num_layers, 3, tmp_path / "parts", pool)
-    assert difference < 1e-10
-    assert {one.calls for one in ranks} == {6}
-    for (_, sent, own, every), held in zip(ranks, (2, 1, 1), strict=True):
-        rows = 2 * (own * (4 - held) + (every - own) * held)
-        assert sent == 8 * (rows + 2 * own * 2 + 2 * (every - own))  # to both others, from all rows but its own
+def test_weights_of_attention_travel_along_where_each_rank_drops_its_own(tmp_path: Path, pool: RankPool) -> None:
+    """One exchange more each way: scores of sources are fetched to compute them."""
+    _, data, parts = _case("GAT-dropout", 2)
+    write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    found = pool.run(_step, 3, str(tmp_path / "parts"), "GAT-dropout", "tensor", 2)
+    assert {traffic.calls for _, traffic in found} == {6}
