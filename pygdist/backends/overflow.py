@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygdist.comm.slices import Elsewhere
 from pygdist.errors import InputError
 
 __all__ = ["Overflow", "beyond_memory", "writable"]
 
 log = logging.getLogger(__name__)
+
+_TRAVEL_SHARE = 8  # of the budget, for what a rank sends at a time; as much arrives
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Overflow:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    @property
+    def elsewhere(self) -> Elsewhere:
+        """Here, for rows that travel."""
+        return Elsewhere(self.empty, self.budget // _TRAVEL_SHARE)
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host, whatever the device.
 
@@ -102,7 +110,7 @@ def writable(folder: Path | None) -> Path | None:
 def beyond_memory(label: str) -> InputError:
     """What to raise for a hop that cannot be run a part at a time."""
     return InputError(
-        f"{label}: is no sum or mean by weights without gradient, so it needs the edges and slices of all nodes at "
-        "once, which is not done with memory_gib or another device, or if a GPU has too little free memory; "
-        "'comm' with halo_gib runs it"
+        f"{label}: gets a list of edges that is not the graph's adjacency, nor one with self-loops or of one relation, "
+        "so the edges of all ranks would be held at once, which is not done with memory_gib or another device, or if a "
+        "GPU has too little free memory; 'comm' with halo_gib runs it"
     )

@@ -86,7 +86,7 @@ class SlicePlan:
                 continue
             read = torch.zeros_like(unread)
             for span in spans:
-                read[csr.index[self._edges(span)].long()] = True
+                read[csr.index[self.edges_of(span)].long()] = True
             # rows that nobody reads go with the last chunk
             fresh = (unread if number == num_chunks - 1 else unread & read).nonzero().squeeze(1)
             unread[fresh] = False
@@ -97,7 +97,7 @@ class SlicePlan:
                 sources.copy_(read_rows)
                 place = read.cumsum(0, dtype=index.dtype) - 1
                 for span in spans:
-                    index[self._edges(span)] = place[csr.index[self._edges(span)].long()]
+                    index[self.edges_of(span)] = place[csr.index[self.edges_of(span)].long()]
             self.chunks.append(SliceChunk(spans, self._pieces(fresh, most_rows), sources))
         self.csr = CSR(csr.indptr, index, csr.num_cols)
 
@@ -114,7 +114,8 @@ class SlicePlan:
         """Rows of all ranks."""
         return self.starts[-1]
 
-    def _edges(self, span: slice) -> slice:
+    def edges_of(self, span: slice) -> slice:
+        """The edges into some rows, one after the other."""
         return slice(int(self.csr.indptr[span.start]), int(self.csr.indptr[span.stop]))
 
     def joined(self, chunk: SliceChunk) -> tuple[slice, ...]:
@@ -139,7 +140,7 @@ class SlicePlan:
         """
         if out.numel() == 0:
             return
-        edges, device = self._edges(span), x.device
+        edges, device = self.edges_of(span), x.device
         indptr = self.csr.indptr[span.start : span.stop + 1] - edges.start
         block = CSR(indptr.to(device), self.csr.index[edges].to(device), x.size(0))
         sums = out if out.device == device else torch.empty_like(out, device=device)

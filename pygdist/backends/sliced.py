@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from pygdist.backends.overflow import Overflow, beyond_memory
+from pygdist.backends.overflow import Overflow
 from pygdist.backends.pipeline import SlicePlan, aggregate_slices, chunks_within
+from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks
 from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.graph import Adjacency
@@ -160,10 +161,10 @@ class SlicedAdjacency(Adjacency):
         sliced, value = self._sliced, self.value if input_value is None else input_value
         if reduce not in ("max", "min") and sliced.sums(other, value):
             return sum_of_slices(other, sliced, label=self._label, value=value, mean=reduce == "mean")
-        if sliced.overflow is not None:
-            raise beyond_memory(self._label)
         every = None if value is None else sliced.weights_of_all(value, value.dtype)
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
+        if sliced.overflow is not None:
+            return self._in_chunks(sliced.overflow, other.movedim(dim, 0), every, reduce).movedim(0, dim)
         part = with_phantom_column(sliced.split(other if dim == 0 else other.movedim(dim, 0), self._label))
         part = sliced.edges.with_value(every).matmul(part.movedim(0, dim), reduce=reduce).movedim(dim, 0)
         ranks, width = sliced.communicator, other.size(-1)
@@ -171,6 +172,25 @@ class SlicedAdjacency(Adjacency):
         part = part[..., : own.stop - own.start]
         out = gather_columns(part, sliced.counts, width, ranks, label=self._label)
         return out.movedim(0, dim)
+
+    def _in_chunks(self, overflow: Overflow, rows: Tensor, every: Tensor | None, reduce: Reduce) -> Tensor:
+        """The same within a budget."""
+        sliced, ranks, label, elsewhere = self._sliced, self._sliced.communicator, self._label, overflow.elsewhere
+        own = columns_of(rows.size(-1), ranks.rank, ranks.world_size)
+        stacked = rows.dim() == 3
+
+        def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
+            assert taken[0].source is not None
+            part, weights = with_phantom_column(taken[0].source), taken[1].edge if every is not None else None
+            part = edges.with_value(weights).matmul(part.transpose(0, 1) if stacked else part, reduce=reduce)
+            return (part.transpose(0, 1) if stacked else part)[..., : own.stop - own.start]
+
+        part = split_columns(rows, sliced.counts, ranks, label=label, elsewhere=elsewhere)
+        waiting = [Waiting(rows=part, source=True)] + ([] if every is None else [Waiting(rows=every)])
+        out = hop_in_chunks(run, waiting, sliced.edges, overflow)
+        return gather_columns(
+            out, sliced.counts, rows.size(-1), ranks, label=label, device=rows.device, elsewhere=elsewhere
+        )
 
 
 def sum_of_slices(

@@ -11,14 +11,29 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks, repeated
 from pygdist.backends.topology import Everyone, Topology
 from pygdist.comm import Communicator
-from pygdist.comm.slices import columns_of, gather_columns, split_and_share, with_phantom_column
+from pygdist.comm.slices import (
+    columns_of,
+    gather_columns,
+    share_rows,
+    split_and_share,
+    split_columns,
+    with_phantom_column,
+)
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, spmm
 from pygdist.nn.decoupled import AttentionPropagation
 
-__all__ = ["propagate_attention", "scores_are_fewer", "split_with_scores", "split_with_weights", "sum_of_values"]
+__all__ = [
+    "attention_in_chunks",
+    "propagate_attention",
+    "scores_are_fewer",
+    "split_with_scores",
+    "split_with_weights",
+    "sum_of_values",
+]
 
 
 def scores_are_fewer(everyone: Everyone, counts: tuple[int, ...]) -> bool:
@@ -85,6 +100,73 @@ def sum_of_values(
     return gather_columns(rows[..., : own.stop - own.start], everyone.counts, width, communicator, label=label)
 
 
+def attention_in_chunks(
+    value: Tensor,
+    edges: Adjacency,
+    everyone: Everyone,
+    communicator: Communicator,
+    *,
+    weights: Tensor | None = None,
+    scores: tuple[Tensor, Tensor] | None = None,
+    counts: tuple[int, ...] = (),
+    negative_slope: float = 0.0,
+    label: str,
+    rounds: int = 1,
+) -> Tensor:
+    r"""Sum values over in-edges so many times within a budget, by weights of this rank's edges or scores of its rows.
+
+    From scores each chunk computes the weights that it needs, in every round, so that there are never those of all.
+
+    Args:
+        value: This rank's rows.
+        edges: The edges of all ranks.
+        everyone: Their rows.
+        communicator: The ranks.
+        weights: Of this rank's edges.
+        scores: Of its rows as sources and as destinations.
+        counts: How many edges each rank has.
+        negative_slope: Of the leaky ReLU of scores.
+        label: Named when something goes wrong.
+        rounds: How many hops.
+
+    Shapes:
+        ``value`` and the result are :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`, scores are :math:`(n, H)`.
+    """
+    overflow, elsewhere, width = everyone.overflow, everyone.elsewhere, value.size(-1)
+    assert overflow is not None
+    own = columns_of(width, communicator.rank, communicator.world_size)
+    held = own.stop - own.start  # no phantom column
+
+    def weighted(part: Adjacency, taken: list[Taken]) -> Tensor:
+        rows, of_edges = taken[0].source, taken[1].edge
+        assert rows is not None
+        return spmm(part.csr(), with_phantom_column(rows), of_edges, transposed=part.transposed)[..., :held]
+
+    def attended(part: Adjacency, taken: list[Taken]) -> Tensor:
+        rows, (source, target, _) = taken[0].source, taken[1]
+        assert rows is not None
+        assert source is not None
+        assert target is not None
+        rows, source, target = with_phantom_column(rows), source.chunk(2, dim=1)[0], target.chunk(2, dim=1)[1]
+        dtype = torch.promote_types(rows.dtype, source.dtype)  # they differ under autocast
+        return part.attend(rows.to(dtype), source.to(dtype), target.to(dtype), negative_slope)[..., :held]
+
+    rows = split_columns(value, everyone.counts, communicator, label=f"{label}, value", elsewhere=elsewhere)
+    if scores is None:
+        assert weights is not None
+        shared = share_rows(weights, counts, communicator, label=f"{label}, weights", elsewhere=elsewhere)
+    else:
+        both = torch.cat(scores, dim=1)
+        shared = share_rows(both, everyone.counts, communicator, label=f"{label}, scores", elsewhere=elsewhere)
+    ends = scores is not None
+    for one in repeated(shared, rounds):
+        waiting = [Waiting(rows=rows, source=True), Waiting(rows=one, source=ends, target=ends)]
+        rows = hop_in_chunks(attended if ends else weighted, waiting, edges, overflow)
+    return gather_columns(
+        rows, everyone.counts, width, communicator, label=label, device=value.device, elsewhere=elsewhere
+    )
+
+
 def propagate_attention(
     layer: AttentionPropagation,
     everyone: Everyone,
@@ -101,8 +183,16 @@ def propagate_attention(
     Scores, or weights where each rank draws for its own edges which are dropped, travel along.
     """
     topology = everyone.topology(edge_index, (layer, 0))
-    edges = cast(Adjacency, topology.edges)
-    if (layer.training and layer.dropout > 0) or not scores_are_fewer(everyone, topology.counts):
+    edges, rounds = cast(Adjacency, topology.edges), layer.propagation.rounds
+    by_edge = (layer.training and layer.dropout > 0) or not scores_are_fewer(everyone, topology.counts)
+    if everyone.overflow is not None:
+        by_edge = by_edge or layer.negative_slope < 0  # the kernel that computes weights where it sums takes none
+        return attention_in_chunks(
+            x, edges, everyone, communicator, counts=topology.counts, negative_slope=layer.negative_slope,
+            weights=layer.edge_updater(edge_index, alpha=(source, target)) if by_edge else None,
+            scores=None if by_edge else (source, target), label=label, rounds=rounds,
+        )  # fmt: skip
+    if by_edge:
         own = layer.edge_updater(edge_index, alpha=(source, target))
         rows, weights = split_with_weights(x, own, topology, everyone, communicator, label=label)
     else:
@@ -111,5 +201,4 @@ def propagate_attention(
             edges.csr(), None, source=source, target=target, negative_slope=layer.negative_slope,
             transposed=edges.transposed,
         )  # fmt: skip
-    rounds = layer.propagation.rounds
     return sum_of_values(rows, weights, edges, everyone, communicator, width=x.size(-1), label=label, rounds=rounds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,23 +19,24 @@ from typing_extensions import override
 
 from pygdist.backends.attention import TransformerParts, Unweighted, attention_hop, transformer_parts
 from pygdist.backends.base import Inner
-from pygdist.backends.columns import TRIED_WITH, Columns, Kind, acts_on_columns, columns_of_hops
+from pygdist.backends.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
 from pygdist.backends.fetched import FetchingBackend
 from pygdist.backends.layers import fused_arguments, fuses, layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow, beyond_memory
 from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.sliced_attention import (
+    attention_in_chunks,
     propagate_attention,
     scores_are_fewer,
     split_with_scores,
     split_with_weights,
     sum_of_values,
 )
+from pygdist.backends.sliced_hop import SlicedHop, gathered
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
-from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
+from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import fixable
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 
 __all__ = ["TensorBackend"]
@@ -59,9 +59,13 @@ class TensorBackend(FetchingBackend):
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
             partitioned graph. No limit by default on the host; on a GPU half of what is free, if more is needed.
-            It bounds sums and means by weights without gradient; layers of other hops are refused with it.
-        device: Where sums are made, for example ``cuda`` while the model runs on the host, within half of its free
-            memory unless ``memory_gib`` says how much; where the model is by default. Layers of other hops are refused.
+            It bounds sums and means by weights without gradient, which are pipelined, and all other hops, whose chunks
+            are computed once more in the backward pass. What a rank has of its own rows and edges is not counted: its
+            part of the graph, weights that it computes for its own edges, and for those of ``GATv2Conv`` and
+            ``TransformerConv`` the rows of their sources.
+        device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
+            memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
+            their own are refused, as their parameters are where the model is.
     """
 
     name = "tensor"
@@ -123,7 +127,6 @@ class TensorBackend(FetchingBackend):
         if isinstance(layer, AttentionPropagation) and not self._alone:
             given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             if isinstance(given["edge_index"], Adjacency):
-                self._refuse_unbounded(layer)
                 return propagate_attention(layer, self._everyone, self.communicator, label=layer_name(layer), **given)
         if self._slicing or self._alone or not self._runs_on_slices(layer, forward, args, kwargs):
             self._splits = {}
@@ -160,7 +163,7 @@ class TensorBackend(FetchingBackend):
             out = forward(**cut)
         finally:
             self._slicing = False
-        return self._gathered(layer, out, x.size(-1), label=label)
+        return gathered(layer, out, x.size(-1), everyone.counts, self.communicator, label=label)
 
     def _runs_on_slices(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,15 +180,12 @@ class TensorBackend(FetchingBackend):
     def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
         """How a hop runs over the edges of all ranks, if it is one sparse product."""
         everyone = self._everyone
-        overflow = everyone.overflow
 
         def weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor:
-            if overflow is not None and not fixable(value):
-                raise beyond_memory(self._label(layer))
-
-            out = None if overflow is None else partial(overflow.empty, (sum(topology.counts), *value.shape[1:]), dtype)
-            label = f"{layer_name(layer)}, edge weights"
-            return self._edge_tensors.of_all(layer, "edge_weight", value, topology, label=label, dtype=dtype, out=out)
+            label, elsewhere = f"{layer_name(layer)}, edge weights", everyone.elsewhere
+            return self._edge_tensors.of_all(
+                layer, "edge_weight", value, topology, label=label, dtype=dtype, elsewhere=elsewhere
+            )
 
         def factors_of_all(value: Tensor) -> Tensor | None:
             label = f"{layer_name(layer)}, factors of edge weights"
@@ -199,7 +199,7 @@ class TensorBackend(FetchingBackend):
             factors_of_all=factors_of_all,
             num_chunks=self.num_chunks,
             overlap=self.overlap,
-            overflow=overflow,
+            overflow=everyone.overflow,
         )
 
     @property
@@ -246,13 +246,14 @@ class TensorBackend(FetchingBackend):
             return inner(edge_index, size=size, **kwargs)
         if self._alone:
             return super().propagate(layer, inner, edge_index, size, kwargs)
+        if self._everyone.overflow is not None and not isinstance(edge_index, Adjacency):
+            raise beyond_memory(self._label(layer))
         parts = transformer_parts(layer)
         if parts is not None and isinstance(edge_index, Adjacency):
-            self._refuse_unbounded(layer)
             return self._transformer(layer, parts, edge_index, **kwargs)
         topology = self._everyone.topology(edge_index, (layer, self._hop))
         if isinstance(kwargs.get("alpha"), Unweighted):
-            return self._attention(layer, inner, topology, **kwargs)
+            return self._attention(layer, topology, kwargs["x"], kwargs["alpha"])
         if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
             x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
             self._check_rows(layer, "x", x)
@@ -265,12 +266,19 @@ class TensorBackend(FetchingBackend):
             return inner(
                 SlicedAdjacency.over(cast(Adjacency, edge_index), sliced, self._label(layer)), size=size, **kwargs
             )
-        self._refuse_unbounded(layer)
-        columns = self._columns(layer, kwargs)
-        given = self._given(layer, kwargs, columns, topology)
-        out = self._run_slice(layer, inner, topology, given)
-        width = self._width(layer, kwargs, columns)
-        return self._gathered(layer, out, width, label=self._label(layer), fold=columns.fold)
+        hop = SlicedHop(
+            layer=layer,
+            inner=inner,
+            columns=self._columns(layer, kwargs),
+            topology=topology,
+            everyone=self._everyone,
+            communicator=self.communicator,
+            edge_tensors=self._edge_tensors,
+            check_rows=self._check_rows,
+            fused_attention=self.savings.fused_attention,
+            label=self._label(layer),
+        )
+        return hop.run(kwargs)
 
     @override
     def edge_updater(
@@ -282,7 +290,6 @@ class TensorBackend(FetchingBackend):
             return inner(edge_index, size=size, **kwargs)
         if self._alone:
             return super().edge_updater(layer, inner, edge_index, size, kwargs)
-        self._refuse_unbounded(layer)
         if self._gathers_scores(layer, edge_index, kwargs):
             # scores travel along with the rows of the sum, and each rank computes all weights from them
             return inner(edge_index, size=size, **kwargs)
@@ -300,10 +307,6 @@ class TensorBackend(FetchingBackend):
     @override
     def num_rows(self) -> int:
         return self._everyone.num_rows if self._slicing else super().num_rows
-
-    def _refuse_unbounded(self, layer: MessagePassing) -> None:
-        if self._everyone.overflow is not None:
-            raise beyond_memory(self._label(layer))
 
     def _gathers_scores(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether scores of nodes travel instead of weights of edges: if nobody sees the weights, and they are more."""
@@ -324,92 +327,19 @@ class TensorBackend(FetchingBackend):
             )
         return known[given]
 
-    # -- what a hop gets ----------------------------------------------------------------------------------------------
-
-    def _given(
-        self, layer: MessagePassing, kwargs: dict[str, Any], columns: Columns, topology: Topology
-    ) -> dict[str, Any]:
-        """The arguments of a hop over the edges of all ranks."""
-        known: dict[tuple[int, Kind], Tensor] = {}  # one tensor may be there for both ends
-        width = self._width(layer, kwargs, columns)
-
-        def one(name: str, value: Any, kind: Kind) -> Any:
-            if not isinstance(value, Tensor) or kind == "same":
-                return value
-            if kind in ("columns", "edge columns") and value.size(-1) != width:
-                if value.size(-1) != 1:
-                    raise InputError(
-                        f"{layer_name(layer)}: argument '{name}' of propagate has {value.size(-1)} columns, the rows "
-                        f"{width}, so ranks cannot share both out alike; 'comm', 'cache' and 'hybrid' run it"
-                    )
-                kind = "nodes" if kind == "columns" else "edges"  # one column for all of them
-            if kind == "nodes" or kind == "columns":
-                self._check_rows(layer, name, value)
-            if (id(value), kind) not in known:
-                known[id(value), kind] = self._of_all(layer, name, value, kind, topology)
-            return known[id(value), kind]
-
-        given: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            kind = columns.kinds.get(name, "same")
-            if isinstance(value, (tuple, list)) and kind != "same":
-                read = [f"{name}_{end}" in layer._user_args or name in layer._user_args for end in ("j", "i")]
-                given[name] = tuple(
-                    one(name, part, kind) if used else None for part, used in zip(value, read, strict=True)
-                )
-            else:
-                given[name] = one(name, value, kind)
-        return given
-
-    def _of_all(self, layer: MessagePassing, name: str, value: Tensor, kind: Kind, topology: Topology) -> Tensor:
-        label, counts = f"{self._label(layer)}, {name}", self._everyone.counts
-        if kind == "edges":
-            return self._edge_tensors.of_all(layer, name, value, topology, label=label)
-        if kind == "edge columns":
-            return with_phantom_column(split_columns(value, topology.counts, self.communicator, label=label))
-        rows = value.movedim(layer.node_dim, 0)
-        if kind == "columns":
-            rows = with_phantom_column(split_columns(rows, counts, self.communicator, label=label))
-        else:
-            rows = share_rows(rows, counts, self.communicator, label=label)
-        return rows.movedim(0, layer.node_dim)
-
-    # -- a hop over all edges -----------------------------------------------------------------------------------------
-
-    def _run_slice(self, layer: MessagePassing, inner: Inner, topology: Topology, given: dict[str, Any]) -> Tensor:
-        size = (self._everyone.num_rows,) * 2
-        ours = self.savings.fused_attention and attention_hop(layer, "propagate", topology.edges, given)
-        if topology.edges.size(1) == 0 and not ours:
-            return with_phantom_edge(layer, inner, size, given, edges=False)
-        return inner(topology.edges, size=size, **given)
-
-    def _gathered(self, layer: MessagePassing, out: Tensor, width: int, *, label: str, fold: int = 1) -> Tensor:
-        """This rank's rows of a result, of all columns; ``fold`` blocks of ``width`` columns."""
-        communicator = self.communicator
-        rows = out.movedim(layer.node_dim, 0)
-        own = columns_of(width, communicator.rank, communicator.world_size)
-        rows = rows.unflatten(-1, (fold, rows.size(-1) // fold))[..., : own.stop - own.start]  # no phantom column
-        whole = gather_columns(rows, self._everyone.counts, width, communicator, label=label)
-        return whole.flatten(-2).movedim(0, layer.node_dim)
-
-    def _width(self, layer: MessagePassing, kwargs: dict[str, Any], columns: Columns) -> int:
-        value = next(kwargs[name] for name, kind in columns.kinds.items() if kind == "columns")
-        value = next(part for part in value if part is not None) if isinstance(value, (tuple, list)) else value
-        return int(value.size(-1))
-
-    def _attention(
-        self, layer: MessagePassing, inner: Inner, topology: Topology, *, x: Any, alpha: Unweighted
-    ) -> Tensor:
+    def _attention(self, layer: MessagePassing, topology: Topology, x: Any, alpha: Unweighted) -> Tensor:
         """A sum of ``GATConv`` whose weights are computed on slices, from the scores of all nodes."""
-        label, value = self._label(layer), x[0] if isinstance(x, (tuple, list)) else x
+        value = x[0] if isinstance(x, (tuple, list)) else x
         self._check_rows(layer, "x", value)
-        rows, source, target = split_with_scores(
-            value, alpha.source, alpha.target, self._everyone, self.communicator, label=label
-        )
-        edges = cast(Adjacency, topology.edges)
-        whole = replace(alpha, adjacency=edges, source=source, target=target)
-        out = inner(edges, size=None, x=(rows, rows), alpha=whole)
-        return self._gathered(layer, out, value.size(-1), label=label)
+        everyone, ranks, label = self._everyone, self.communicator, self._label(layer)
+        edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
+        if everyone.overflow is not None:
+            scores = alpha.source, alpha.target
+            return attention_in_chunks(value, edges, everyone, ranks, scores=scores, negative_slope=slope, label=label)
+        rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
+        out = edges.attend(rows, source, target, slope)
+        own = columns_of(value.size(-1), ranks.rank, ranks.world_size)
+        return gather_columns(out[..., : own.stop - own.start], everyone.counts, value.size(-1), ranks, label=label)
 
     def _transformer(
         self,
@@ -426,9 +356,14 @@ class TensorBackend(FetchingBackend):
         everyone, label = self._everyone, self._label(layer)
         topology = everyone.topology(adjacency, (layer, self._hop))
         weights, extra = parts(layer, adjacency, query, self._fetch(layer, {"key": key})["key"], edge_attr)
-        rows, weights = split_with_weights(value, weights, topology, everyone, self.communicator, label=label)
-        edges, width = cast(Adjacency, topology.edges), value.size(-1)
-        out = sum_of_values(rows, weights, edges, everyone, self.communicator, width=width, label=label)
+        edges, width, ranks = cast(Adjacency, topology.edges), value.size(-1), self.communicator
+        if everyone.overflow is not None:
+            out = attention_in_chunks(
+                value, edges, everyone, ranks, weights=weights, counts=topology.counts, label=label
+            )
+        else:
+            rows, weights = split_with_weights(value, weights, topology, everyone, ranks, label=label)
+            out = sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
         return out if extra is None else out + extra
 
     def _label(self, layer: MessagePassing) -> str:

@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.overflow import Overflow
 from pygdist.comm import Communicator
-from pygdist.comm.slices import share_rows
+from pygdist.comm.slices import Elsewhere, share_rows
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import is_self_loop
@@ -69,6 +69,11 @@ class Everyone:
         self._asked.clear()
 
     @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Where rows and edges of all ranks are; on the rank's device by default."""
+        return None if self.overflow is None else self.overflow.elsewhere
+
+    @property
     def num_rows(self) -> int:
         """Nodes of all ranks."""
         return sum(self.counts)
@@ -103,11 +108,7 @@ class Everyone:
         communicator = self._communicator
         index = self.place.to(narrowest(self.num_rows)).index_select(0, csr.index)
         counts = tuple(int(count) for count in communicator.gather([float(csr.num_entries)])[:, 0])
-        if self.overflow is None:
-            every = index.new_empty(sum(counts))
-        else:
-            every = self.overflow.empty((sum(counts),), index.dtype)
-        share_rows(index, counts, communicator, label="in-edges of all", out=every)
+        every = share_rows(index, counts, communicator, label="in-edges of all", elsewhere=self.elsewhere)
         degrees = share_rows(csr.indptr.diff(), self.counts, communicator, label="in-edges of all, numbers")
         indptr = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=every.device)
         torch.cumsum(degrees.to(every.device), 0, out=indptr[1:])
@@ -143,7 +144,7 @@ class EdgeTensors:
         *,
         label: str,
         dtype: torch.dtype | None = None,
-        out: Callable[[], Tensor] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Tensor:
         """The rows of all ranks' edges.
 
@@ -154,12 +155,12 @@ class EdgeTensors:
             topology: The edges.
             label: Named when something goes wrong.
             dtype: Of the result.
-            out: Gives memory for it.
+            elsewhere: Where it is; on the rank's device by default.
         """
 
         def share() -> Tensor:
-            given, memory = value if dtype is None else value.to(dtype), None if out is None else out()
-            return share_rows(given, topology.counts, self._communicator, label=label, out=memory)
+            given = value if dtype is None else value.to(dtype)
+            return share_rows(given, topology.counts, self._communicator, label=label, elsewhere=elsewhere)
 
         found = self._kept(layer, name, value, topology, dtype, share)
         assert found is not None

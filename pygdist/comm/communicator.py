@@ -230,9 +230,14 @@ class Communicator:
 
     # -- what the autograd functions call -------------------------------------------------------------------------
 
-    def send_and_receive(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:
-        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every p, all pairs posted at once."""
-        transfer = Transfer(self, incoming, label, ring=False)
+    def send_and_receive(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str, *, further: bool = False
+    ) -> None:
+        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every p, all pairs posted at once.
+
+        With ``further`` it is another piece of the exchange before, and is not counted as a call.
+        """
+        transfer = Transfer(self, incoming, label, ring=False, further=further)
         for leg in transfer.targets:
             transfer.give(leg, outgoing[leg.rank])
         transfer.finish()

@@ -2,12 +2,15 @@ r"""All columns of some rows, or some columns of all rows: the exchanges of tens
 
 :func:`split_columns` turns a rank's rows into its slice of everyone's columns, :func:`gather_columns` turns that back;
 each is the other's backward pass. :func:`share_rows` gives every rank the rows of all, and :func:`split_and_share` does
-both at once. The rows of all ranks stand one rank after the other.
+both at once. The rows of all ranks stand one rank after the other. They may be :class:`Elsewhere` than a rank's own;
+then a few travel at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +19,28 @@ from torch.autograd.function import once_differentiable
 
 from pygdist.comm.communicator import Communicator, describe_rows
 
-__all__ = ["columns_of", "gather_columns", "share_rows", "split_and_share", "split_columns", "with_phantom_column"]
+__all__ = [
+    "Elsewhere",
+    "columns_of",
+    "gather_columns",
+    "share_rows",
+    "split_and_share",
+    "split_columns",
+    "with_phantom_column",
+]
 
-_PIECE = 1 << 20  # rows
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Memory for what there is of all ranks' rows, where that is not to be on the device of a rank's own.
+
+    Attributes:
+        empty: Gives memory of a shape and dtype, on whatever device.
+        most_bytes: What a rank sends at a time, and what it gets, on the device.
+    """
+
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    most_bytes: int
 
 
 def columns_of(width: int, rank: int, world_size: int) -> slice:
@@ -31,7 +53,9 @@ def columns_of(width: int, rank: int, world_size: int) -> slice:
     return slice(-(-width * rank // world_size), -(-width * (rank + 1) // world_size))
 
 
-def split_columns(x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str) -> Tensor:
+def split_columns(
+    x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str, elsewhere: Elsewhere | None = None
+) -> Tensor:
     r"""This rank's columns of all rows, from all columns of its own; one exchange, its backward is one.
 
     Args:
@@ -39,18 +63,28 @@ def split_columns(x: Tensor, counts: Sequence[int], communicator: Communicator, 
         counts: How many rows each rank has.
         communicator: The ranks; each makes the call.
         label: Named when something goes wrong.
+        elsewhere: Where the result is, and what needs its gradient has that; on the device of ``x`` by default.
 
     Shapes:
         ``x`` is :math:`(n, *, C)`, the result :math:`(N, *, c)` where :math:`c` is the rank's share of the columns
         (:func:`columns_of`). A rank sends :math:`n (C - c)` values for each of the dimensions between.
     """
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 and elsewhere is None:
         return x
-    out: Tensor = _Split.apply(x, tuple(counts), communicator, label)  # type: ignore[no-untyped-call]
+    out: Tensor = _Split.apply(x, tuple(counts), communicator, label, elsewhere)  # type: ignore[no-untyped-call]
     return out
 
 
-def gather_columns(x: Tensor, counts: Sequence[int], width: int, communicator: Communicator, *, label: str) -> Tensor:
+def gather_columns(
+    x: Tensor,
+    counts: Sequence[int],
+    width: int,
+    communicator: Communicator,
+    *,
+    label: str,
+    device: torch.device | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> Tensor:
     r"""All columns of this rank's rows, from its columns of all rows: the inverse of :func:`split_columns`.
 
     Args:
@@ -59,19 +93,23 @@ def gather_columns(x: Tensor, counts: Sequence[int], width: int, communicator: C
         width: How many columns all ranks have together.
         communicator: The ranks; each makes the call.
         label: Named when something goes wrong.
+        device: Of the result; that of ``x`` by default.
+        elsewhere: Where ``x`` is, and its gradient.
 
     Shapes:
         ``x`` is :math:`(N, *, c)`, the result :math:`(n, *, C)`. A rank sends :math:`(N - n) c` values for each of the
         dimensions between.
     """
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 and elsewhere is None:
         return x
-    out: Tensor = _Gather.apply(x, tuple(counts), width, communicator, label)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+        x, tuple(counts), width, communicator, label, device or x.device, elsewhere
+    )
     return out
 
 
 def share_rows(
-    x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str, out: Tensor | None = None
+    x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str, elsewhere: Elsewhere | None = None
 ) -> Tensor:
     r"""The rows of all ranks, on every rank; the backward adds up what all ranks say of a row.
 
@@ -80,16 +118,14 @@ def share_rows(
         counts: How many each rank has.
         communicator: The ranks; each makes the call.
         label: Named when something goes wrong.
-        out: Memory for the result, where it needs no gradient.
+        elsewhere: Where the result is, and its gradient; on the device of ``x`` by default.
 
     Shapes:
         ``x`` is :math:`(n, *)`, the result :math:`(N, *)`.
     """
-    if out is not None:
-        return _share(x, out, counts, communicator, label)
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 and elsewhere is None:
         return x
-    found: Tensor = _Share.apply(x, tuple(counts), communicator, label)  # type: ignore[no-untyped-call]
+    found: Tensor = _Share.apply(x, tuple(counts), communicator, label, elsewhere)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -137,53 +173,79 @@ def with_phantom_column(x: Tensor) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str) -> Tensor:
-        ctx.counts, ctx.width, ctx.communicator, ctx.label = counts, x.size(-1), communicator, label
-        return _split(x.detach(), counts, communicator, f"{label}, split, {describe_rows(x)}")
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        counts: tuple[int, ...],
+        communicator: Communicator,
+        label: str,
+        elsewhere: Elsewhere | None,
+    ) -> Tensor:
+        ctx.back = counts, x.size(-1), communicator, f"{label}, backward of split", x.device, elsewhere
+        return _split(x.detach(), counts, communicator, f"{label}, split, {describe_rows(x)}", elsewhere)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        label = f"{ctx.label}, backward of split"
-        return _gather(grad, ctx.counts, ctx.width, ctx.communicator, label), None, None, None
+        return _gather(grad, *ctx.back), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, counts: tuple[int, ...], width: int, communicator: Communicator, label: str
+        ctx: Any,
+        x: Tensor,
+        counts: tuple[int, ...],
+        width: int,
+        communicator: Communicator,
+        label: str,
+        device: torch.device,
+        elsewhere: Elsewhere | None,
     ) -> Tensor:
-        ctx.counts, ctx.communicator, ctx.label = counts, communicator, label
-        return _gather(x.detach(), counts, width, communicator, f"{label}, gather")
+        ctx.counts, ctx.communicator, ctx.label, ctx.elsewhere = counts, communicator, label, elsewhere
+        return _gather(x.detach(), counts, width, communicator, f"{label}, gather", device, elsewhere)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = f"{ctx.label}, backward of gather, {describe_rows(grad)}"
-        return _split(grad, ctx.counts, ctx.communicator, label), None, None, None, None
+        return _split(grad, ctx.counts, ctx.communicator, label, ctx.elsewhere), *[None] * 6
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str) -> Tensor:
-        ctx.counts, ctx.communicator, ctx.label = counts, communicator, label
-        return _share(x, x.new_empty((sum(counts), *x.shape[1:])), counts, communicator, label)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        counts: tuple[int, ...],
+        communicator: Communicator,
+        label: str,
+        elsewhere: Elsewhere | None,
+    ) -> Tensor:
+        ctx.back = counts, communicator, f"{label}, backward of share", x.device, elsewhere
+        x = x.detach().contiguous()
+        out = _memory((sum(counts), *x.shape[1:]), x, elsewhere)
+        incoming = out.split(list(counts))
+        label = f"{label}, share, {describe_rows(x)}"
+        _swap([x] * len(counts), incoming, communicator, label, x.device, _at_a_time(incoming, elsewhere))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        counts, communicator = ctx.counts, ctx.communicator
+        counts, communicator, label, device, elsewhere = ctx.back
+        rank, label = communicator.rank, f"{label}, {describe_rows(grad)}"
         outgoing = grad.contiguous().split(list(counts))
-        own = outgoing[communicator.rank]
-        num_own = own.size(0)
-        memory = communicator.buffers.get("gradients received", num_own * len(counts), own)
-        arrived = [memory[rank * num_own : (rank + 1) * num_own] for rank in range(len(counts))]
-        label = f"{ctx.label}, backward of share, {describe_rows(grad)}"
-        communicator.send_and_receive(outgoing, arrived, label)
-        out = torch.zeros_like(own)
-        for rank, part in enumerate(arrived):  # in one order, so that runs repeat bit for bit
-            out += own if rank == communicator.rank else part
-        return out, None, None, None
+        out = torch.zeros(outgoing[rank].shape, dtype=grad.dtype, device=device)
+        for piece in _pieces(max(counts), _at_a_time(outgoing, elsewhere)):
+            parts = [rows[piece].to(device) for rows in outgoing]
+            own = parts[rank]
+            memory = communicator.buffers.get("gradients received", own.size(0) * len(counts), own)
+            arrived = [memory[peer * own.size(0) : (peer + 1) * own.size(0)] for peer in range(len(counts))]
+            communicator.send_and_receive(parts, arrived, label, further=piece.start > 0)
+            for peer, part in enumerate(arrived):  # in one order, so that runs repeat bit for bit
+                out[piece] += own if peer == rank else part
+        return out, None, None, None, None
 
 
 class _SplitAndShare(torch.autograd.Function):
@@ -248,44 +310,70 @@ def _exchange_pairs(
             place.copy_(values.view(place.shape))
 
 
-def _share(x: Tensor, out: Tensor, counts: Sequence[int], communicator: Communicator, label: str) -> Tensor:
-    x = x.detach().contiguous()
-    incoming = out.split(list(counts))
-    incoming[communicator.rank].copy_(x)
-    label = f"{label}, share, {describe_rows(x)}"
-    if out.device == x.device:
-        communicator.send_and_receive([x] * len(counts), incoming, label)
-        return out
-    for first in range(0, max(counts), _PIECE):  # there is no room for all of them where they arrive
-        parts = [rows[first : first + _PIECE] for rows in incoming]
-        arrived = [torch.empty_like(part, device=x.device) for part in parts]
-        communicator.send_and_receive([x[first : first + _PIECE]] * len(counts), arrived, label)
-        for rank, part in enumerate(parts):
-            if rank != communicator.rank:
-                part.copy_(arrived[rank])
-    return out
-
-
-def _split(x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str) -> Tensor:
-    rank, size = communicator.rank, communicator.world_size
+def _split(
+    x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str, elsewhere: Elsewhere | None
+) -> Tensor:
+    size = communicator.world_size
     parts = [x[..., columns_of(x.size(-1), peer, size)] for peer in range(size)]
-    out = x.new_empty((sum(counts), *parts[rank].shape[1:]))
-    incoming = out.split(list(counts))
-    incoming[rank].copy_(parts[rank])
-    communicator.send_and_receive([part.contiguous() for part in parts], incoming, label)
+    out = _memory((sum(counts), *parts[communicator.rank].shape[1:]), x, elsewhere)
+    _swap(parts, out.split(list(counts)), communicator, label, x.device, _at_a_time(parts, elsewhere))
     return out
 
 
-def _gather(x: Tensor, counts: tuple[int, ...], width: int, communicator: Communicator, label: str) -> Tensor:
+def _gather(
+    x: Tensor,
+    counts: tuple[int, ...],
+    width: int,
+    communicator: Communicator,
+    label: str,
+    device: torch.device,
+    elsewhere: Elsewhere | None,
+) -> Tensor:
     rank, size = communicator.rank, communicator.world_size
-    outgoing = x.contiguous().split(list(counts))
-    out = x.new_empty((counts[rank], *x.shape[1:-1], width))
+    out = torch.empty((counts[rank], *x.shape[1:-1], width), dtype=x.dtype, device=device)
     parts = [out[..., columns_of(width, peer, size)] for peer in range(size)]
-    incoming = [part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-                for part in parts]  # fmt: skip
-    communicator.send_and_receive(outgoing, incoming, label)
-    incoming[rank] = outgoing[rank]
-    for part, arrived in zip(parts, incoming, strict=True):
-        if part is not arrived:
-            part.copy_(arrived)
+    outgoing = x.contiguous().split(list(counts))
+    _swap(outgoing, parts, communicator, label, device, _at_a_time(parts, elsewhere))
     return out
+
+
+def _memory(shape: tuple[int, ...], like: Tensor, elsewhere: Elsewhere | None) -> Tensor:
+    return like.new_empty(shape) if elsewhere is None else elsewhere.empty(shape, like.dtype)
+
+
+def _at_a_time(parts: Sequence[Tensor], elsewhere: Elsewhere | None) -> int | None:
+    """How many rows of each part travel at once; the same on all ranks, as all have all columns of these."""
+    row_bytes = sum(math.prod(part.shape[1:]) * part.element_size() for part in parts)
+    return None if elsewhere is None else max(1, elsewhere.most_bytes // max(row_bytes, 1))
+
+
+def _pieces(longest: int, size: int | None) -> list[slice]:
+    """Rows that travel at once, one piece after the other; there is one, empty or not."""
+    size = max(longest, 1) if size is None else size
+    return [slice(first, first + size) for first in range(0, max(longest, 1), size)]
+
+
+def _swap(
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    communicator: Communicator,
+    label: str,
+    device: torch.device,
+    at_a_time: int | None,
+) -> None:
+    """Give each rank its rows and put those of each into their place, wherever they are; they travel on ``device``."""
+    longest = max(part.size(0) for part in (*outgoing, *incoming))
+    for piece in _pieces(longest, at_a_time):
+        sent = [part[piece].to(device).contiguous() for part in outgoing]
+        places = [part[piece] for part in incoming]
+        arrived = [
+            place
+            if place.device == device and place.is_contiguous()
+            else torch.empty(place.shape, dtype=place.dtype, device=device)
+            for place in places
+        ]
+        communicator.send_and_receive(sent, arrived, label, further=piece.start > 0)
+        arrived[communicator.rank] = sent[communicator.rank]
+        for place, rows in zip(places, arrived, strict=True):
+            if place is not rows:
+                place.copy_(rows)

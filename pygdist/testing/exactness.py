@@ -122,7 +122,7 @@ def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator,
     if communicator.world_size > 1:
         # in the default process group, as under Lightning: exchanges have their own
         # a static graph may leave parameters without gradient, on some ranks too: _Reached tells which
-        trained = DistributedDataParallel(model, static_graph=True, **DDP_OPTIONS)
+        trained = DistributedDataParallel(model, static_graph=static_graph, **DDP_OPTIONS)
     inputs, reached = edge_inputs(model, shard), _Reached(model)
     output = trained(shard.x, shard.adjacency, **inputs)
     total, count = summed_loss(output, shard.y, shard.train_mask)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.comm import Communicator
-from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_and_share, split_columns
+from pygdist.comm.slices import Elsewhere, columns_of, gather_columns, share_rows, split_and_share, split_columns
 from pygdist.testing import RankPool
 
 COUNTS = (4, 0, 3)
@@ -22,33 +22,38 @@ def test_columns_are_dealt_evenly(width: int, world_size: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def _check(rank: int, world_size: int, width: int) -> None:
+def _check(rank: int, world_size: int, width: int, piecewise: bool) -> None:
     communicator = Communicator(dist.new_group(), check_order=True)
+    elsewhere = Elsewhere(lambda shape, dtype: torch.empty(shape, dtype=dtype), 40) if piecewise else None
     generator = torch.Generator().manual_seed(width)
     whole = torch.rand(sum(COUNTS), 2, width, generator=generator, dtype=torch.float64)
     own = whole.split(list(COUNTS))[rank].clone().requires_grad_()
     mine = columns_of(width, rank, world_size)
 
     communicator.meter.reset()
-    sliced = split_columns(own, COUNTS, communicator, label="test")
+    sliced = split_columns(own, COUNTS, communicator, label="test", elsewhere=elsewhere)
     assert torch.equal(sliced, whole[..., mine])
     held = mine.stop - mine.start
     assert communicator.meter.read().sent_bytes == 8 * 2 * COUNTS[rank] * (width - held)
 
     communicator.meter.reset()
-    back = gather_columns(sliced, COUNTS, width, communicator, label="test")
+    back = gather_columns(sliced, COUNTS, width, communicator, label="test", elsewhere=elsewhere)
     assert torch.equal(back, own)
     assert communicator.meter.read().sent_bytes == 8 * 2 * (sum(COUNTS) - COUNTS[rank]) * held
+    assert communicator.meter.read().calls == 1  # however many pieces it came in
 
     # a rank's loss weighs what it sees of everybody's rows; each row's gradient is the sum over ranks
     weight = torch.rand(whole.shape, generator=generator, dtype=torch.float64)
-    (split_columns(own, COUNTS, communicator, label="test") * weight[..., mine]).sum().backward()
+    (split_columns(own, COUNTS, communicator, label="test", elsewhere=elsewhere) * weight[..., mine]).sum().backward()
     assert own.grad is not None
     assert torch.equal(own.grad, weight.split(list(COUNTS))[rank])
     own.grad = None
-    (gather_columns(sliced.detach().requires_grad_(), COUNTS, width, communicator, label="test") * 2).sum().backward()
+    leaf = sliced.detach().requires_grad_()
+    (gather_columns(leaf, COUNTS, width, communicator, label="test", elsewhere=elsewhere) * 2).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full_like(sliced, 2))
 
-    everyone = share_rows(own, COUNTS, communicator, label="test")
+    everyone = share_rows(own, COUNTS, communicator, label="test", elsewhere=elsewhere)
     assert torch.equal(everyone, whole)
     (everyone * weight * (rank + 1)).sum().backward()
     factor = sum(one + 1 for one in range(world_size))
@@ -88,9 +93,10 @@ def test_rows_travel_with_what_everybody_needs(width: int, pool: RankPool) -> No
     pool.run(_check_both, 3, width)
 
 
+@pytest.mark.parametrize("piecewise", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 7])
-def test_rows_become_columns_and_columns_rows(width: int, pool: RankPool) -> None:
-    pool.run(_check, 3, width)
+def test_rows_become_columns_and_columns_rows(width: int, piecewise: bool, pool: RankPool) -> None:
+    pool.run(_check, 3, width, piecewise)
 
 
 def test_one_process_keeps_what_it_has() -> None:

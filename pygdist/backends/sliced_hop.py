@@ -1,0 +1,241 @@
+"""A hop of any layer whose columns ranks can share out: on slices of all rows, and its result to the rows' owners."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.attention import attention_hop
+from pygdist.backends.base import Inner
+from pygdist.backends.columns import Columns, Kind
+from pygdist.backends.layers import layer_name, with_phantom_edge
+from pygdist.backends.overflow import Overflow
+from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks
+from pygdist.backends.topology import EdgeTensors, Everyone, Topology
+from pygdist.comm import Communicator
+from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency
+
+__all__ = ["SlicedHop", "gathered"]
+
+
+def gathered(
+    layer: MessagePassing,
+    out: Tensor,
+    width: int,
+    counts: tuple[int, ...],
+    communicator: Communicator,
+    *,
+    label: str,
+    fold: int = 1,
+) -> Tensor:
+    """This rank's rows of what a layer made of slices, of all columns; ``fold`` blocks of ``width`` columns."""
+    rows = _unfolded(out.movedim(layer.node_dim, 0), fold, width, communicator)
+    whole = gather_columns(rows, counts, width, communicator, label=label)
+    return whole.flatten(-2).movedim(0, layer.node_dim)
+
+
+def _unfolded(rows: Tensor, fold: int, width: int, communicator: Communicator) -> Tensor:
+    own = columns_of(width, communicator.rank, communicator.world_size)
+    blocks: Tensor = rows.unflatten(-1, (fold, rows.size(-1) // fold))
+    return blocks[..., : own.stop - own.start]  # no phantom column
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedHop:
+    """How ranks run one hop of a layer, all at once or, within a budget, chunk by chunk.
+
+    Attributes:
+        layer: The layer.
+        inner: What computes the hop on rows that are there.
+        columns: How its arguments are shared out.
+        topology: The edges of all ranks.
+        everyone: Their rows.
+        communicator: The ranks.
+        edge_tensors: What all ranks have of their edges' tensors.
+        check_rows: Complains of an argument that does not have this rank's rows.
+        fused_attention: A kernel may stand for the hop.
+        label: Named when something goes wrong.
+    """
+
+    layer: MessagePassing
+    inner: Inner
+    columns: Columns
+    topology: Topology
+    everyone: Everyone
+    communicator: Communicator
+    edge_tensors: EdgeTensors
+    check_rows: Callable[[MessagePassing, str, Tensor], None]
+    fused_attention: bool
+    label: str
+
+    def run(self, kwargs: Mapping[str, Any]) -> Tensor:
+        """The hop with these arguments, which hold this rank's rows; so does the result."""
+        wide = self._wide(kwargs)
+        width = wide.size(-1)
+        if self.everyone.overflow is not None:
+            return self._in_chunks(kwargs, width, wide.device, self.everyone.overflow)
+        num_rows, counts = self.everyone.num_rows, self.everyone.counts
+        out = self._compute(self.topology.edges, (num_rows, num_rows), self._given(kwargs, width))
+        return gathered(self.layer, out, width, counts, self.communicator, label=self.label, fold=self.columns.fold)
+
+    def _compute(self, edges: Tensor, size: tuple[int, int], given: dict[str, Any]) -> Tensor:
+        ours = self.fused_attention and attention_hop(self.layer, "propagate", edges, given)
+        if edges.size(1) == 0 and not ours:
+            return with_phantom_edge(self.layer, self.inner, size, given, edges=False)
+        return self.inner(edges, size=size, **given)
+
+    def _wide(self, kwargs: Mapping[str, Any]) -> Tensor:
+        """An argument of which ranks have some columns each."""
+        value = next(kwargs[name] for name, kind in self.columns.kinds.items() if kind == "columns")
+        value = next(part for part in value if part is not None) if isinstance(value, (tuple, list)) else value
+        return cast(Tensor, value)
+
+    def _kind(self, name: str, value: Tensor, width: int) -> Kind:
+        """What a hop gets of an argument, or of one end of it."""
+        kind = self.columns.kinds.get(name, "same")
+        if kind in ("columns", "edge columns") and value.size(-1) != width:
+            if value.size(-1) != 1:
+                raise InputError(
+                    f"{layer_name(self.layer)}: argument '{name}' of propagate has {value.size(-1)} columns, the rows "
+                    f"{width}, so ranks cannot share both out alike; 'comm', 'cache' and 'hybrid' run it"
+                )
+            kind = "nodes" if kind == "columns" else "edges"  # one column for all of them
+        if kind in ("nodes", "columns"):
+            self.check_rows(self.layer, name, value)
+        return kind
+
+    def _of_all(self, name: str, value: Tensor, kind: Kind) -> Tensor:
+        """What this rank needs of all ranks' rows, these first."""
+        label, elsewhere = f"{self.label}, {name}", self.everyone.elsewhere
+        if kind == "edges":
+            tensors, topology = self.edge_tensors, self.topology
+            return tensors.of_all(self.layer, name, value, topology, label=label, elsewhere=elsewhere)
+        if kind == "edge columns":
+            return split_columns(value, self.topology.counts, self.communicator, label=label, elsewhere=elsewhere)
+        rows, travel = value.movedim(self.layer.node_dim, 0), split_columns if kind == "columns" else share_rows
+        return travel(rows, self.everyone.counts, self.communicator, label=label, elsewhere=elsewhere)
+
+    def _as_read(self, rows: Tensor, kind: Kind) -> Tensor:
+        """Such rows as the layer has them."""
+        rows = with_phantom_column(rows) if kind in ("columns", "edge columns") else rows
+        return rows.movedim(0, self.layer.node_dim) if kind in ("nodes", "columns") else rows
+
+    def _read_ends(self, name: str) -> tuple[bool, bool]:
+        """Whether the layer reads an argument at the sources of edges, and at their destinations or as it is."""
+        asked = self.layer._user_args
+        return f"{name}_j" in asked, f"{name}_i" in asked or name in asked
+
+    # -- all at once --------------------------------------------------------------------------------------------------
+
+    def _given(self, kwargs: Mapping[str, Any], width: int) -> dict[str, Any]:
+        """The arguments of a hop over the edges of all ranks."""
+        known: dict[tuple[int, Kind], Tensor] = {}  # one tensor may be there for both ends
+
+        def one(name: str, value: Any) -> Any:
+            kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
+            if kind == "same":
+                return value
+            if (id(value), kind) not in known:
+                known[id(value), kind] = self._as_read(self._of_all(name, value, kind), kind)
+            return known[id(value), kind]
+
+        given: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if isinstance(value, (tuple, list)) and self.columns.kinds.get(name, "same") != "same":
+                read = self._read_ends(name)
+                # who asks for both ends at once gets both
+                whole = name in self.layer._user_args
+                given[name] = tuple(
+                    one(name, part) if used or whole else None for part, used in zip(value, read, strict=True)
+                )
+            else:
+                given[name] = one(name, value)
+        return given
+
+    # -- chunk by chunk -----------------------------------------------------------------------------------------------
+
+    def _in_chunks(self, kwargs: Mapping[str, Any], width: int, device: torch.device, overflow: Overflow) -> Tensor:
+        layer, communicator, counts = self.layer, self.communicator, self.everyone.counts
+        messages = not (self.fused_attention and attention_hop(layer, "propagate", self.topology.edges, kwargs))
+        if messages and device != overflow.device:
+            raise InputError(
+                f"{self.label}: its messages are computed where its parameters are, on {device}, not on "
+                f"{overflow.device}; leave device out, or the model there"
+            )
+        known: dict[tuple[int, Kind], _Known] = {}
+        # by argument, for each end: which of what is known, where a chunk reads it, and its kind
+        read: dict[str, list[tuple[int, str, Kind] | None]] = {}
+        others: list[Tensor] = list(layer.parameters())
+
+        def place(name: str, value: Any, end: str) -> tuple[int, str, Kind] | None:
+            kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
+            if kind == "same":
+                return None
+            if (id(value), kind) not in known:
+                known[id(value), kind] = _Known(len(known), self._of_all(name, value, kind), set())
+            found = known[id(value), kind]
+            found.ends.add(end)
+            return found.number, end, kind
+
+        for name, value in kwargs.items():
+            kind = self.columns.kinds.get(name, "same")
+            if kind in ("nodes", "columns"):
+                ends = value if isinstance(value, (tuple, list)) else (value, value)
+                used = zip(("source", "target"), ends, self._read_ends(name), strict=True)
+                read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
+            elif kind in ("edges", "edge columns") and value is not None:
+                read[name] = [place(name, value, "edge")]
+            elif isinstance(value, Tensor):
+                others.append(value)
+        state = dict(vars(layer))
+
+        def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
+            given = dict(kwargs)
+            for name, places in read.items():
+                parts = [
+                    None if one is None else self._as_read(getattr(taken[one[0]], one[1]), one[2]) for one in places
+                ]
+                # a layer that looks at destinations alone gets theirs, others both
+                given[name] = parts[0] if len(parts) == 1 else tuple(parts) if self._read_ends(name)[0] else parts[1]
+            with _attributes(layer, state):
+                out = self._compute(edges, (edges.num_src, edges.num_dst), given)
+            return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
+
+        waiting = [
+            Waiting(rows=one.rows, source="source" in one.ends, target="target" in one.ends) for one in known.values()
+        ]
+        edges, distinct = cast(Adjacency, self.topology.edges), {id(one): one for one in others}
+        out = hop_in_chunks(run, waiting, edges, overflow, others=distinct.values(), messages=messages)
+        whole = gather_columns(
+            out, counts, width, communicator, label=self.label, device=device, elsewhere=overflow.elsewhere
+        )
+        return whole.flatten(-2).movedim(0, layer.node_dim)
+
+
+class _Known(NamedTuple):
+    """What all ranks have of an argument, and where a chunk reads it."""
+
+    number: int
+    rows: Tensor
+    ends: set[str]
+
+
+@contextlib.contextmanager
+def _attributes(layer: MessagePassing, state: Mapping[str, Any]) -> Iterator[None]:
+    """The layer as it was at the time of the forward pass; what a chunk leaves on it is dropped."""
+    attributes = vars(layer)
+    before = dict(attributes)
+    attributes.update(state)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
