@@ -44,10 +44,12 @@ def test_every_layer_on_one_gpu(backend: type[Backend], name: str, tmp_path: Pat
 
 
 SUMS = ["GCNConv", "SAGEConv-mean", "GINConv", "APPNP", "TAGConv"]
+ATTENTION = ["GATConv", "GATConv-edges", "GATv2Conv", "SAGEConv-max", "TransformerConv"]  # and maxima, by kernels too
+MESSAGES = ["GATv2Conv-edges", "SAGEConv-many", "SAGEConv-softmax"]
 KIB_24 = 24 / 2**20  # in GiB
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", [*SUMS, *ATTENTION, *MESSAGES])
 def test_slices_wait_in_the_memory_of_the_host(name: str, tmp_path: Path) -> None:
     data, part = random_graph("directed")
     write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
@@ -70,11 +72,11 @@ def test_rows_for_the_backward_pass_wait_in_the_memory_of_the_host(tmp_path: Pat
     assert max(difference.absolute for difference in worst) < 1e-10
 
 
-def _sums_on_the_gpu(rank: int, world_size: int, store: str) -> float:
-    """The model and what travels stay on the host; sums are made on the GPU."""
+def _hops_on_the_gpu(rank: int, world_size: int, store: str) -> float:
+    """The model and what travels stay on the host; hops are computed on the GPU."""
     data, _ = random_graph("directed")
     communicator, shard, worst = Communicator(dist.new_group()), Shard.load(store, rank), 0.0
-    for name in SUMS:
+    for name in [*SUMS, *ATTENTION]:
         backend = TensorBackend(memory_gib=KIB_24, device="cuda")
         backend.bind(shard, communicator)
         model = distribute(build(name, 5, 3), backend=backend)
@@ -84,10 +86,10 @@ def _sums_on_the_gpu(rank: int, world_size: int, store: str) -> float:
     return worst
 
 
-def test_the_model_on_the_host_and_sums_on_the_gpu(tmp_path: Path) -> None:
+def test_the_model_on_the_host_and_hops_on_the_gpu(tmp_path: Path) -> None:
     data, part = random_graph("directed")
     write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
-    assert max(run_ranks(_sums_on_the_gpu, 2, str(tmp_path / "store"))) < 1e-10
+    assert max(run_ranks(_hops_on_the_gpu, 2, str(tmp_path / "store"))) < 1e-10
 
 
 def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
