@@ -22,7 +22,7 @@ from pygdist.backends.base import Inner
 from pygdist.backends.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
 from pygdist.backends.fetched import FetchingBackend
 from pygdist.backends.layers import fused_arguments, fuses, layer_name, with_phantom_edge
-from pygdist.backends.overflow import Overflow, beyond_memory
+from pygdist.backends.overflow import Overflow, beyond_memory, writable
 from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.sliced_attention import (
     attention_in_chunks,
@@ -224,7 +224,7 @@ class TensorBackend(FetchingBackend):
         """Where edges and slices wait that may not all be on the device; the same on all ranks."""
         shard, here = self.shard, self.shard.n_id.device
         device = here if self.device is None else torch.device(self.device)
-        folder = shard.folder if device.type == "cpu" else None
+        folder = writable(shard.folder) if device.type == "cpu" else None
         if self.memory_gib is not None:
             return Overflow(device, int(self.memory_gib * _GIB), folder)
         if device.type != "cuda":
