@@ -298,7 +298,7 @@ def _sees_all_rows(layer: MessagePassing, edges: bool) -> bool:
     if any(getattr(layer, name) for name in _HOOKS):
         return True
     layer_class: Any = type(layer)
-    for name in _read_names(layer_class, ("edge_update",) if edges else ("message", "aggregate", "update")):
+    for name in read_names(layer_class, ("edge_update",) if edges else ("message", "aggregate", "update")):
         if isinstance(vars(layer).get(name), Tensor):  # nobody tells whose rows these are
             return True
         value = getattr(layer, name, None)
@@ -309,8 +309,13 @@ def _sees_all_rows(layer: MessagePassing, edges: bool) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _read_names(layer_class: Any, methods: tuple[str, ...]) -> frozenset[str]:
-    """Names of attributes that these methods of a layer read, and so on through the methods that they call."""
+def read_names(layer_class: Any, methods: tuple[str, ...]) -> frozenset[str]:
+    """Names of attributes that these methods of a layer read, and so on through the methods that they call.
+
+    Args:
+        layer_class: The layer's.
+        methods: Names of methods.
+    """
     names: set[str] = set()
     missing = list(methods)
     while missing:

@@ -35,6 +35,8 @@ __all__ = [
     "sum_of_values",
 ]
 
+_MOST_PAIRED = 16 << 20  # bytes of all edges' weights, of which a message for each rank holds a copy
+
 
 def scores_are_fewer(everyone: Everyone, counts: tuple[int, ...]) -> bool:
     """Whether nodes have fewer scores, for both ends, than edges, so many on each rank, have weights."""
@@ -51,6 +53,7 @@ def split_with_scores(
     """
     both, counts = torch.cat([source, target], dim=1), everyone.counts
     rows, scores = split_and_share(value, both, counts, counts, communicator, label=f"{label}, value and scores")
+    rows, scores = _of_one_dtype(rows, scores)
     source, target = scores.chunk(2, dim=1)
     return with_phantom_column(rows), source, target
 
@@ -58,14 +61,25 @@ def split_with_scores(
 def split_with_weights(
     value: Tensor, weights: Tensor, topology: Topology, everyone: Everyone, communicator: Communicator, *, label: str
 ) -> tuple[Tensor, Tensor]:
-    r"""This rank's channels of all ranks' rows, and the weights of all ranks' edges; one exchange.
+    r"""This rank's channels of all ranks' rows, and the weights of all ranks' edges; one exchange if these are few.
 
     Shapes:
         ``value`` is :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`; the results :math:`(N, H, c)` and :math:`(E, H)`.
     """
-    label = f"{label}, value and weights"
-    rows, every = split_and_share(value, weights, everyone.counts, topology.counts, communicator, label=label)
+    if sum(topology.counts) * weights.size(1) * weights.element_size() > _MOST_PAIRED:
+        rows = split_columns(value, everyone.counts, communicator, label=f"{label}, value")
+        every = share_rows(weights, topology.counts, communicator, label=f"{label}, weights")
+    else:
+        label = f"{label}, value and weights"
+        rows, every = split_and_share(value, weights, everyone.counts, topology.counts, communicator, label=label)
+    rows, every = _of_one_dtype(rows, every)
     return with_phantom_column(rows), every
+
+
+def _of_one_dtype(rows: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """They differ under autocast, which leaves scores and weights wide."""
+    dtype = torch.promote_types(rows.dtype, other.dtype)
+    return rows.to(dtype), other.to(dtype)
 
 
 def sum_of_values(
@@ -135,7 +149,7 @@ def attention_in_chunks(
     overflow, elsewhere, width = everyone.overflow, everyone.elsewhere, value.size(-1)
     assert overflow is not None
     own = columns_of(width, communicator.rank, communicator.world_size)
-    held = own.stop - own.start  # no phantom column
+    held, most = own.stop - own.start, -(-width // communicator.world_size)  # no phantom column
 
     def weighted(part: Adjacency, taken: list[Taken]) -> Tensor:
         rows, of_edges = taken[0].source, taken[1].edge
@@ -160,8 +174,11 @@ def attention_in_chunks(
         shared = share_rows(both, everyone.counts, communicator, label=f"{label}, scores", elsewhere=elsewhere)
     ends = scores is not None
     for one in repeated(shared, rounds):
-        waiting = [Waiting(rows=rows, source=True), Waiting(rows=one, source=ends, target=ends)]
-        rows = hop_in_chunks(attended if ends else weighted, waiting, edges, overflow)
+        waiting = [
+            Waiting(rows=rows, source=True, most_columns=most), Waiting(rows=one, source=ends, target=ends)
+        ]  # fmt: skip
+        made = value.size(1) * one.element_size() if ends else 0
+        rows = hop_in_chunks(attended if ends else weighted, waiting, edges, overflow, weight_bytes=made)
     return gather_columns(
         rows, everyone.counts, width, communicator, label=label, device=value.device, elsewhere=elsewhere
     )

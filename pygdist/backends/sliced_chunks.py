@@ -9,6 +9,7 @@ Every rank runs the same chunks in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ __all__ = ["ChunkRun", "Taken", "Waiting", "hop_in_chunks", "repeated"]
 
 _EDGE_BYTES = 24  # of an edge in a chunk beside what waits for it: by source too, and which of these it is
 _LIST_BYTES = 32  # of an edge where a layer's own messages read it, both ends, once more where they are looked up
-_MESSAGES = 4  # of an edge there: its source's row and its message, forward and backward
+_MESSAGES = 16  # of an edge there: its source's row and what softmax aggregation makes of it, forward and backward
+_WEIGHTS = 6  # of an edge: scores, exponentials and their gradients, where no kernel of ours computes them as it sums
 _GRADED = 2  # what is read has a gradient
 
 
@@ -38,11 +40,13 @@ class Waiting:
         rows: One for each node; for each edge if neither end is read.
         source: A chunk reads those of its edges' sources.
         target: A chunk reads those of its destinations.
+        most_columns: Where each rank has some of the columns, the most that one has: all must make the same chunks.
     """
 
     rows: Tensor
     source: bool = False
     target: bool = False
+    most_columns: int | None = None
 
     @property
     def of_edges(self) -> bool:
@@ -51,8 +55,9 @@ class Waiting:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.rows[:1].nbytes if self.rows.size(0) else 0
+        """Bytes of a row, on the rank that has the most of it."""
+        shape = self.rows.shape[1:] if self.most_columns is None else (*self.rows.shape[1:-1], self.most_columns)
+        return math.prod(shape) * self.rows.element_size()
 
 
 class Taken(NamedTuple):
@@ -75,6 +80,7 @@ def hop_in_chunks(
     *,
     others: Iterable[Tensor] = (),
     messages: bool = False,
+    weight_bytes: int = 0,
 ) -> Tensor:
     r"""A hop over the edges of all ranks.
 
@@ -85,12 +91,13 @@ def hop_in_chunks(
         overflow: Where rows, edges and results wait.
         others: What else it may read that needs a gradient, such as parameters.
         messages: It makes a message for each edge, as wide as what it reads.
+        weight_bytes: Of the weights that it makes for each edge.
 
     Shapes:
         The result is :math:`(N, *)`; it waits too.
     """
     nodes = sum(one.row_bytes for one in waiting if not one.of_edges)
-    edge_bytes = _EDGE_BYTES + _GRADED * sum(one.row_bytes for one in waiting if one.of_edges)
+    edge_bytes = _EDGE_BYTES + _WEIGHTS * weight_bytes + _GRADED * sum(one.row_bytes for one in waiting if one.of_edges)
     if messages:
         edge_bytes += _LIST_BYTES + _MESSAGES * nodes
     hop = _Hop(run, tuple(waiting), _plan(edges, overflow, _GRADED * nodes, edge_bytes), overflow)

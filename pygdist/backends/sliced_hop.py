@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Inner
+from pygdist.backends.blocks import read_names
 from pygdist.backends.columns import Columns, Kind
 from pygdist.backends.layers import layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow
@@ -173,7 +175,14 @@ class SlicedHop:
         known: dict[tuple[int, Kind], _Known] = {}
         # by argument, for each end: which of what is known, where a chunk reads it, and its kind
         read: dict[str, list[tuple[int, str, Kind] | None]] = {}
-        others: list[Tensor] = list(layer.parameters())
+        layer_class: Any = type(layer)
+        read_names_of_hop = read_names(layer_class, ("message", "aggregate", "message_and_aggregate", "update"))
+        others = [
+            one
+            for name in read_names_of_hop
+            for value in [getattr(layer, name, None)]
+            for one in (value.parameters() if isinstance(value, nn.Module) else tree_leaves(value))
+        ]
 
         def place(name: str, value: Any, end: str) -> tuple[int, str, Kind] | None:
             kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
@@ -193,9 +202,19 @@ class SlicedHop:
                 read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
             elif kind in ("edges", "edge columns") and value is not None:
                 read[name] = [place(name, value, "edge")]
-            elif isinstance(value, Tensor):
-                others.append(value)
-        state = dict(vars(layer))
+            else:
+                others += tree_leaves(value)
+            if f"{name}_j" in layer._user_args and name in layer._user_args and not isinstance(value, (tuple, list)):
+                raise InputError(
+                    f"{self.label}: reads '{name}' at the ends of edges and as it is, which a chunk of edges does not "
+                    "have; leave memory_gib out, or use 'comm' with halo_gib"
+                )
+        # what earlier passes left on the layer must not be held by this one
+        state = {
+            name: value
+            for name, value in vars(layer).items()
+            if name in read_names_of_hop or not (isinstance(value, Tensor) and value.grad_fn is not None)
+        }
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
             given = dict(kwargs)
@@ -210,9 +229,16 @@ class SlicedHop:
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
 
         waiting = [
-            Waiting(rows=one.rows, source="source" in one.ends, target="target" in one.ends) for one in known.values()
+            Waiting(
+                rows=one.rows,
+                source="source" in one.ends,
+                target="target" in one.ends,
+                most_columns=-(-width // communicator.world_size) if "columns" in kind else None,
+            )
+            for (_, kind), one in known.items()
         ]
-        edges, distinct = cast(Adjacency, self.topology.edges), {id(one): one for one in others}
+        edges = cast(Adjacency, self.topology.edges)
+        distinct = {id(one): one for one in others if isinstance(one, Tensor) and one.requires_grad}
         out = hop_in_chunks(run, waiting, edges, overflow, others=distinct.values(), messages=messages)
         whole = gather_columns(
             out, counts, width, communicator, label=self.label, device=device, elsewhere=overflow.elsewhere

@@ -58,11 +58,12 @@ class TensorBackend(FetchingBackend):
             (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
-            partitioned graph. No limit by default on the host; on a GPU half of what is free, if more is needed.
+            partitioned graph. No limit by default on the host; on a GPU half of what is free, if edges and slices of
+            the features need more.
             It bounds sums and means by weights without gradient, which are pipelined, and all other hops, whose chunks
-            are computed once more in the backward pass. What a rank has of its own rows and edges is not counted: its
-            part of the graph, weights that it computes for its own edges, and for those of ``GATv2Conv`` and
-            ``TransformerConv`` the rows of their sources.
+            are computed once more in the backward pass; what messages of a layer's own take is an estimate. What a rank
+            has of its own rows and edges is not counted: its part of the graph, weights that it computes for its own
+            edges, and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their sources.
         device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
             memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
             their own are refused, as their parameters are where the model is.

@@ -149,11 +149,8 @@ def split_and_share(
         label: Named when something goes wrong.
 
     Shapes:
-        ``x`` is :math:`(n, *, C)` and ``shared`` :math:`(m, *)`, the results :math:`(N, *, c)` and :math:`(M, *)`, in
-        the wider dtype of both.
+        ``x`` is :math:`(n, *, C)` and ``shared`` :math:`(m, *)`, the results :math:`(N, *, c)` and :math:`(M, *)`.
     """
-    dtype = torch.promote_types(x.dtype, shared.dtype)
-    x, shared = x.to(dtype), shared.to(dtype)
     if communicator.world_size == 1:
         return x, shared
     found: tuple[Tensor, Tensor] = _SplitAndShare.apply(  # type: ignore[no-untyped-call]
@@ -292,22 +289,27 @@ def _exchange_pairs(
     communicator: Communicator,
     label: str,
 ) -> None:
-    """Send two tensors to each rank as one message, and fill two from each; all have one dtype."""
-    nothing, rank = outgoing[0][0].new_empty(0), communicator.rank
-    messages, arrived = [], []
+    """Send two tensors to each rank as one message, and fill two from each; each of the two has one dtype."""
+    rank, size = communicator.rank, communicator.world_size
+    byte = torch.empty(0, dtype=torch.uint8, device=outgoing[0][0].device)
+    first, second = sorted((0, 1), key=lambda one: -outgoing[0][one].element_size())  # so that both are aligned
+    sent, arrived = [byte] * size, [byte] * size
     for peer, (given, wanted) in enumerate(zip(outgoing, incoming, strict=True)):
-        if peer == rank:
-            messages.append(nothing)
-            arrived.append(nothing)
-            continue
-        memory = communicator.buffers.get(f"pair for rank {peer}", sum(one.numel() for one in given), nothing)
-        messages.append(torch.cat([one.reshape(-1) for one in given], out=memory))
-        arrived.append(communicator.buffers.get(f"pair of rank {peer}", sum(one.numel() for one in wanted), nothing))
-    communicator.send_and_receive(messages, arrived, label)
+        if peer != rank:
+            memory = communicator.buffers.get(f"pair for rank {peer}", sum(one.nbytes for one in given), byte)
+            parts = [given[one].contiguous().view(-1).view(torch.uint8) for one in (first, second)]
+            sent[peer] = torch.cat(parts, out=memory)
+            arrived[peer] = communicator.buffers.get(f"pair of rank {peer}", sum(one.nbytes for one in wanted), byte)
+    communicator.send_and_receive(sent, arrived, label)
     for peer, wanted in enumerate(incoming):
-        found = outgoing[rank] if peer == rank else arrived[peer].split([one.numel() for one in wanted])
-        for place, values in zip(wanted, found, strict=True):
-            place.copy_(values.view(place.shape))
+        if peer == rank:
+            found = outgoing[rank]
+        else:
+            parts = arrived[peer].split([wanted[first].nbytes, wanted[second].nbytes])
+            values = {one: part.view(wanted[one].dtype) for one, part in zip((first, second), parts, strict=True)}
+            found = values[0], values[1]
+        for place, rows in zip(wanted, found, strict=True):
+            place.copy_(rows.view(place.shape))
 
 
 def _split(

@@ -73,8 +73,8 @@ def _check_both(rank: int, world_size: int, width: int) -> None:
 
     sliced, found = split_and_share(x, shared, COUNTS, shared_counts, communicator, label="test")
     assert torch.equal(sliced, whole[..., mine])
-    assert torch.equal(found, every.double())
-    there = 8 * (2 * COUNTS[rank] * (width - held) + 2 * 3 * shared_counts[rank])
+    assert torch.equal(found, every)
+    there = 8 * 2 * COUNTS[rank] * (width - held) + 4 * 2 * 3 * shared_counts[rank]
     assert communicator.meter.read().sent_bytes == there
 
     weights = torch.rand(whole.shape, generator=generator, dtype=torch.float64)
@@ -83,7 +83,7 @@ def _check_both(rank: int, world_size: int, width: int) -> None:
     assert shared.grad is not None
     assert torch.equal(x.grad, weights.split(list(COUNTS))[rank])
     assert torch.allclose(shared.grad, every.split(list(shared_counts))[rank] * 6)  # 1 + 2 + 3
-    back = 8 * (2 * (sum(COUNTS) - COUNTS[rank]) * held + 3 * (sum(shared_counts) - shared_counts[rank]))
+    back = 8 * 2 * (sum(COUNTS) - COUNTS[rank]) * held + 4 * 3 * (sum(shared_counts) - shared_counts[rank])
     assert communicator.meter.read().sent_bytes == there + back
     assert communicator.meter.read().calls == 2
 
