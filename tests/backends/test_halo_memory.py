@@ -78,7 +78,10 @@ def _step(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
 @pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
-@pytest.mark.parametrize(("name", "cache_ratio", "limit"), [("GCN", None, 20 << 20), ("GAT", 0.3, 48 << 20)])
+@pytest.mark.parametrize(
+    ("name", "cache_ratio", "limit"),
+    [("GCN", None, 20 << 20), pytest.param("GAT", 0.3, 48 << 20, marks=pytest.mark.exhaustive)],
+)
 def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, limit: int, tmp_path: Path) -> None:
     """No more than the limit is taken by all of a step; rows that are kept on the device take more than that."""
     write_store(
