@@ -176,13 +176,11 @@ class SlicedHop:
         # by argument, for each end: which of what is known, where a chunk reads it, and its kind
         read: dict[str, list[tuple[int, str, Kind] | None]] = {}
         layer_class: Any = type(layer)
-        read_names_of_hop = read_names(layer_class, ("message", "aggregate", "message_and_aggregate", "update"))
-        others = [
-            one
-            for name in read_names_of_hop
-            for value in [getattr(layer, name, None)]
-            for one in (value.parameters() if isinstance(value, nn.Module) else tree_leaves(value))
-        ]
+        attributes = read_names(layer_class, ("message", "aggregate", "message_and_aggregate", "update"))
+        others: list[Any] = []
+        for name in attributes:
+            value = getattr(layer, name, None)
+            others += value.parameters() if isinstance(value, nn.Module) else tree_leaves(value)
 
         def place(name: str, value: Any, end: str) -> tuple[int, str, Kind] | None:
             kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
@@ -213,7 +211,7 @@ class SlicedHop:
         state = {
             name: value
             for name, value in vars(layer).items()
-            if name in read_names_of_hop or not (isinstance(value, Tensor) and value.grad_fn is not None)
+            if name in attributes or not (isinstance(value, Tensor) and value.grad_fn is not None)
         }
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
