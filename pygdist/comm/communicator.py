@@ -59,7 +59,7 @@ class Communicator:
         check_order: bool = False,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.group = group
+        self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.meter = TrafficMeter()
@@ -75,6 +75,21 @@ class Communicator:
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that take part; ``None`` is one process alone."""
+        if self._group is None and self.world_size > 1:
+            raise RuntimeError("the communicator is closed: its training, validation or test has ended")
+        return self._group
+
+    def close(self) -> None:
+        """Destroy the process group, which was made for this communicator; it exchanges nothing from now on."""
+        self.courier.close()
+        # the object too: while somebody holds it, its threads go on (see pygdist.lightning.strategies)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     @property
     def device(self) -> torch.device:

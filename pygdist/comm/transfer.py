@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Courier", "Leg", "Transfer", "part_of"]
 
 
+_END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
 _AHEAD = 2  # chunks that are sent for at once: ranks are not quite at the same pace, and no link should wait for them
 
 
@@ -261,6 +262,13 @@ class Courier:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="pygdist-courier", daemon=True)
             self._thread.start()
         self._jobs.put((job, args))
+
+    def close(self) -> None:
+        """End the thread; what it does for an exchange that failed may take until its timeout, and is left alone."""
+        if self._thread is not None:
+            self._jobs.put((_stop, ()))
+            self._thread.join(timeout=_END_S)
+            self._thread = None
 
     def __del__(self) -> None:
         if self._thread is not None:

@@ -6,7 +6,9 @@ of its own for the exchanges of backends, and a watchdog that names a late or lo
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import itertools
 import logging
 import os
@@ -107,6 +109,13 @@ class GraphDDPStrategy(DDPStrategy):
             self._launcher = SpawnLauncher(self, self._start_method)
 
     @override
+    def setup_distributed(self) -> None:
+        made_here = not dist.is_initialized()
+        super().setup_distributed()
+        if made_here:
+            atexit.register(_end_process_group)
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._communicator is not None:
@@ -138,6 +147,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        atexit.unregister(_end_process_group)  # it would wait for calls that a lost rank never answers
         if isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS):
             if self._watchdog is not None:
                 self._watchdog.close("the model has unused parameters")
@@ -177,9 +187,9 @@ class GraphDDPStrategy(DDPStrategy):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-        if self._communicator is not None and self._communicator.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._communicator.group)
-        self._communicator = None
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
         super().teardown()
 
     @classmethod
@@ -195,6 +205,17 @@ class GraphDDPStrategy(DDPStrategy):
                     start_method=method,
                     find_unused_parameters=unused,
                 )
+
+
+def _end_process_group() -> None:
+    """Destroy the default process group while Python still runs; Lightning leaves gloo's to the end of the process.
+
+    A thread of gloo lets go of the tensors of a collective call after the call has returned. If Python ends in between,
+    nobody can free them any more and the process aborts: "terminate called without an active exception".
+    """
+    gc.collect()  # what still refers to the group would keep its threads
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _register() -> None:

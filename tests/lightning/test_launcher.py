@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,49 @@ def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> 
     said = _run(_FAILURE, tmp_path, strategy, "10")
     assert said.startswith("LostRankError: rank 1 (process "), said
     assert said.strip().endswith("was killed by SIGKILL")
+
+
+_END = """
+import atexit
+import sys
+import threading
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+
+
+@atexit.register  # before anything else, so it runs last
+def look():
+    native = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    python = [thread.name for thread in threading.enumerate() if thread.name != "pygdist-observer"]  # it only sleeps
+    left = [name for name in native if "gloo" in name] + [name for name in python if "pygdist" in name]
+    with (folder.parent / "ends").open("a") as file:
+        file.write(f"{trainer.global_rank} {left}\\n")
+
+
+import lightning.pytorch as pl
+from torch_geometric.nn import GCN
+
+from pygdist import GraphDataModule, NodeClassifier
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="graph_ddp", max_epochs=2, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+module = NodeClassifier(GCN(64, 8, num_layers=2, out_channels=10), backend="comm")
+data = GraphDataModule("sbm", {"num_nodes": 500}, cache_dir=folder)
+trainer.fit(module, datamodule=data)  # everything is kept: the script's own names are there when Python ends
+trainer.validate(module, datamodule=data)
+"""
+
+
+def test_no_thread_is_left_to_run_on_when_python_ends(tmp_path: Path) -> None:
+    # gloo's would abort the process, now and then
+    _run(_END, tmp_path)
+    ends, deadline = tmp_path / "ends", time.monotonic() + 60
+    while len(ends.read_text().splitlines()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)  # rank 1 may end after rank 0
+    assert sorted(ends.read_text().splitlines()) == ["0 []", "1 []"]
 
 
 def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
