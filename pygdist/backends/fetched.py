@@ -59,7 +59,7 @@ class FetchingBackend(Backend):
             by piece; no limit by default. What is more arrives in pieces, each aggregated before the next comes; in
             the backward pass attention fetches them once more, maxima and minima twice. What the model keeps for the
             backward pass then waits in the host's memory, or, where that is the device, in files beside the
-            partitioned graph.
+            partitioned graph; so do the edges of a piece, until its rows are here.
     """
 
     _small: ClassVar[int] = Overflow.small
@@ -125,10 +125,13 @@ class FetchingBackend(Backend):
         """What runs inside keeps rows for the backward pass where there is memory, if the device's is short."""
         if self.halo_gib is None or not torch.is_grad_enabled():
             return contextlib.nullcontext()
+        return self._beyond_memory(self.halo_gib).of_the_backward_pass(self._held())
+
+    def _beyond_memory(self, halo_gib: float) -> Overflow:
         if self._beyond is None:
             shard = self.shard
-            self._beyond = Overflow(shard.n_id.device, int(self.halo_gib * _GIB), writable(shard.folder), self._small)
-        return self._beyond.of_the_backward_pass(self._held())
+            self._beyond = Overflow(shard.n_id.device, int(halo_gib * _GIB), writable(shard.folder), self._small)
+        return self._beyond
 
     def _held(self) -> list[Tensor]:
         """What stays on the device from pass to pass."""
@@ -217,14 +220,16 @@ class FetchingBackend(Backend):
             self._check_rows(layer, name, x)
         label = f"hop {self._hop} of {layer_name(layer)}"
         row_bytes = sum(math.prod(x.shape[1:]) * (self._wire or x.dtype).itemsize for x in read.values())
+        pieces = self._in_pieces(arrival, row_bytes)
         return Hop(
             communicator=self.communicator,
-            pieces=self._in_pieces(arrival, row_bytes),
+            pieces=pieces,
             label=label,
             ring=self.ring,
             overlap=self.overlap,
             wire=self._wire,
             parts=self._parts,
+            overflow=self._beyond_memory(self.halo_gib) if self.halo_gib is not None and len(pieces) > 1 else None,
             whole=lambda rows: self.joined(rows, self.halo_rows(rows, label=label)),
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.chunks import Arrival, Chunk, Chunks
+from pygdist.backends.overflow import Overflow
 from pygdist.comm import Communicator, Leg, Transfer, describe_rows, part_of
 from pygdist.comm.recorder import recorded
 
@@ -34,6 +35,7 @@ class Hop:
         overlap: Aggregate while rows travel; without, wait for all of them first.
         wire: The dtype in which rows and gradients travel; ``None`` for their own.
         parts: In how many parts what comes from a rank is aggregated, and what goes there is computed.
+        overflow: Where edges wait until their chunk is computed with; ``None`` for the device.
         whole: All rows that the hop reads, from those of this rank; for what cannot be done in chunks.
     """
 
@@ -44,6 +46,7 @@ class Hop:
     overlap: bool
     wire: torch.dtype | None
     parts: int
+    overflow: Overflow | None
     whole: Whole
 
     @property

@@ -69,6 +69,12 @@ class Overflow:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy here of what is read again and again; the tensor itself if it is small."""
+        if tensor.nbytes < self.small:
+            return tensor
+        return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
     @property
     def elsewhere(self) -> Elsewhere:
         """Here, for rows that travel."""

@@ -95,7 +95,7 @@ class ChunkedAdjacency(Adjacency):
         key = (id(pieces), parts, num_local)
         if key not in known:
             with torch.inference_mode(False):
-                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces, parts))
+                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces, parts, self._hop.overflow))
         return known[key][1]
 
 

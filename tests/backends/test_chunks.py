@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pygdist.backends import CommBackend, HybridBackend, distribute
 from pygdist.backends.chunks import Arrival, split_by_source
+from pygdist.backends.overflow import Overflow
 from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -175,8 +176,10 @@ def test_chunks_hold_every_edge_once_in_its_order() -> None:
     assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(csr.num_entries))
 
 
-def test_chunks_of_pieces_take_no_more_memory_than_their_edges() -> None:
+@pytest.mark.parametrize("in_files", [False, True])
+def test_chunks_of_pieces_take_no_more_memory_than_their_edges(in_files: bool, tmp_path: Path) -> None:
     """Rows of the hop are many, edges of a piece few: no pointer for each row is held."""
+    overflow = Overflow(torch.device("cpu"), budget=1, folder=tmp_path, small=1) if in_files else None
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, bound, (4000,), generator=generator) for bound in (2000, 1000))
     csr = CSR.from_coo(row, col, num_rows=2000, num_cols=1000)
@@ -184,7 +187,7 @@ def test_chunks_of_pieces_take_no_more_memory_than_their_edges() -> None:
     plan = ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0), recv_counts=(0, 450, 450))
     arrival = Arrival(plan=plan, position=torch.arange(999, 99, -1))
     pieces = [arrival.piece(first, 50) for first in range(0, 450, 50)]
-    chunks = split_by_source(csr, 100, pieces)
+    chunks = split_by_source(csr, 100, pieces, overflow=overflow)
     seen, row = [chunks.local.csr.perm], csr.row_index()
     for piece, remote in zip(pieces, chunks.remote, strict=True):
         for leg, chunk in remote.items():
@@ -193,9 +196,9 @@ def test_chunks_of_pieces_take_no_more_memory_than_their_edges() -> None:
             assert torch.equal(columns[part.index.long()], csr.index[part.perm.long()].long())
             assert torch.equal(part.row_index(), row[part.perm.long()])
             assert torch.equal(chunk.filled.squeeze(1), torch.bincount(part.row_index(), minlength=2000) > 0)
-            held = [one for one in vars(chunk).values() if isinstance(one, (CSR, tuple))]
-            tensors = [one for each in held for one in (vars(each).values() if isinstance(each, CSR) else each)]
-            assert sum(one.nbytes for one in tensors if isinstance(one, Tensor)) == 3 * 4 * part.num_entries
+            held = [one for one in vars(vars(chunk)["_csr"]).values() if isinstance(one, Tensor)]
+            assert sum(one.nbytes for one in held) == 3 * 4 * part.num_entries
+            assert all(one.is_shared() == in_files for one in held)
             seen.append(part.perm)
     assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(4000))
 

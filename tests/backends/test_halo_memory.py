@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_geometric.nn import GAT, GCN, GCNConv
+from torch_geometric.nn import GAT, GCN, GCNConv, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from typing_extensions import override
 
@@ -102,6 +102,47 @@ def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, 
     for _, _, grown in answers[1]:
         assert grown > limit
     assert not list(tmp_path.rglob(".pygdist-*"))
+
+
+def _kept(rank: int, world_size: int, store: str, halo_gib: float | None) -> int:
+    """Bytes that the process has more after a step than before it."""
+    communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank)
+    return_freed_memory()
+    _stepped(shard, communicator, CommBackend()).unbind()  # threads start, and degrees are kept
+    gc.collect()
+    before = private_bytes()
+    backend = _stepped(shard, communicator, CommBackend(halo_gib=halo_gib))
+    gc.collect()
+    grown = private_bytes() - before
+    backend.unbind()
+    return grown
+
+
+def _stepped(shard: Shard, communicator: Communicator, backend: Backend) -> Backend:
+    backend.bind(shard, communicator)
+    model = distribute(GraphSAGE(8, 8, num_layers=2).double(), backend=backend)
+    model(shard.x, shard.adjacency).sum().backward()
+    return backend
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has is told by Linux")
+def test_edges_of_pieces_wait_in_files(tmp_path: Path) -> None:
+    nodes, degree = 2000, 400
+    write_store(
+        large_graph(nodes, degree, 8),
+        torch.arange(nodes).numpy() % 2,
+        tmp_path,
+        num_parts=2,
+        method="hash",
+        arguments={},
+        notes=[],
+    )
+    row_bytes = nodes // 2 * 8 * 8
+    with RankPool(2) as pool:
+        few, ample = (pool.run(_kept, 2, str(tmp_path), halo_gib) for halo_gib in (row_bytes / 3 / 2**30, None))
+    edges = nodes * degree // 2
+    assert all(grown > 12 * edges for grown in ample)  # both orders of them
+    assert all(grown < 4 * edges for grown in few)
 
 
 class AllToFiles(CommBackend):
