@@ -56,10 +56,12 @@ def test_parts_are_all_rows_once() -> None:
 
 
 def _check_order(rank: int, world_size: int) -> list[list[int]]:
-    transfer = Transfer(Communicator(dist.new_group()), [torch.empty(0)] * world_size, "nothing")
+    communicator = Communicator(dist.new_group())
+    transfer = Transfer(communicator, [torch.empty(0)] * world_size, "nothing")
     for target in transfer.targets:
         transfer.give(target, torch.empty(0))
     transfer.finish()
+    communicator.barrier()  # a rank that leaves at once would end the group that others still connect to
     return [[leg.rank for leg in order] for order in (transfer.targets, transfer.sources)]
 
 
