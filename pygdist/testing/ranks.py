@@ -164,7 +164,8 @@ def _answer(job: bytes) -> bytes:
 
 
 def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    # a rank that returned while others still connect to its group would end theirs
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TORCH_DIST_INIT_BARRIER="1")
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     try:
         return function(rank, world_size, *args)
