@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 _GIB = 2**30
 _COPIES = 3  # of a row: itself, its gradient and what the layer keeps for it
-_BYTES_PER_EDGE = 2 * 8  # in both orders
+# in both orders, with a value of eight bytes in each, and where its own value comes from here and goes to at its owner
+_BYTES_PER_EDGE = 4 * 4 + 2 * 8 + 2 * 8
 _FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost, congestion adds to it
 
 
@@ -84,7 +85,9 @@ class HybridBackend(RecomputingBackend):
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
             ``comm``, 1 is ``cache``. Rows with very many edges below them count as equally expensive.
         costs: What decides where no share is given, instead of what is measured.
-        memory_gib: Most memory that replicas may take on a rank; no limit by default.
+        memory_gib: Most memory that replicas may take on a rank; no limit by default. To choose, a rank looks at the
+            in-edges of all hops below its nodes, which are held meanwhile and are not counted; with ``cache_ratio=0``
+            it looks at none.
         replan: Measure and choose anew even if a plan is kept.
         ring: As for ``comm``, and so the next two.
         overlap: Aggregate while rows travel.
@@ -117,6 +120,10 @@ class HybridBackend(RecomputingBackend):
             raise InputError(f"memory_gib is {memory_gib}, expected no negative number")
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
+
+    @override
+    def hops_around(self, num_hops: int) -> int:
+        return 1 if self.cache_ratio == 0 else num_hops
 
     @override
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:

@@ -69,12 +69,6 @@ class Overflow:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A copy here of what is read again and again; the tensor itself if it is small."""
-        if tensor.nbytes < self.small:
-            return tensor
-        return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
     @property
     def elsewhere(self) -> Elsewhere:
         """Here, for rows that travel."""
@@ -95,11 +89,11 @@ class Overflow:
             with tempfile.NamedTemporaryFile(prefix=".pygdist-", dir=self.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # or a write kills the process later
                 return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch says with the latter that a file cannot be mapped
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
             raise InputError(
                 f"{where}: {size_gib:.2g} GiB that there is no memory for cannot be kept there: "
-                f"{error.strerror or error}",
+                f"{getattr(error, 'strerror', None) or error}",
                 of_one_rank=True,
             ) from error
 

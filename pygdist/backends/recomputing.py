@@ -99,6 +99,10 @@ class RecomputingBackend(FetchingBackend):
             probe: The model, and what measures its hops.
         """
 
+    def hops_around(self, num_hops: int) -> int:
+        """How far a rank must see to choose for a model of so many hops; their in-edges are held meanwhile."""
+        return num_hops
+
     @property
     @override
     def planning_s(self) -> float | None:
@@ -135,7 +139,7 @@ class RecomputingBackend(FetchingBackend):
             shard, communicator, widths = self.shard, self.communicator, looked.widths
             if widths not in self._by_widths:
                 start = time.perf_counter()
-                found = in_neighbourhood(shard, communicator, max(len(widths), 1))
+                found = in_neighbourhood(shard, communicator, self.hops_around(max(len(widths), 1)))
                 measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, widths)
                 chosen = self.choose(found, widths, Probe(model, measure, looked.shrinks))
                 self._planning_s = time.perf_counter() - start

@@ -80,7 +80,8 @@ class Communicator:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that take part; ``None`` is one process alone."""
         if self._group is None and self.world_size > 1:
-            raise RuntimeError("the communicator is closed: its training, validation or test has ended")
+            # no RuntimeError, which here means that the transport failed
+            raise InputError("the communicator is closed: its training, validation or test has ended")
         return self._group
 
     def close(self) -> None:

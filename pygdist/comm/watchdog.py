@@ -17,13 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Place", "Watchdog"]
+__all__ = ["FINISHED", "LOST_A_NEIGHBOUR", "Place", "Watchdog"]
 
 log = logging.getLogger(__name__)
 
 _NO_STORE = "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
 _ANSWER_S = 10.0  # a store that takes longer will not answer
-_FINISHED, _CONSEQUENCE = "finished", "lost a neighbour"  # farewells of ranks that are not the cause of a failure
+# farewells of ranks that are not the cause of a failure
+FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Watchdog:
         """Note that the exchange is over."""
         self.place = replace(self.place, waiting=False)
 
-    def close(self, farewell: str = _FINISHED) -> None:
+    def close(self, farewell: str = FINISHED) -> None:
         """Stop the heartbeat and tell the others that this rank left on its own account.
 
         Args:
@@ -127,9 +128,9 @@ class Watchdog:
             if rank == self.rank:
                 continue
             farewell = self._farewell(rank)
-            if farewell == _FINISHED:
+            if farewell == FINISHED:
                 late.append(f"rank {rank} has finished")
-            elif farewell is not None and farewell != _CONSEQUENCE:
+            elif farewell is not None and farewell != LOST_A_NEIGHBOUR:
                 left.append(f"rank {rank} left: {farewell}")
             elif farewell is None and beats == before[rank][0]:
                 lost.append(f"rank {rank} is lost (last seen in {text})")

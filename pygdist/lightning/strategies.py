@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
+from pygdist.comm.watchdog import FINISHED, LOST_A_NEIGHBOUR
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
 from pygdist.lightning.memory import keep_freed_memory
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # what DDP says of parameters without gradient, and what Lightning makes of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
+_OURS = False  # whether the default process group is Lightning's, and not one that the user's script had made before
 _RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
 
 
@@ -110,9 +112,11 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        made_here = not dist.is_initialized()
+        global _OURS
+        _OURS = _OURS or not dist.is_initialized()
         super().setup_distributed()
-        if made_here:
+        if _OURS:
+            atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
 
     @override
@@ -147,28 +151,25 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        atexit.unregister(_end_process_group)  # it would wait for calls that a lost rank never answers
-        if isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS):
-            if self._watchdog is not None:
-                self._watchdog.close("the model has unused parameters")
-                self._watchdog = None
+        unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
+        if not unused and not (isinstance(exception, InputError) and not exception.of_one_rank):
+            atexit.unregister(_end_process_group)  # it would wait for calls that a lost rank never answers
+        if unused:
+            self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
             raise InputError(
                 "some parameters of the model take no part in its loss; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             ) from exception
         if self._watchdog is None:
             return
-        watchdog, self._watchdog = self._watchdog, None
         if isinstance(exception, LostRankError):
-            watchdog.close("lost a neighbour")
+            self._close(LOST_A_NEIGHBOUR)
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
-            found = watchdog.diagnose()
-            watchdog.close("lost a neighbour")
-            raise LostRankError(
-                f"rank {self.global_rank}, epoch {self.communicator.epoch}: a collective call failed; {found}"
-            ) from exception
+            found, place = self._watchdog.diagnose(), self._place
+            self._close(LOST_A_NEIGHBOUR)
+            raise LostRankError(f"{place}: a collective call failed; {found}") from exception
         else:
-            watchdog.close(f"{type(exception).__name__}: {exception}")
+            self._close(f"{type(exception).__name__}: {exception}")
 
     @property
     def _unused_name(self) -> str:
@@ -177,19 +178,28 @@ class GraphDDPStrategy(DDPStrategy):
 
     def _leave(self, found: str) -> None:
         """End this process and those that it launched: its main thread waits for a rank that will not answer."""
-        log.error("rank %d, epoch %d: %s; leaving", self.global_rank, self.communicator.epoch, found)
+        log.error("%s: %s; leaving", self._place, found)
         if self._launcher is not None:
             self._launcher.kill(signal.SIGKILL)
         os._exit(1)
 
+    @property
+    def _place(self) -> str:
+        epoch = 0 if self._communicator is None else self._communicator.epoch  # a rank may be lost before there is one
+        return f"rank {self.global_rank}, epoch {epoch}"
+
+    def _close(self, farewell: str) -> None:
+        """Leave the other ranks, and say why."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.close(farewell)
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
     @override
     def teardown(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
-        if self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
+        self._close(FINISHED)
         super().teardown()
 
     @classmethod

@@ -13,7 +13,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 
 from pygdist.backends import CommBackend, HybridBackend, distribute
-from pygdist.backends.chunks import Arrival, split_by_source
+from pygdist.backends.chunks import Arrival, Chunk, split_by_source
 from pygdist.backends.overflow import Overflow
 from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
@@ -153,7 +153,7 @@ def _case(width: int, dtype: torch.dtype) -> tuple[CSR, Tensor, Tensor]:
     return csr, torch.randn(40, width, dtype=dtype), torch.randn(200, 1, dtype=dtype)
 
 
-def _pieces(csr: CSR) -> dict[int, tuple[CSR, Tensor]]:
+def _pieces(csr: CSR) -> dict[int, tuple[Chunk, Tensor]]:
     """Columns 0 to 9 are here; 10 to 39 arrive from ranks 1 to 3, their order reversed."""
     plan = ExchangePlan(
         send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0, 0), recv_counts=(0, 12, 0, 18)
@@ -162,17 +162,17 @@ def _pieces(csr: CSR) -> dict[int, tuple[CSR, Tensor]]:
     columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
     found = {0: chunks.local, **{leg.rank: chunk for leg, chunk in chunks.remote[0].items()}}
     assert found.keys() == columns.keys()
-    return {rank: (chunk.csr, columns[rank]) for rank, chunk in found.items()}
+    return {rank: (chunk, columns[rank]) for rank, chunk in found.items()}
 
 
 def test_chunks_hold_every_edge_once_in_its_order() -> None:
     csr, _, _ = _case(1, torch.float64)
     row, seen = csr.row_index(), []
-    for part, columns in _pieces(csr).values():
-        assert part.perm is not None
-        assert torch.equal(columns[part.index.long()], csr.index[part.perm.long()].long())
-        assert torch.equal(part.row_index(), row[part.perm.long()])
-        seen.append(part.perm)
+    for chunk, columns in _pieces(csr).values():
+        part, place = chunk.csr, chunk.perm.long()
+        assert torch.equal(columns[part.index.long()], csr.index[place].long())
+        assert torch.equal(part.row_index(), row[place])
+        seen.append(place)
     assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(csr.num_entries))
 
 
@@ -188,18 +188,17 @@ def test_chunks_of_pieces_take_no_more_memory_than_their_edges(in_files: bool, t
     arrival = Arrival(plan=plan, position=torch.arange(999, 99, -1))
     pieces = [arrival.piece(first, 50) for first in range(0, 450, 50)]
     chunks = split_by_source(csr, 100, pieces, overflow=overflow)
-    seen, row = [chunks.local.csr.perm], csr.row_index()
+    seen, row = [chunks.local.perm], csr.row_index()
     for piece, remote in zip(pieces, chunks.remote, strict=True):
         for leg, chunk in remote.items():
             part, columns = chunk.csr, piece.positions_of(leg.rank)
-            assert part.perm is not None
-            assert torch.equal(columns[part.index.long()], csr.index[part.perm.long()].long())
-            assert torch.equal(part.row_index(), row[part.perm.long()])
+            assert torch.equal(columns[part.index.long()], csr.index[chunk.perm.long()].long())
+            assert torch.equal(part.row_index(), row[chunk.perm.long()])
             assert torch.equal(chunk.filled.squeeze(1), torch.bincount(part.row_index(), minlength=2000) > 0)
-            held = [one for one in vars(vars(chunk)["_csr"]).values() if isinstance(one, Tensor)]
+            held = [one for one in vars(chunk).values() if isinstance(one, Tensor)]
             assert sum(one.nbytes for one in held) == 3 * 4 * part.num_entries
             assert all(one.is_shared() == in_files for one in held)
-            seen.append(part.perm)
+            seen.append(chunk.perm)
     assert torch.equal(torch.cat(seen).sort().values.long(), torch.arange(4000))
 
 
@@ -209,8 +208,8 @@ def test_the_softmax_is_merged_piece_by_piece(scale: float) -> None:
     csr, x, _ = _case(8, torch.float64)
     source, target = scale * torch.randn(40, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
     merged = None
-    for part, columns in _pieces(csr).values():
-        merged = gat_part(part, x[columns], source[columns].contiguous(), target, 0.2, merged)
+    for chunk, columns in _pieces(csr).values():
+        merged = gat_part(chunk.csr, x[columns], source[columns].contiguous(), target, 0.2, merged)
     assert merged is not None
     torch.testing.assert_close(merged[0], gat(csr, x.view(40, 2, 4), source, target).flatten(1))
     for found, expected in zip(merged, gat_part(csr, x, source, target, 0.2), strict=True):
@@ -223,9 +222,8 @@ def test_any_softmax_is_merged_piece_by_piece(scale: float) -> None:
     values, keys = x.view(40, 2, 4), scale * torch.randn(40, 2, 4, dtype=torch.float64)
     queries = torch.randn(50, 2, 4, dtype=torch.float64)
     merged = None
-    for part, columns in _pieces(csr).values():
-        part = CSR(part.indptr, part.index, part.num_cols)
-        piece = softmax_part(part, sddmm(part, keys[columns], queries), values[columns])
+    for chunk, columns in _pieces(csr).values():
+        piece = softmax_part(chunk.csr, sddmm(chunk.csr, keys[columns], queries), values[columns])
         merged = piece if merged is None else merge_softmax(merged, piece)
     assert merged is not None
     expected = spmm(csr, values, edge_softmax(csr, sddmm(csr, keys, queries)))
@@ -239,7 +237,8 @@ def test_ties_are_counted_over_all_pieces() -> None:
     out = spmm(csr, x, None, "max")
     lifted = x[csr.index.long()] == out.repeat_interleave(csr.indptr.diff(), dim=0)
     expected = torch.zeros_like(out).index_add_(0, csr.row_index().long(), lifted.float())
-    found = sum(tie_counts(part, x[columns].contiguous(), None, out) for part, columns in _pieces(csr).values())
+    parts = [(chunk.csr, x[columns].contiguous()) for chunk, columns in _pieces(csr).values()]
+    found = sum(tie_counts(part, rows, None, out) for part, rows in parts)
     assert torch.equal(found, expected)
 
 

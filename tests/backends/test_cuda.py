@@ -13,9 +13,11 @@ from torch_geometric.nn import GCN
 
 from pygdist import Shard, distribute
 from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
+from pygdist.backends.chunks import Arrival, split_by_source
 from pygdist.backends.overflow import Overflow
-from pygdist.comm import Communicator
+from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import write_store
+from pygdist.kernels import CSR
 from pygdist.testing import LAYERS, run_ranks
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import random_graph
@@ -70,6 +72,39 @@ def test_rows_for_the_backward_pass_wait_in_the_memory_of_the_host(tmp_path: Pat
     assert made.call_count >= 4
     worst = largest_differences(found, expected, shard.owned_id.cpu()).values()
     assert max(difference.absolute for difference in worst) < 1e-10
+
+
+def test_edges_of_chunks_wait_in_the_memory_of_the_host() -> None:
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, bound, (4000,), generator=generator) for bound in (300, 200))
+    csr = CSR.from_coo(row, col, num_rows=300, num_cols=200)
+    here = CSR(csr.indptr, csr.index, 200)
+    plan = ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0), recv_counts=(0, 70, 80))
+    arrival, value = Arrival(plan=plan, position=torch.arange(199, 49, -1)), torch.rand(4000, generator=generator)
+    pieces = [arrival.piece(first, 40) for first in (0, 40)]
+    there = CSR(here.indptr.cuda(), here.index.cuda(), 200)
+    overflow = Overflow(torch.device("cuda"), budget=1, small=1)
+    with torch.inference_mode():  # training uses what an evaluation made
+        found = split_by_source(there, 50, [piece.to(torch.device("cuda")) for piece in pieces], overflow=overflow)
+    expected = split_by_source(here, 50, pieces)
+    assert torch.equal(found.degree.cpu(), expected.degree)
+    assert [list(one) for one in found.remote] == [list(one) for one in expected.remote]
+    pairs = [(found.local, expected.local)]
+    for one, other in zip(found.remote, expected.remote, strict=True):
+        pairs += [(one[leg], other[leg]) for leg in one]
+    for chunk, like in pairs:
+        assert not chunk.perm.is_cuda
+        for mine, theirs in ((chunk.csr, like.csr), (chunk.transposed, like.transposed)):
+            assert mine.index.is_cuda
+            assert torch.equal(mine.indptr.cpu(), theirs.indptr)
+            assert torch.equal(mine.index.cpu(), theirs.index)
+        assert torch.equal(chunk.filled.cpu(), like.filled)
+        for transposed in (False, True):
+            for _ in range(2):
+                values = chunk.values(value.cuda(), transposed=transposed)
+                assert values is not None
+                assert values.is_cuda
+                assert torch.equal(values.cpu(), like.values(value, transposed=transposed))  # type: ignore[arg-type]
 
 
 def _hops_on_the_gpu(rank: int, world_size: int, store: str) -> float:

@@ -19,7 +19,7 @@ from torch_geometric.nn import GAT, GCN, GCNConv, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from typing_extensions import override
 
-from pygdist.backends import Backend, CommBackend, HybridBackend, distribute
+from pygdist.backends import Backend, CommBackend, HybridBackend, chunks, distribute
 from pygdist.backends.overflow import Overflow, writable
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
@@ -104,14 +104,18 @@ def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, 
     assert not list(tmp_path.rglob(".pygdist-*"))
 
 
-def _kept(rank: int, world_size: int, store: str, halo_gib: float | None) -> int:
-    """Bytes that the process has more after a step than before it."""
+def _kept(rank: int, world_size: int, store: str, halo_gib: float | None, limit: int | None) -> int:
+    """Bytes that the process has more after a step than before it; in the step no more than the limit."""
     communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank)
     return_freed_memory()
     _stepped(shard, communicator, CommBackend()).unbind()  # threads start, and degrees are kept
     gc.collect()
     before = private_bytes()
-    backend = _stepped(shard, communicator, CommBackend(halo_gib=halo_gib))
+    with (
+        contextlib.nullcontext() if limit is None else at_most(limit),
+        mock.patch.object(chunks, "_EDGES_AT_A_TIME", 20_000),
+    ):
+        backend = _stepped(shard, communicator, CommBackend(halo_gib=halo_gib))
     gc.collect()
     grown = private_bytes() - before
     backend.unbind()
@@ -126,7 +130,7 @@ def _stepped(shard: Shard, communicator: Communicator, backend: Backend) -> Back
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has is told by Linux")
-def test_edges_of_pieces_wait_in_files(tmp_path: Path) -> None:
+def test_edges_of_pieces_wait_in_files_and_are_sorted_there(tmp_path: Path) -> None:
     nodes, degree = 2000, 400
     write_store(
         large_graph(nodes, degree, 8),
@@ -137,10 +141,10 @@ def test_edges_of_pieces_wait_in_files(tmp_path: Path) -> None:
         arguments={},
         notes=[],
     )
-    row_bytes = nodes // 2 * 8 * 8
+    row_bytes, edges = nodes // 2 * 8 * 8, nodes * degree // 2
+    budgets = (row_bytes / 3 / 2**30, 8 * edges), (None, None)
     with RankPool(2) as pool:
-        few, ample = (pool.run(_kept, 2, str(tmp_path), halo_gib) for halo_gib in (row_bytes / 3 / 2**30, None))
-    edges = nodes * degree // 2
+        few, ample = (pool.run(_kept, 2, str(tmp_path), *budget) for budget in budgets)
     assert all(grown > 12 * edges for grown in ample)  # both orders of them
     assert all(grown < 4 * edges for grown in few)
 

@@ -12,13 +12,25 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, MessagePassing, SAGEConv
+from torch_geometric.nn import (
+    GAT,
+    GCN,
+    GIN,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GraphSAGE,
+    MessagePassing,
+    SAGEConv,
+    TransformerConv,
+)
 from typing_extensions import override
 
 from pygdist.backends import TensorBackend, distribute
@@ -39,6 +51,7 @@ from tests.backends.training import epoch, one_rank, same
 NODES, DEGREE, WIDTH = 10_000, 300, 8
 BUDGET, LIMIT = 4 << 20, 16 << 20  # for edges and slices, and for all that a step takes
 TINY = 24 / 2**20  # GiB: 24 KiB
+TINIER = 8 / 2**20  # of which sums have enough
 SUMS = ["APPNP", "GCNConv", "GINConv", "GraphConv", "LGConv", "SAGEConv-mean", "SGConv", "SSGConv", "TAGConv"]
 #: What is no sum by weights without gradient, and takes chunks to the device that are computed again backward.
 OTHERS = [
@@ -86,7 +99,8 @@ def test_no_more_than_so_many_rows_travel_at_a_time() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers_of_sums_equal_one_process_in_little_memory(world_size: int, pool: RankPool) -> None:
-    assert_exact(TensorBackend(memory_gib=TINY), layers=SUMS, world_sizes=[world_size], graphs=["power-law"], pool=pool)
+    backend = TensorBackend(memory_gib=TINIER)
+    assert_exact(backend, layers=SUMS, world_sizes=[world_size], graphs=["power-law"], pool=pool)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -261,9 +275,11 @@ class KeepsThings(MessagePassing):
         return self.scale * x_j
 
 
-def _one_rank_in_little_memory(layer: MessagePassing, folder: Path) -> tuple[nn.Module, Shard, Data]:
+def _one_rank_in_little_memory(
+    layer: MessagePassing, folder: Path, memory_gib: float = TINY
+) -> tuple[nn.Module, Shard, Data]:
     data, shard = one_rank(folder)
-    backend = TensorBackend(memory_gib=TINY)
+    backend = TensorBackend(memory_gib=memory_gib)
     backend.bind(shard, Communicator())
     return distribute(copy.deepcopy(layer), backend=backend), shard, data
 
@@ -286,6 +302,32 @@ def test_passes_do_not_hold_each_other(tmp_path: Path) -> None:
         del x
     gc.collect()
     assert sum(one() is not None for one in seen) <= 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "memory_gib"),
+    [
+        (GATConv(5, 4), TINY),
+        (GATv2Conv(5, 4), TINY),
+        (SAGEConv(5, 4, aggr="max"), TINY),
+        (TransformerConv(5, 4), TINY),
+        (GCNConv(5, 4), TINIER),
+    ],
+)
+def test_little_memory_is_several_chunks(layer: MessagePassing, memory_gib: float, tmp_path: Path) -> None:
+    """The comparisons in little memory compare chunks with one process, not one chunk."""
+    model, shard, _ = _one_rank_in_little_memory(layer.double(), tmp_path, memory_gib)
+    made: list[int] = []
+    own = SlicePlan.__init__
+
+    def noted(self: SlicePlan, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        made.append(len(self.chunks))
+
+    with mock.patch.object(SlicePlan, "__init__", noted):
+        model(shard.x, shard.adjacency).sum().backward()
+    assert made
+    assert min(made) > 1
 
 
 class ReadsBoth(MessagePassing):

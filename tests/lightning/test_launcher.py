@@ -101,6 +101,7 @@ def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> 
 
 _END = """
 import atexit
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -108,11 +109,17 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 
 
+def threads():
+    names = [thread.name for thread in threading.enumerate() if thread.name != "pygdist-observer"]  # it only sleeps
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            names.append(file.read_text().strip())
+    return names
+
+
 @atexit.register  # before anything else, so it runs last
 def look():
-    native = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    python = [thread.name for thread in threading.enumerate() if thread.name != "pygdist-observer"]  # it only sleeps
-    left = [name for name in native if "gloo" in name] + [name for name in python if "pygdist" in name]
+    left = [name for name in threads() if "gloo" in name or "pygdist" in name]
     with (folder.parent / "ends").open("a") as file:
         file.write(f"{trainer.global_rank} {left}\\n")
 
@@ -120,21 +127,37 @@ def look():
 import lightning.pytorch as pl
 from torch_geometric.nn import GCN
 
-from pygdist import GraphDataModule, NodeClassifier
+from pygdist import GraphDataModule, InputError, NodeClassifier
 
-trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy="graph_ddp", max_epochs=2, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-module = NodeClassifier(GCN(64, 8, num_layers=2, out_channels=10), backend="comm")
+
+class Looks(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        assert any("gloo" in name for name in threads())  # so they are called
+
+
+def training():
+    return pl.Trainer(
+        accelerator="cpu", devices=2, strategy="graph_ddp", max_epochs=2, logger=False, callbacks=[Looks()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+
+
+# everything is kept: the script's own names are there when Python ends
 data = GraphDataModule("sbm", {"num_nodes": 500}, cache_dir=folder)
-trainer.fit(module, datamodule=data)  # everything is kept: the script's own names are there when Python ends
+trainer = training()
+try:
+    trainer.fit(NodeClassifier(GCN(64, 8, num_layers=2, out_channels=3)), datamodule=data)
+except InputError as error:  # all ranks agree on it
+    assert "gives 3 values per node" in str(error)
+trainer = training()
+module = NodeClassifier(GCN(64, 8, num_layers=2, out_channels=10))
+trainer.fit(module, datamodule=data)
 trainer.validate(module, datamodule=data)
 """
 
 
 def test_no_thread_is_left_to_run_on_when_python_ends(tmp_path: Path) -> None:
-    # gloo's would abort the process, now and then
+    """Gloo's would abort the process, now and then."""
     _run(_END, tmp_path)
     ends, deadline = tmp_path / "ends", time.monotonic() + 60
     while len(ends.read_text().splitlines()) < 2 and time.monotonic() < deadline:
