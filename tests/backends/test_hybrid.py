@@ -442,3 +442,7 @@ def test_hops_that_read_no_sources_are_planned_too(tmp_path: Path, pool: RankPoo
     data, parts = random_graph("power-law")
     write_store(data, parts[3], tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
     pool.run(_edges_only, 3, str(tmp_path / "parts"))
+
+
+def test_who_computes_nothing_again_looks_no_further_than_its_own_edges() -> None:
+    assert [HybridBackend(cache_ratio=ratio).hops_around(3) for ratio in (0, 0.5, None)] == [1, 3, 3]

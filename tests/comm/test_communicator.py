@@ -253,3 +253,17 @@ def test_a_plan_states_what_does_not_fit() -> None:
         ExchangePlan(send_index=torch.tensor([0]), send_counts=(0, 1), recv_counts=(0,))
     with pytest.raises(ValueError, match="sum to 2, send_index has 1"):
         ExchangePlan(send_index=torch.tensor([0]), send_counts=(0, 2), recv_counts=(0, 0))
+
+
+def _check_closed(rank: int, world_size: int) -> str:
+    communicator = Communicator(dist.new_group())
+    communicator.barrier()
+    communicator.close()
+    with pytest.raises(InputError) as caught:
+        communicator.barrier()
+    return str(caught.value)
+
+
+def test_a_closed_communicator_accuses_nobody(pool: RankPool) -> None:
+    said = "the communicator is closed: its training, validation or test has ended"
+    assert pool.run(_check_closed, 2) == [said] * 2
