@@ -109,6 +109,9 @@ class Chunk:
         num_rows: Destinations of the hop.
         num_cols: Rows that arrive.
         tight: Hold the row of each edge where that takes less memory than a pointer for each row of the hop.
+
+    Attributes:
+        perm: The place of each edge of :attr:`csr` among all edges of the hop; it waits with them.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Chunk:
     ) -> None:
         self._memory, self._among = memory, among
         self._num_rows, self._num_cols = num_rows, num_cols
-        self._index, self._perm = (memory.part(kind, row.dtype, among) for kind in ("index", "perm"))
+        self._index, self.perm = (memory.part(kind, row.dtype, among) for kind in ("index", "perm"))
         self._by_entry = tight and row.nbytes < torch.int64.itemsize * num_rows
         if self._by_entry:
             self._rows = row
@@ -130,11 +133,6 @@ class Chunk:
     def csr(self) -> CSR:
         """The edges by destination: destinations by the rows that arrive."""
         return self._on(self._memory.device)
-
-    @property
-    def perm(self) -> Tensor:
-        """The place of each edge of :attr:`csr` among all edges of the hop; it waits with them."""
-        return self._perm
 
     @property
     def filled(self) -> Tensor:
@@ -159,7 +157,7 @@ class Chunk:
         known = self._values.get(transposed)
         if known is not None and known[1] == identity_of(value):
             return known[2].to(value.device, non_blocking=True)
-        order = self._perm
+        order = self.perm
         if transposed:
             perm = self._backwards().perm
             assert perm is not None

@@ -152,7 +152,8 @@ class GraphDDPStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
-        if not unused and not (isinstance(exception, InputError) and not exception.of_one_rank):
+        of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
+        if not of_all_ranks:
             atexit.unregister(_end_process_group)  # it would wait for calls that a lost rank never answers
         if unused:
             self._close("the model has unused parameters")  # Lightning does not tear down after an error from here

@@ -54,6 +54,12 @@ def _backend(halo_gib: float | None, cache_ratio: float | None) -> Backend:
     return HybridBackend(halo_gib=halo_gib, cache_ratio=cache_ratio)
 
 
+def _write_halves(nodes: int, degree: int, width: int, folder: Path) -> None:
+    """A large graph of two parts."""
+    data, part = large_graph(nodes, degree, width), torch.arange(nodes).numpy() % 2
+    write_store(data, part, folder, num_parts=2, method="hash", arguments={}, notes=[])
+
+
 def _step(
     rank: int, world_size: int, store: str, name: str, arguments: dict[str, Any], limit: int | None
 ) -> tuple[Step, Tensor, int]:
@@ -84,15 +90,7 @@ def _step(
 )
 def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, limit: int, tmp_path: Path) -> None:
     """No more than the limit is taken by all of a step; rows that are kept on the device take more than that."""
-    write_store(
-        large_graph(NODES, DEGREE, WIDTH),
-        torch.arange(NODES).numpy() % 2,
-        tmp_path,
-        num_parts=2,
-        method="hash",
-        arguments={},
-        notes=[],
-    )
+    _write_halves(NODES, DEGREE, WIDTH, tmp_path)
     expected = reference_step(_model(name), large_graph(NODES, DEGREE, WIDTH))
     short, ample = ({"halo_gib": halo_gib, "cache_ratio": cache_ratio} for halo_gib in (PIECE / 2**30, None))
     with RankPool(2) as pool:  # processes with no memory of others' tests
@@ -132,15 +130,7 @@ def _stepped(shard: Shard, communicator: Communicator, backend: Backend) -> Back
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has is told by Linux")
 def test_edges_of_pieces_wait_in_files_and_are_sorted_there(tmp_path: Path) -> None:
     nodes, degree = 2000, 400
-    write_store(
-        large_graph(nodes, degree, 8),
-        torch.arange(nodes).numpy() % 2,
-        tmp_path,
-        num_parts=2,
-        method="hash",
-        arguments={},
-        notes=[],
-    )
+    _write_halves(nodes, degree, 8, tmp_path)
     row_bytes, edges = nodes // 2 * 8 * 8, nodes * degree // 2
     budgets = (row_bytes / 3 / 2**30, 8 * edges), (None, None)
     with RankPool(2) as pool:
