@@ -38,6 +38,7 @@ def partition(
     device_memory: float | None = None,
     reserve: float | None = None,
     hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
     out: Path = Path("parts"),
     symmetrize: bool = False,
     remove_duplicates: bool = False,
@@ -68,6 +69,8 @@ def partition(
         device_memory: GiB of memory of each, with auto.
         reserve: Share of the memory that training needs for itself, with auto; two thirds by default.
         hops: How far the halo of a part reaches.
+        placement: What a part has of its halo. nodes: which rows it is, for training that fetches these. replicas:
+            their features and edges too, for training on its own. By default nodes for one hop, replicas for more.
         out: The folder to write; it appears when it is complete.
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges.
@@ -112,6 +115,7 @@ def partition(
         notes=notes,
         num_classes=num_classes,
         num_hops=hops,
+        placement=placement,
         overwrite=overwrite,
         progress=progress,
         **(method_args or {}),
@@ -178,7 +182,7 @@ def _work(meta: dict[str, Any], metrics: PartitionMetrics) -> str:
     said.append(f"balance (largest over mean): {balance}")
     volume = f" ({meta['bytes_per_layer'] / 1e6:,.1f} MB of features)" if meta["num_features"] else ""
     said.append(f"{meta['rows_per_hop']:,} rows cross in a layer{volume}")
-    if meta["num_hops"] > 1:
+    if meta["placement"] == "replicas":
         hops = [sum(one["halo_per_hop"][hop] for one in meta["parts"]) for hop in range(meta["num_hops"])]
         said.append("halo rows by hop: " + ", ".join(f"{rows:,}" for rows in hops))
     rate = f"{meta['edges_per_second'] / 1e6:,.1f} million edges/s"

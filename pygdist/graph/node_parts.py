@@ -70,8 +70,9 @@ class NodeParts:
         for one in range(num_parts):
             owned = self.owned(one)
             self._position[owned] = np.arange(len(owned))
-        # scratch: only entries of the part at hand are read
-        self._local: NDArray[Any] = np.empty(len(part), dtype=narrow)
+        # scratch, of the part at hand
+        self._local: NDArray[Any] = np.full(len(part), -1, dtype=narrow)
+        self._indexed = np.empty(0, dtype=np.int64)
         self._wanted = np.zeros(len(part), dtype=bool)
 
     @property
@@ -123,10 +124,12 @@ class NodeParts:
 
     def index(self, n_id: NDArray[np.int64]) -> None:
         """Note where each node is in ``n_id``, for :meth:`indexed`."""
+        self._local[self._indexed] = -1
+        self._indexed = n_id
         self._local[n_id] = np.arange(len(n_id))
 
     def indexed(self, nodes: NDArray[Any]) -> NDArray[Any]:
-        """Where nodes are in the last ``n_id`` that :meth:`index` was given; of type ``narrow``."""
+        """Where nodes are in the last ``n_id`` that :meth:`index` was given, -1 if nowhere; of type ``narrow``."""
         return np.asarray(self._local[nodes])
 
     def owned_rows(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:

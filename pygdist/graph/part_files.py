@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from pygdist.graph.folder import checksum, forget_pages, write_rows
 from pygdist.graph.node_parts import NodeParts, Topology
 from pygdist.graph.progress import enter_stage, watched
 from pygdist.graph.spill import Spill
-from pygdist.graph.surroundings import write_surroundings
+from pygdist.graph.surroundings_files import write_in_degrees, write_surroundings
 from pygdist.graph.whole import WholeGraph
 
 __all__ = ["open_array", "stored_type", "write_parts"]
@@ -28,7 +28,13 @@ _NODE_FIELDS = ("x", "y", *MASKS)
 
 
 def write_parts(
-    graph: WholeGraph, part: NDArray[np.int32], folder: Path, num_parts: int, *, num_hops: int = 1
+    graph: WholeGraph,
+    part: NDArray[np.int32],
+    folder: Path,
+    num_parts: int,
+    *,
+    num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] = "nodes",
 ) -> dict[str, Any]:
     """Write ``part_0``, ``part_1``, ... into a folder, one after the other.
 
@@ -37,7 +43,8 @@ def write_parts(
         part: Owner of each node, of shape ``(N,)``.
         folder: An empty folder.
         num_parts: Number of parts.
-        num_hops: How far halos reach.
+        num_hops: How far halos reach; 1 for the placement *nodes*.
+        placement: What the parts hold; see :mod:`pygdist.graph.store`.
 
     Returns:
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
@@ -46,15 +53,16 @@ def write_parts(
     parts = NodeParts(part, num_parts)
     places = [folder / f"part_{p}" for p in range(num_parts)]
     described = _write_topologies(graph, parts, places)
-    if num_hops > 1:
-        _extend(parts, places, described, num_hops)
+    if placement == "replicas":
+        _extend(graph, parts, places, described, num_hops)
     fields = _fields(graph)
     for p, (place, one) in enumerate(zip(places, described, strict=True)):
-        _write_fields(parts.owned(p), place, one, fields, num_hops)
+        _write_fields(parts.owned(p), place, one, fields, placement)
     _write_plans(parts, places, described)
     written = {
         "num_edges": sum(one["num_edges"] for one in described),
         "num_hops": num_hops,
+        "placement": placement,
         "dtypes": {name: str(stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
         "counts": {name: sum(one["counts"][name] for one in described) for name in MASKS},
         "replication_factor_full": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
@@ -131,11 +139,17 @@ def _write_topology(topology: Topology, place: Path) -> dict[str, Any]:
     }
 
 
-def _extend(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int) -> None:
-    """Replace the topology of each part by that of several hops; until all are done the others need the first."""
+def _extend(
+    graph: WholeGraph, parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int
+) -> None:
+    """Replace the topology of each part by that of replicas; until all are done the others need the first."""
+    weight, scratch = graph.fields.get("edge_weight"), places[0].parent / "in_degree.tmp"
+    dtype = np.dtype(np.float64) if weight is None else stored_type("edge_weight", weight)
+    in_degree = write_in_degrees(parts, places, scratch, weight=weight, dtype=dtype)
     for p, one in enumerate(described):
-        one["files"], counts = write_surroundings(parts, p, places, num_hops, ".extended")
+        one["files"], counts = write_surroundings(parts, p, places, num_hops, in_degree=in_degree, suffix=".extended")
         one["halo_per_hop"] = counts.sum(axis=1).tolist()
+    scratch.unlink()
     for place in places:
         for path in place.glob("*.extended"):
             path.rename(path.with_suffix(".npy"))
@@ -156,11 +170,11 @@ def stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
 
 
 def _write_fields(
-    owned: NDArray[Any], place: Path, one: dict[str, Any], fields: Mapping[str, NDArray[Any]], num_hops: int
+    owned: NDArray[Any], place: Path, one: dict[str, Any], fields: Mapping[str, NDArray[Any]], placement: str
 ) -> None:
-    """Write what belongs to the nodes and edges of a part. Rows some hops away come with their features."""
+    """Write what belongs to the nodes and edges of a part. Replicas come with their features."""
     n_id, e_id = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("n_id", "e_id"))
-    rows = {name: n_id if name == "x" and num_hops > 1 else owned for name in _NODE_FIELDS}
+    rows = {name: n_id if name == "x" and placement == "replicas" else owned for name in _NODE_FIELDS}
     rows |= dict.fromkeys(EDGE_FIELDS, e_id)
     for name in (name for name in rows if name in fields):
         dtype = stored_type(name, fields[name])
@@ -175,7 +189,8 @@ def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[
     """
     n_ids = [np.load(place / "n_id.npy", mmap_mode="r") for place in places]
     # (receiver, hop, sender), and where each block begins in the receiver's list
-    counts = np.stack([np.load(place / "recv_counts.npy").reshape(-1, parts.num_parts) for place in places])
+    received = [np.load(place / "recv_counts.npy") for place in places]
+    counts = np.stack([one.reshape(-1, parts.num_parts) for one in received])
     flat = counts.reshape(len(places), -1)
     first = np.array([[one["num_owned"]] for one in described]) + np.cumsum(flat, axis=1) - flat
     first = first.reshape(counts.shape)
@@ -185,10 +200,9 @@ def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[
             for hop in range(counts.shape[1])
             for receiver, n_id in enumerate(n_ids)
         ]
-        sent = np.ascontiguousarray(counts[:, :, sender].T)
         plan = {
             "send_index": parts.owned_rows(np.concatenate(wanted)),
-            "send_counts": sent if len(sent) > 1 else sent[0],
+            "send_counts": np.ascontiguousarray(counts[:, :, sender].T).reshape(received[sender].shape),
         }
         for n_id in n_ids:
             forget_pages(n_id)

@@ -17,9 +17,16 @@ r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` 
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
 ====================  =====================================================================================
 
-This is the placement *nodes*. *Replicas* reach K > 1 hops: ``n_id`` goes on with the rows of each further hop, grouped
-by owner; ``indptr``, ``src``, ``e_id`` and edge values go on with the in-edges of all rows but those of the last hop;
-``x`` has all rows; counts are ``(K, P)``, and ``send_index`` is grouped by hop, then receiver.
+This is the placement *nodes*. *Replicas*, by which a part trains on its own (CATGNN, Sec. 4.2), begin with the same and
+reach K >= 1 hops: ``n_id`` goes on with the rows of each further hop, grouped by owner; ``indptr``, ``src``, ``e_id``
+and edge values go on with the in-edges of these rows, of the last hop only those that begin at rows of fewer hops, and
+self-loops; ``x`` has all rows; counts are ``(K, P)``, and ``send_index`` is grouped by hop, then receiver. Besides:
+
+====================  =====================================================================================
+``in_degree``         ``(rows, 5)`` float64, of all in-edges that each row has in the whole graph: how many they are,
+                      how many of them self-loops, the sum of the weights, that of the self-loops' weights, and the
+                      weight of the last self-loop (by ``e_id``; 0 if there is none). ``(rows, 2)`` without edge weights
+====================  =====================================================================================
 
 Where nodes were numbered anew, ``ids.npy`` beside the parts holds the id that each had, int64 of shape ``(N,)``.
 
@@ -37,7 +44,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +57,13 @@ from pygdist.graph.prepare import fingerprint as content_of
 from pygdist.graph.whole import WholeGraph
 
 __all__ = [
-    "FORMAT_VERSION", "build_store", "check_part", "open_part", "peak_rss_bytes", "read_meta", "store_key",
-    "write_graph", "write_store",
+    "FORMAT_VERSION", "build_store", "check_part", "open_part", "peak_rss_bytes", "placement_of", "read_meta",
+    "store_key", "write_graph", "write_store",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def write_store(
@@ -71,6 +78,8 @@ def write_store(
     num_classes: int | None = None,
     fingerprint: str | None = None,
     figures: Mapping[str, Any] | None = None,
+    num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Cut a graph by the owner of its nodes and write one folder per part.
@@ -86,14 +95,18 @@ def write_store(
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
         figures: More entries for ``meta.json``.
+        num_hops: How far halos reach.
+        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
         overwrite: Replace a finished store that differs. Anything else in the place is never removed.
 
     Returns:
         What ``meta.json`` says.
 
     Raises:
-        InputError: If ``part`` does not fit the graph, something else lies in the place, or the disk refuses.
+        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, something else lies in
+            the place, or the disk refuses.
     """
+    placement = placement_of(num_hops, placement)
     graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
     part = check_part(part, graph.edges.num_nodes, num_parts)
     wanted = {
@@ -103,10 +116,13 @@ def write_store(
         "method": method,
         "arguments": arguments,
         "num_classes": graph.num_classes,
+        "num_hops": num_hops,
+        "placement": placement,
     }
 
     def build(place: Path) -> dict[str, Any]:
-        return write_graph(graph, part, place, num_parts) | dict(figures or {})
+        written = write_graph(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
+        return written | dict(figures or {})
 
     return build_store(folder, wanted, build, overwrite=overwrite)
 
@@ -157,8 +173,35 @@ def build_store(
         raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
 
 
+def placement_of(num_hops: int, placement: Literal["nodes", "replicas"] | None = None) -> Literal["nodes", "replicas"]:
+    """What the parts of a store hold: by default *nodes* for one hop and *replicas* for more.
+
+    Args:
+        num_hops: How far halos reach.
+        placement: What was asked for, if anything.
+
+    Raises:
+        InputError: If the two do not go together.
+    """
+    if num_hops < 1:
+        raise InputError(f"num_hops is {num_hops}, expected at least 1")
+    if placement not in (None, "nodes", "replicas"):
+        raise InputError(f"placement is {placement!r}, expected 'nodes' or 'replicas'")
+    if placement == "nodes" and num_hops > 1:
+        raise InputError(
+            f"num_hops is {num_hops}, but the placement 'nodes' has halos of one hop; ask for 'replicas', or one hop"
+        )
+    return placement or ("nodes" if num_hops == 1 else "replicas")
+
+
 def write_graph(
-    graph: WholeGraph, part: NDArray[np.int32], place: Path, num_parts: int, *, num_hops: int = 1
+    graph: WholeGraph,
+    part: NDArray[np.int32],
+    place: Path,
+    num_parts: int,
+    *,
+    num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
 ) -> dict[str, Any]:
     """Write all parts of a graph.
 
@@ -167,14 +210,18 @@ def write_graph(
         part: Owner of each node, int32 of shape ``(N,)``.
         place: An empty folder.
         num_parts: Number of parts.
-        num_hops: How far halos reach: 1 for the placement *nodes*, more for *replicas*.
+        num_hops: How far halos reach.
+        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
 
     Returns:
         The entries of ``meta.json`` that follow.
+
+    Raises:
+        InputError: If ``num_hops`` and ``placement`` do not go together.
     """
-    written = write_parts(graph, part, place, num_parts, num_hops=num_hops)
+    placement = placement_of(num_hops, placement)
+    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
     return {
-        "placement": "nodes" if num_hops == 1 else "replicas",
         "preprocessing": list(graph.notes),
         "num_parts": num_parts,
         "num_nodes": len(part),
@@ -236,9 +283,6 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     assert isinstance(meta, dict)
     if meta.get("crc32") != _checksum(meta):
         raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
-    if "replication_factor_full" not in meta:  # written before vertex-cuts had a second one
-        meta["replication_factor_full"] = meta["replication_factor"]
-    meta.setdefault("num_hops", 1)  # written before there were more
     return meta
 
 

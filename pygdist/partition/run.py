@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch_geometric.data import Data
@@ -18,6 +18,7 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.progress import enter_stage
+from pygdist.graph.store import placement_of
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.sizing import DeviceMemory, GraphBytes
@@ -39,6 +40,7 @@ def partition_graph(
     num_classes: int | None = None,
     fingerprint: str | None = None,
     num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     **args: Any,
@@ -55,7 +57,9 @@ def partition_graph(
         num_classes: Number of classes; by default that of ``source``.
         fingerprint: What tells this graph from others, where it is known already; :func:`pygdist.graph.fingerprint` of
             a ``Data``.
-        num_hops: How far the halo of a part reaches; more than 1 makes the placement *replicas*.
+        num_hops: How far the halo of a part reaches.
+        placement: *nodes*: a part knows which rows its halo is, and fetches them. *replicas*: it has their features and
+            edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop and replicas for more.
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
@@ -64,22 +68,24 @@ def partition_graph(
         What ``meta.json`` says; with ``seconds`` and ``edges_per_second`` of the assignment.
 
     Raises:
-        InputError: If the partitioner is not known or cannot cut the graph so, the graph cannot be read, or the folder
-            cannot be written.
+        InputError: If the partitioner is not known or cannot cut the graph so, ``num_hops`` does not fit ``placement``,
+            the graph cannot be read, or the folder cannot be written.
 
     Example:
         >>> data, notes = prepare(load_graph("sbm"))
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash", notes=notes)
         >>> PartitionMetrics.from_meta(meta).summary()
     """
-    if num_hops < 1:
-        raise InputError(f"num_hops is {num_hops}, expected at least 1")
-    if num_hops > 1 and isinstance(num_parts, DeviceMemory):
-        raise InputError("num_parts: what fits the devices is known for halos of one hop; state a number for more")
+    placement = placement_of(num_hops, placement)
+    if placement == "replicas" and isinstance(num_parts, DeviceMemory):
+        raise InputError(
+            "num_parts: what fits the devices is known for the placement of nodes; state a number for replicas"
+        )
     chosen = resolve_partitioner(partitioner, **args)
-    job = _Job(chosen, num_parts, num_hops)
+    job = _Job(chosen, num_parts, num_hops, placement)
     wanted = {
         "num_hops": num_hops,
+        "placement": placement,
         "method": chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}",
         "arguments": chosen.arguments(),
         **(
@@ -114,6 +120,7 @@ class _Job:
     partitioner: Partitioner
     num_parts: int | DeviceMemory
     num_hops: int
+    placement: Literal["nodes", "replicas"]
 
 
 def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Progress | None) -> dict[str, Any]:
@@ -135,7 +142,7 @@ def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
         num_parts = int(job.num_parts)  # a numpy integer is no int to JSON
         found, seconds = _assign(graph.edges, job.partitioner, num_parts)
     start = time.perf_counter()
-    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops)
+    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops, placement=job.placement)
     metrics = PartitionMetrics.from_meta(written)
     itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
     return {

@@ -140,7 +140,7 @@ def test_meta_says_what_is_inside(tmp_path: Path) -> None:
     meta = write(data, [0] * 10, tmp_path / "store", 1, notes=["removed 3 self-loops"], figures=figures)
     assert meta == read_meta(tmp_path / "store")
     expected = {
-        "format_version": 2,
+        "format_version": 3,
         "placement": "nodes",
         "method": "given",
         "arguments": {"seed": 1},
@@ -215,6 +215,8 @@ def test_a_finished_store_is_left_alone(store: Path) -> None:
         (0, {"method": "other"}, "method"),
         (0, {"arguments": {"seed": 2}}, "arguments"),
         (0, {"num_classes": 9}, "num_classes"),
+        (0, {"placement": "replicas"}, "placement"),
+        (0, {"num_hops": 2}, "num_hops, placement"),
     ],
 )
 def test_another_store_is_never_taken_for_it(store: Path, seed: int, changes: dict[str, Any], differing: str) -> None:
@@ -336,7 +338,7 @@ def test_no_store(tmp_path: Path, store: Path) -> None:
 def test_another_format(store: Path) -> None:
     meta = json.loads((store / "meta.json").read_text())
     (store / "meta.json").write_text(json.dumps({**meta, "format_version": 99}))
-    with pytest.raises(InputError, match="format version 99, but this pygdist reads version 2"):
+    with pytest.raises(InputError, match="format version 99, but this pygdist reads version 3"):
         read_meta(store)
 
 
