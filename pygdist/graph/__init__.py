@@ -19,6 +19,7 @@ from pygdist.graph.shard import Shard
 from pygdist.graph.sources import load_graph, register_generator
 from pygdist.graph.store import build_store, check_part, open_part, read_meta, store_key, write_graph, write_store
 from pygdist.graph.stream import EdgeSource, EdgeStream
+from pygdist.graph.surroundings import Surroundings
 from pygdist.graph.whole import WholeGraph
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "GraphFiles",
     "Progress",
     "Shard",
+    "Surroundings",
     "WholeGraph",
     "as_homogeneous",
     "build_store",

@@ -25,7 +25,8 @@ _STEP = 0x9E3779B97F4A7C15 - 2**64
 def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
     """The shard without some of its edges, which are there apart, as ``val_edges`` and ``test_edges``.
 
-    An edge and its reverse are held out together, and self-loops never.
+    An edge and its reverse are held out together, and self-loops never. Surroundings are not kept: what they know of
+    the whole graph counts every edge.
 
     Args:
         shard: A rank's part of the graph.
@@ -56,7 +57,8 @@ def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
         for name in ("e_id", "edge_weight", "edge_attr", "edge_type")
         if (value := getattr(shard, name)) is not None
     }
-    return shard.replace(adjacency=Adjacency.from_csr(keep_entries(csr, keep)), **rest, **chosen)
+    adjacency = Adjacency.from_csr(keep_entries(csr, keep))
+    return shard.replace(adjacency=adjacency, surroundings=None, **rest, **chosen)
 
 
 def corrupted_sources(e_id: Tensor, num_nodes: int, *, seed: int, epoch: int) -> Tensor:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from pygdist.comm import ExchangePlan
-from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store import open_part, read_meta
-from pygdist.kernels.csr import CSR, narrowest
+from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, rows_and_edges
 
 __all__ = ["Shard"]
 
@@ -40,6 +39,8 @@ class Shard:
         val_edges, test_edges: Edges that were held out (:func:`~pygdist.graph.links.hold_out`): source and target in
             local ids, and global position, ``(3, k)`` int64; ``None`` where none were.
         folder: Where the partitioned graph is kept; ``None`` if it is in memory alone.
+        surroundings: What is held under the placement *replicas*; ``x``, ids and values of edges of the shard are its
+            leading rows, not copies. ``None`` under *nodes*.
     """
 
     # no dataclass: Lightning's precision plugins copy those field by field in every step, memory maps included
@@ -69,6 +70,7 @@ class Shard:
         val_edges: Tensor | None = None,
         test_edges: Tensor | None = None,
         folder: Path | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -79,7 +81,7 @@ class Shard:
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
         self.val_edges, self.test_edges = val_edges, test_edges
-        self.folder = folder
+        self.folder, self.surroundings = folder, surroundings
 
     def __repr__(self) -> str:
         return (
@@ -98,46 +100,40 @@ class Shard:
         return self.n_id[: self.num_owned]
 
     @staticmethod
-    def load(folder: str | Path, rank: int, *, num_parts: int | None = None) -> Shard:
+    def load(folder: str | Path, rank: int, *, num_parts: int | None = None, verify: bool = True) -> Shard:
         """Map one part of an on-disk store (:mod:`pygdist.graph.store`); features stay memory-mapped.
+
+        Args:
+            folder: The store, of either placement.
+            rank: Which part.
+            num_parts: World size of the run, if the store must have been made for it.
+            verify: Read the files once and compare their checksums; who opens a part again need not.
 
         Raises:
             InputError: If the store is missing, corrupted, or was made for another number of parts.
         """
-        meta = read_meta(folder)
-        if meta["placement"] != "nodes":
-            raise InputError(
-                f"{folder}: holds halos of {meta['num_hops']} hops (placement {meta['placement']}), but this needs "
-                "those of one hop (placement nodes): partition with --hops 1"
-            )
-        arrays = open_part(folder, rank, num_parts=num_parts)
-        return Shard.from_arrays(arrays, meta, rank, folder=Path(folder))
+        arrays = open_part(folder, rank, num_parts=num_parts, verify=verify)
+        return Shard.from_arrays(arrays, read_meta(folder), rank, folder=Path(folder))
 
     @staticmethod
     def from_arrays(
         arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int, *, folder: Path | None = None
     ) -> Shard:
         """A shard over the arrays of one part, as :func:`pygdist.graph.store.open_part` gives them."""
-        indptr, n_id = _tensor(arrays["indptr"]), _tensor(arrays["n_id"])
-        num_owned = indptr.numel() - 1
-        csr = CSR(indptr, _tensor(arrays["src"]).to(narrowest(n_id.numel())), n_id.numel())
-        optional = {
-            name: _tensor(arrays[name]) if name in arrays else None for name in ("x", "y", *MASKS, *EDGE_FIELDS)
-        }
-        if optional["x"] is None:
-            optional["x"] = torch.empty(num_owned, 0)
+        surroundings = None
+        if meta["placement"] == "replicas":
+            num_owned = int(meta["parts"][rank]["num_owned"])
+            surroundings = Surroundings.from_arrays(arrays, num_owned)
+            arrays = first_hop(arrays, num_owned)
         plan = ExchangePlan(
-            send_index=_tensor(arrays["send_index"]).long(),
+            send_index=as_tensor(arrays["send_index"]).long(),
             send_counts=tuple(arrays["send_counts"].tolist()),
             recv_counts=tuple(arrays["recv_counts"].tolist()),
         )
         return Shard(
             rank=rank,
             num_parts=int(meta["num_parts"]),
-            n_id=n_id,
-            num_owned=num_owned,
-            adjacency=Adjacency.from_csr(csr),
-            e_id=_tensor(arrays["e_id"]),
+            num_owned=len(arrays["indptr"]) - 1,
             plan=plan,
             num_nodes=int(meta["num_nodes"]),
             num_edges=int(meta["num_edges"]),
@@ -145,7 +141,9 @@ class Shard:
             multi_label=bool(meta["multi_label"]),
             counts={mask: int(meta["counts"].get(mask, 0)) for mask in MASKS},
             folder=folder,
-            **optional,  # type: ignore[arg-type]
+            surroundings=surroundings,
+            **rows_and_edges(arrays),
+            **{name: as_tensor(arrays[name]) if name in arrays else None for name in ("y", *MASKS)},  # type: ignore[arg-type]
         )
 
     def to(self, device: torch.device | str, **_: Any) -> Shard:
@@ -153,27 +151,36 @@ class Shard:
         device = torch.device(device)
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
             return self
+        around = None if self.surroundings is None else self.surroundings.to(device)
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: value.to(device) if (piece := self._piece(name, around)) is None else piece
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and not isinstance(value, Adjacency)
         }
-        return self.replace(adjacency=self.adjacency.to_device(device), plan=self.plan.to(device), **moved)
+        moved |= {"adjacency": self.adjacency.to_device(device), "plan": self.plan.to(device)}
+        return self.replace(surroundings=around, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
         """The shard with features, edge inputs and several labels per node in ``dtype``; itself if they are."""
+        around = None if self.surroundings is None else self.surroundings.astype(dtype)
         floats = {
-            name: value.to(dtype)
+            name: value.to(dtype) if (piece := self._piece(name, around)) is None else piece
             for name in ("x", "y", *EDGE_FIELDS)
             if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
         }
-        return self.replace(**floats) if floats else self
+        return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
     def replace(self, **changes: Any) -> Shard:
         """A shallow copy with some attributes changed."""
         return Shard(**{**vars(self), **changes})
 
-
-def _tensor(array: np.ndarray) -> Tensor:
-    # the store maps copy-on-write: an in-place operation of a user stays in this process and never reaches the file
-    return torch.from_numpy(np.asarray(array))
+    def _piece(self, name: str, converted: Surroundings | None) -> Tensor | None:
+        """An attribute out of the converted surroundings, if it is a piece of these, so that it is held once."""
+        value, whole = getattr(self, name), getattr(self.surroundings, name, None)
+        if whole is None:
+            return None
+        mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
+        if mine != theirs:  # somebody put another in its place
+            return None
+        piece: Tensor = getattr(converted, name)[: len(value)]
+        return piece

@@ -55,6 +55,24 @@ def test_json_is_alone_on_standard_output(folder: Path, graphs: Path) -> None:
     assert sum(part["num_owned"] for part in meta["parts"]) == 120
 
 
+def test_replicas_to_train_on(folder: Path, graphs: Path) -> None:
+    args = ("partition", f"--dataset={graphs / 'good'}", "--parts=2")
+    outcome = pygdist(*args, "--placement=replicas", "--json", folder=folder)
+    assert outcome.code == 0, outcome.err
+    meta = json.loads(outcome.out)
+    assert (meta["placement"], meta["num_hops"], meta["num_edges"]) == ("replicas", 1, 720)
+    for rank in torchrun("fit", "--config=run.yaml", "--data.store=parts", "--trainer.max_epochs=1", folder=folder):
+        assert rank.code == 0, rank.err
+    outcome = pygdist(*args, "--hops=2", "--out=two", folder=folder)
+    assert outcome.code == 0, outcome.err
+    assert "halo rows by hop: " in outcome.out
+    assert json.loads((folder / "two" / "meta.json").read_text())["placement"] == "replicas"
+    assert_mistake(pygdist(*args, folder=folder), "parts: holds another store (placement differ)")
+    assert_mistake(pygdist(*args, "--hops=2", "--placement=nodes", "--out=no", folder=folder), "halos of one hop")
+    assert_mistake(pygdist(*args, "--placement=edges", "--out=no", folder=folder), "placement")
+    assert not (folder / "no").exists()
+
+
 def test_options_reach_dataset_preprocessing_and_method(folder: Path) -> None:
     outcome = pygdist(
         "partition",

@@ -1,0 +1,127 @@
+"""What a rank holds of the graph around its own nodes, so that it can compute without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pygdist.graph.adjacency import Adjacency
+from pygdist.graph.check import EDGE_FIELDS
+from pygdist.kernels.csr import CSR, narrowest
+
+__all__ = ["Surroundings", "as_tensor", "first_hop", "rows_and_edges"]
+
+
+class Surroundings:
+    r"""All rows of a part under the placement *replicas*, and the edges among them (CATGNN, Sec. 4.2).
+
+    Rows are ordered by hop, so what lies within fewer hops are leading rows, and the edges into them leading edges.
+    Rows of less than K hops have all their in-edges. Those of the last hop, the rim, have the ones that begin at rows
+    of less than K hops, and their self-loops; what is missing is counted in ``in_degree``.
+
+    Attributes:
+        num_hops: How far the rows reach, :math:`K \ge 1`.
+        ends: ``ends[k]`` is the number of rows within ``k`` hops, for ``k`` from 0 (owned) to :math:`K` (all,
+            :math:`R`).
+        n_id: Global ids of the rows: owned, then by hop, grouped by owner inside a hop; ``(R,)`` int64.
+        adjacency: In-edges of all rows in local ids, from :math:`R` sources to :math:`R` destinations.
+        e_id: Global position of each edge, in the order of ``adjacency``; ``(E,)`` int64.
+        x: Features of all rows, ``(R, num_features)``.
+        edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
+        in_degree: Of all in-edges of each row in the whole graph: how many they are, how many of them self-loops, the
+            sum of the weights, that of the self-loops' weights, and the weight of the last self-loop or 0;
+            ``(R, 5)`` float64, or ``(R, 2)`` without edge weights.
+    """
+
+    # no dataclass, for the reason that Shard is none
+    def __init__(
+        self,
+        *,
+        num_hops: int,
+        ends: tuple[int, ...],
+        n_id: Tensor,
+        adjacency: Adjacency,
+        e_id: Tensor,
+        x: Tensor,
+        edge_weight: Tensor | None,
+        edge_attr: Tensor | None,
+        edge_type: Tensor | None,
+        in_degree: Tensor,
+    ) -> None:
+        self.num_hops, self.ends = num_hops, ends
+        self.n_id, self.adjacency, self.e_id, self.x = n_id, adjacency, e_id, x
+        self.edge_weight, self.edge_attr, self.edge_type = edge_weight, edge_attr, edge_type
+        self.in_degree = in_degree
+
+    def __repr__(self) -> str:
+        return f"Surroundings(rows within 0 to {self.num_hops} hops: {self.ends}, {self.adjacency.size(1)} edges)"
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, np.ndarray], num_owned: int) -> Surroundings:
+        """Over the arrays of one part of a *replicas* store, as :func:`pygdist.graph.store.open_part` gives them."""
+        per_hop = arrays["recv_counts"].sum(axis=1).tolist()
+        return Surroundings(
+            num_hops=len(per_hop),
+            ends=tuple(np.cumsum([num_owned, *per_hop]).tolist()),
+            in_degree=as_tensor(arrays["in_degree"]),
+            **rows_and_edges(arrays),
+        )
+
+    def to(self, device: torch.device | str) -> Surroundings:
+        """All of it on ``device``."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if _plain(value)}
+        return self.replace(adjacency=self.adjacency.to_device(device), **moved)
+
+    def astype(self, dtype: torch.dtype) -> Surroundings:
+        """Features and edge inputs in ``dtype``; itself if they are. ``in_degree`` stays exact."""
+        floats = {
+            name: value.to(dtype)
+            for name in ("x", *EDGE_FIELDS)
+            if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
+        }
+        return self.replace(**floats) if floats else self
+
+    def replace(self, **changes: Any) -> Surroundings:
+        """A shallow copy with some attributes changed."""
+        return Surroundings(**{**vars(self), **changes})
+
+
+def rows_and_edges(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the arrays of a part hold of rows and edges: ``n_id``, ``adjacency``, ``e_id``, ``x`` and values of edges.
+
+    Destinations are the rows of ``indptr``, sources all rows. Values of edges that are absent are ``None``; without
+    features ``x`` has no columns.
+    """
+    indptr, n_id = as_tensor(arrays["indptr"]), as_tensor(arrays["n_id"])
+    csr = CSR(indptr, as_tensor(arrays["src"]).to(narrowest(n_id.numel())), n_id.numel())
+    return {
+        "n_id": n_id,
+        "adjacency": Adjacency.from_csr(csr),
+        "e_id": as_tensor(arrays["e_id"]),
+        "x": as_tensor(arrays["x"]) if "x" in arrays else torch.empty(indptr.numel() - 1, 0),
+        **{name: as_tensor(arrays[name]) if name in arrays else None for name in EDGE_FIELDS},
+    }
+
+
+def first_hop(arrays: Mapping[str, np.ndarray], num_owned: int) -> dict[str, np.ndarray]:
+    """The arrays of the placement *nodes*, which those of *replicas* begin with; nothing is copied."""
+    recv_counts, send_counts = arrays["recv_counts"][0], arrays["send_counts"][0]
+    num_rows, num_edges = num_owned + int(recv_counts.sum()), int(arrays["indptr"][num_owned])
+    lengths = {"n_id": num_rows, "indptr": num_owned + 1, "x": num_owned, "send_index": int(send_counts.sum())}
+    lengths |= dict.fromkeys(("src", "e_id", *EDGE_FIELDS), num_edges)
+    kept = {name: value[: lengths.get(name)] for name, value in arrays.items() if name != "in_degree"}
+    return {**kept, "recv_counts": recv_counts, "send_counts": send_counts}
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """An array of a store, which is not copied."""
+    # the store maps copy-on-write: an in-place operation of a user stays in this process and never reaches the file
+    return torch.from_numpy(np.asarray(array))
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Adjacency)
