@@ -151,7 +151,7 @@ class _Finish(pl.Callback):
         pl_module.eval()
         with torch.no_grad():
             hit = _hits(pl_module(shard), shard)
-        correct, count = pl_module.backend.communicator.gather([float(hit.sum()), hit.numel()]).sum(dim=0).tolist()
+        correct, count = pl_module.communicator.gather([float(hit.sum()), hit.numel()]).sum(dim=0).tolist()
         trainer.logger.log_metrics({"test_acc": correct / count, "threads": torch.get_num_threads()})
 
 

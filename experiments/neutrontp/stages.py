@@ -104,14 +104,14 @@ class Stages(pl.Callback):
         (optimizer,) = trainer.optimizers
         optimizer.register_step_post_hook(lambda *_: self._begin("rest"))
         if isinstance(pl_module, LinkPredictor):
-            communicator = pl_module.backend.communicator
+            communicator = pl_module.communicator
             communicator.exchange_rows = self._fetching(communicator)  # type: ignore[method-assign]
             pl_module._decoded = self._decoding(pl_module._decoded)  # type: ignore[method-assign]
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GraphModule)
-        pl_module.backend.communicator.recorder = Recorder()
+        pl_module.communicator.recorder = Recorder()
         self._marks, self._recording, self._scored, self._pending = [], True, 0, 0
         self._begin("negatives" if isinstance(pl_module, LinkPredictor) else "rest")
 
@@ -175,7 +175,7 @@ class Stages(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         assert isinstance(pl_module, GraphModule)
-        communicator, self._recording = pl_module.backend.communicator, False
+        communicator, self._recording = pl_module.communicator, False
         assert communicator.recorder is not None
         # what follows the optimiser is the reports' own
         self._found.append(stages_of(self._marks[:-1], communicator.recorder.spans, self._marks[-1][0]))
@@ -185,7 +185,7 @@ class Stages(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GraphModule)
         own = [epoch[stage] for epoch in self._found for stage in STAGES]
-        table = pl_module.backend.communicator.gather(own).reshape(-1, len(self._found), len(STAGES))
+        table = pl_module.communicator.gather(own).reshape(-1, len(self._found), len(STAGES))
         if trainer.is_global_zero:
             epochs = [
                 [dict(zip(STAGES, rank, strict=True)) for rank in ranks] for ranks in table.transpose(0, 1).tolist()

@@ -4,6 +4,7 @@ from pygdist.backends.base import Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
 from pygdist.backends.hybrid import Costs, HybridBackend
+from pygdist.backends.replica import ReplicaBackend
 from pygdist.backends.routing import distribute, undistribute
 from pygdist.backends.savings import Savings
 from pygdist.backends.single import SingleBackend
@@ -15,6 +16,7 @@ __all__ = [
     "CommBackend",
     "Costs",
     "HybridBackend",
+    "ReplicaBackend",
     "Savings",
     "SingleBackend",
     "TensorBackend",

@@ -5,12 +5,7 @@ Exact. Nothing is exchanged in a forward or backward pass; what several ranks ne
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from typing_extensions import override
-
-from pygdist.backends.recomputing import Probe, RecomputingBackend
-from pygdist.graph.neighbourhood import Neighbourhood
+from pygdist.backends.recomputing import RecomputingBackend
 
 __all__ = ["CacheBackend"]
 
@@ -22,9 +17,3 @@ class CacheBackend(RecomputingBackend):
 
     def __init__(self) -> None:
         super().__init__()  # nothing travels in an epoch: how does not matter
-
-    @override
-    def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
-        place = torch.arange(found.n_id.numel())
-        own, halo = self.shard.num_owned, self.shard.num_halo
-        return [(place >= own) & (place < own + halo)] * len(widths)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +62,7 @@ class _Known:
 
 
 class RecomputingBackend(FetchingBackend):
-    """Computes replicas of other ranks' rows, and fetches the rest; :meth:`choose` says which."""
+    """Computes replicas of other ranks' rows, and fetches the rest; :meth:`choose` says which: all by default."""
 
     def __init__(
         self,
@@ -89,19 +88,38 @@ class RecomputingBackend(FetchingBackend):
         self._inputs = ModelInputs()
         self._planning_s: float | None = None
 
-    @abstractmethod
     def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
-        """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`.
+        """Which halo rows are computed here rather than fetched, hop by hop; see :func:`~.replicas.replicas_of`. All.
 
         Args:
             found: The nodes around, as many hops away as the model has hops.
             widths: How many values of a source each hop reads.
             probe: The model, and what measures its hops.
         """
+        place = torch.arange(found.n_id.numel())
+        own, halo = self.shard.num_owned, self.shard.num_halo
+        return [(place >= own) & (place < own + halo)] * len(widths)
 
     def hops_around(self, num_hops: int) -> int:
         """How far a rank must see to choose for a model of so many hops; their in-edges are held meanwhile."""
         return num_hops
+
+    def rows_of(self, widths: tuple[int, ...], probe: Probe) -> Rows:
+        """The rows of this rank for a model; every rank makes the call.
+
+        Args:
+            widths: How many values of a source each of its hops reads.
+            probe: The model, and what measures its hops.
+        """
+        start = time.perf_counter()
+        found = in_neighbourhood(self.shard, self.communicator, self.hops_around(max(len(widths), 1)))
+        chosen = self.choose(found, widths, probe)
+        self._planning_s = time.perf_counter() - start
+        return make_rows(self.shard, self.communicator, found, chosen)
+
+    def given(self, call: Call, rows: Rows) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with on such rows; every rank makes the call."""
+        return self._inputs.extended(call, rows, self.shard, self.communicator)
 
     @property
     @override
@@ -136,16 +154,13 @@ class RecomputingBackend(FetchingBackend):
             if key not in known.looked:
                 known.looked[key] = look_at(call, rehearse, partial(self._attempt, model), begin_pass)
             looked = known.looked[key]
-            shard, communicator, widths = self.shard, self.communicator, looked.widths
-            if widths not in self._by_widths:
-                start = time.perf_counter()
-                found = in_neighbourhood(shard, communicator, self.hops_around(max(len(widths), 1)))
-                measure = partial(time_hops, call, rehearse, begin_pass, shard.adjacency, communicator, widths)
-                chosen = self.choose(found, widths, Probe(model, measure, looked.shrinks))
-                self._planning_s = time.perf_counter() - start
-                self._by_widths[widths] = make_rows(shard, communicator, found, chosen)
-        self._model, self._rows = looked, self._by_widths[widths]
-        return self._inputs.extended(call, self._rows, shard, communicator)
+            if looked.widths not in self._by_widths:
+                measure = partial(
+                    time_hops, call, rehearse, begin_pass, self.shard.adjacency, self.communicator, looked.widths
+                )
+                self._by_widths[looked.widths] = self.rows_of(looked.widths, Probe(model, measure, looked.shrinks))
+        self._model, self._rows = looked, self._by_widths[looked.widths]
+        return self.given(call, self._rows)
 
     @override
     def forget_model(self, model: nn.Module) -> None:

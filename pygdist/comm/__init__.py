@@ -6,6 +6,7 @@ from pygdist.comm.directory import NodeDirectory
 from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
+from pygdist.comm.replay import PartCommunicator, run_parts
 from pygdist.comm.transfer import Leg, Transfer, part_of
 from pygdist.comm.watchdog import Place, Watchdog
 
@@ -15,6 +16,7 @@ __all__ = [
     "ExchangePlan",
     "Leg",
     "NodeDirectory",
+    "PartCommunicator",
     "Place",
     "Recorder",
     "Span",
@@ -24,4 +26,5 @@ __all__ = [
     "Watchdog",
     "describe_rows",
     "part_of",
+    "run_parts",
 ]

@@ -1,5 +1,6 @@
 """Training on Lightning: data module, what is learned, strategies and callbacks. Importing it registers strategies."""
 
+from pygdist.lightning.averaging import ModelAveragingStrategy
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.classifier import NodeClassifier
 from pygdist.lightning.datamodule import GraphDataModule
@@ -15,6 +16,7 @@ __all__ = [
     "GraphModule",
     "HitsAtK",
     "LinkPredictor",
+    "ModelAveragingStrategy",
     "NodeClassifier",
     "PredictionWriter",
     "Timeline",

@@ -66,16 +66,16 @@ class ExchangeMonitor(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, GraphModule):
             _synchronize(pl_module.device)
-            pl_module.backend.communicator.meter.reset()
+            pl_module.communicator.meter.reset()
             self._start = time.perf_counter()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, GraphModule):
+        if not isinstance(pl_module, GraphModule) or not trainer.is_last_batch:
             return
         _synchronize(pl_module.device)
         seconds = time.perf_counter() - self._start
-        communicator = pl_module.backend.communicator
+        communicator = pl_module.communicator
         traffic = communicator.meter.read()
         own = [
             seconds,
@@ -101,7 +101,8 @@ class ExchangeMonitor(pl.Callback):
             "kept_mib_max": high[6],
             "kept_mib_total": total[6],
         }
-        figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
+        if getattr(trainer.strategy, "sends_gradients", True):
+            figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
         for name in ("expected_epoch_s", "planning_s"):
             if (planned := getattr(pl_module.backend, name)) is not None:
                 figures[name] = planned
@@ -135,8 +136,8 @@ class PredictionWriter(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         assert isinstance(pl_module, GraphModule)
-        n_id, out = predictions[0]
-        shard, communicator = pl_module.backend.shard, pl_module.backend.communicator
+        n_id, out = (torch.cat(values) for values in zip(*predictions, strict=True))  # of each part
+        shard, communicator = pl_module.backend.shard, pl_module.communicator
         if self.output == "label" and not isinstance(pl_module, LinkPredictor):
             out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
         out = out.float() if out.dtype == torch.bfloat16 else out
@@ -158,7 +159,7 @@ class PredictionWriter(BasePredictionWriter):
         rows[n_id.cpu().numpy()] = out.cpu().numpy()
         for rank, count in enumerate(counts[1:], start=1):
             ids, part = n_id.new_empty(count), out.new_empty((count, *out.shape[1:]))
-            module.backend.communicator.receive_from(rank, [ids, part], label="predictions")
+            module.communicator.receive_from(rank, [ids, part], label="predictions")
             rows[ids.cpu().numpy()] = part.cpu().numpy()
         rows.flush()
 

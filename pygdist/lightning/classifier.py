@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
@@ -13,12 +15,15 @@ from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
+from pygdist.lightning.parts import PartBatch
 from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
 
 Stage = Literal["train", "val", "test"]
+
+_UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 
 
 def run_model(model: nn.Module, shard: Shard) -> Tensor:
@@ -47,6 +52,8 @@ class NodeClassifier(GraphModule):
         lr: Learning rate of Adam; another optimiser goes through ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
         savings: Which work need not be done, and the memory for it; ``--model.savings.first_hop=false`` for example.
+        exact_evaluation: Where the backend trains without part of the graph (``replica``), validate, test and predict
+            on all of it.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -59,8 +66,9 @@ class NodeClassifier(GraphModule):
         lr: float = 0.01,
         weight_decay: float = 5e-4,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
+        exact_evaluation: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings)
+        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation)
 
     @override
     def setup(self, stage: str) -> None:
@@ -75,44 +83,71 @@ class NodeClassifier(GraphModule):
 
     @override
     def forward(self, shard: Shard) -> Tensor:
-        return run_model(self.model, shard)
+        return run_model(self.network, shard)
 
     @override
-    def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
-        total = self._evaluate(shard, "train")
-        return self.scaled(total, shard.counts["train_mask"])
+    def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
+        if not isinstance(batch, PartBatch):
+            total, count = self._learn(batch, self(batch), batch)
+            return self.scaled(total, batch.counts["train_mask"], count)
+        if batch.shard is None:
+            return self._idle()
+        self.place(batch.shard)
+        total, count = self._learn(batch.shard, self(batch.shard), batch.shard)
+        return self.scaled(total, batch.shard.counts["train_mask"], count)
 
     @override
-    def validation_step(self, shard: Shard, batch_idx: int) -> None:
-        self._evaluate(shard, "val")
+    def validation_step(self, batch: Shard | PartBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
 
     @override
-    def test_step(self, shard: Shard, batch_idx: int) -> None:
-        self._evaluate(shard, "test")
+    def test_step(self, batch: Shard | PartBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
 
     @override
-    def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def predict_step(self, batch: Shard | PartBatch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Global ids of the owned nodes and the model's output for them."""
-        return shard.owned_id, self(shard)
+        shard, out = self.evaluated(batch)
+        return shard.owned_id, out
 
-    def _evaluate(self, shard: Shard, stage: Stage) -> Tensor:
-        """Summed loss over the rank's labelled nodes of the stage; updates and logs the stage's metrics."""
+    def _learn(self, graph: Shard | Data, out: Tensor, shard: Shard) -> tuple[Tensor, int]:
+        """Summed loss over labelled training nodes, and how many they are; updates and logs the metrics."""
+        if graph.y is None or graph.train_mask is None or not shard.counts["train_mask"]:
+            raise InputError(_UNLABELLED.format("train"))
+        return self._noted(out, graph.y, graph.train_mask, "train")
+
+    def _evaluate(self, batch: Shard | PartBatch, stage: Stage) -> None:
+        """Update and log the metrics of a stage."""
+        shard, out = self.evaluated(batch)
         mask = getattr(shard, f"{stage}_mask")
         if shard.y is None or mask is None or not shard.counts[f"{stage}_mask"]:
-            raise InputError(f"the graph has no labelled nodes for stage '{stage}' ({stage}_mask)")
-        out = self(shard)
-        total, count = summed_loss(out, shard.y, mask)
-        chosen = labelled(shard.y, mask)
+            raise InputError(_UNLABELLED.format(stage))
+        self._noted(out, shard.y, mask, stage)
+
+    def _idle(self) -> Tensor:
+        """A step of a rank that has nothing to train while others have: it takes part in what all ranks do."""
+        shard = self.backend.shard
+        assert shard.y is not None, "other ranks have labels"
+        out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
+        self._noted(out, shard.y[:0], torch.zeros(0, dtype=torch.bool, device=self.device), "train")
+        # to every parameter, for a strategy that sends gradients in each step
+        return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
+
+    def _noted(self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage) -> tuple[Tensor, int]:
+        """Summed loss over the labelled nodes of a mask, and how many they are; updates and logs metrics."""
+        total, count = summed_loss(out, y, mask)
+        chosen = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         loss.update(total.detach() / max(count, 1), weight=count)
-        if shard.multi_label:
-            score.update((out[chosen] > 0).long(), shard.y[chosen].long())  # as predict does; no guess of a sigmoid
+        multi_label = y.dim() == 2
+        if multi_label:
+            score.update((out[chosen] > 0).long(), y[chosen].long())  # as predict does; no guess of a sigmoid
         else:
-            score.update((out[chosen].argmax(dim=-1) == shard.y[chosen]).float())
+            score.update((out[chosen].argmax(dim=-1) == y[chosen]).float())
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
-        return total
+        return total, count
 
     def _score(self, shard: Shard) -> Metric:
         """Micro-averaged accuracy, or F1 for several labels per node."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from pygdist.backends import ReplicaBackend
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
+from pygdist.lightning.parts import PartBatch, PartLoader
 from pygdist.nn.inputs import fill_in_sizes
-from pygdist.partition import Partitioner, partition_graph, resolve_partitioner
+from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
 
@@ -52,7 +55,12 @@ class GraphDataModule(pl.LightningDataModule):
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Who owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an instance.
         partitioner_args: Arguments of the partitioner when it is given by name.
-        num_parts: Number of parts; that of the trainer's ranks by default.
+        num_parts: Number of parts; that of the trainer's ranks by default. More, if the model's backend trains parts
+            by themselves (``replica``): they are dealt to the ranks in turn, and a rank holds one at a time. ``auto``
+            takes as few as fit the ranks' memory.
+        memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
+            machine's.
+        reserve: For ``num_parts=auto``: the share of it that is left to training (the paper's T, CATGNN, Sec. 3.4).
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
@@ -76,7 +84,9 @@ class GraphDataModule(pl.LightningDataModule):
         dataset_args: dict[str, Any] | None = None,
         partitioner: Partitioner | str = "chunk",
         partitioner_args: dict[str, Any] | None = None,
-        num_parts: int | None = None,
+        num_parts: int | Literal["auto"] | None = None,
+        memory_gib: float | None = None,
+        reserve: float = 2 / 3,
         symmetrize: bool = False,
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
@@ -90,7 +100,9 @@ class GraphDataModule(pl.LightningDataModule):
         super().__init__()
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
-        self.num_parts = num_parts
+        if isinstance(num_parts, str) and num_parts != "auto":
+            raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
+        self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
         self.preprocessing: dict[str, Any] = {
             "symmetrize": symmetrize,
             "remove_duplicates": remove_duplicates,
@@ -106,10 +118,11 @@ class GraphDataModule(pl.LightningDataModule):
         self._error: str | None = None
         self._shard: Shard | None = None
         self._moved: Shard | None = None
+        self._parts: list[int] = []
 
     @property
     def shard(self) -> Shard:
-        """The rank's part, from :meth:`setup` on."""
+        """The rank's part, or the first of several, from :meth:`setup` on."""
         if self._shard is None:
             raise RuntimeError("GraphDataModule.shard exists after setup()")
         return self._shard
@@ -151,8 +164,9 @@ class GraphDataModule(pl.LightningDataModule):
         arguments = {
             "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
             "arguments": partitioner.arguments(),
-            "num_parts": num_parts,
+            "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
             "num_classes": self.preprocessing["num_classes"],
+            **({"replicas": self._hops} if self._hops else {}),
         }
         content = fingerprint(data)
         folder = self.cache_dir / store_key(content, arguments)
@@ -166,6 +180,8 @@ class GraphDataModule(pl.LightningDataModule):
             notes=notes,
             num_classes=self.preprocessing["num_classes"],
             fingerprint=content,
+            num_hops=self._hops or 1,
+            placement="replicas" if self._hops else "nodes",
         )
         return folder
 
@@ -182,11 +198,7 @@ class GraphDataModule(pl.LightningDataModule):
         rank = 0 if self._alone else self.trainer.global_rank  # type: ignore[union-attr]
         error = None
         try:
-            # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
-            shard = Shard.load(self.folder, rank, num_parts=self._num_parts())
-            if self.edge_split is not None:
-                shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
-            self._shard, self._moved = shard, None
+            self._set_up(rank)
         except InputError as problem:
             error = str(problem)
         if communicator is not None:
@@ -195,19 +207,99 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError(error)
         self._fill_in_sizes()
 
+    def _set_up(self, rank: int) -> None:
+        stated = self._num_parts()
+        num_parts = int(self.meta["num_parts"]) if self._hops else None
+        world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
+        if num_parts is not None and num_parts < world_size:
+            raise InputError(
+                f"{self.folder}: has {num_parts} parts, but the trainer runs {world_size} ranks; each holds one or more"
+            )
+        self._parts = [rank] if num_parts is None else list(range(rank, num_parts, world_size))
+        # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
+        for part in reversed(self._parts):
+            shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None)
+        if self.edge_split is not None:
+            if self._hops:
+                raise InputError("edge_split: backend 'replica' classifies nodes; its parts count all edges in degrees")
+            shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
+        self._shard, self._moved = shard, None
+
+    @property
+    def parts(self) -> list[int]:
+        """This rank's parts, from :meth:`setup` on."""
+        return self._parts
+
+    @property
+    def num_parts_in_all(self) -> int:
+        """Parts of all ranks."""
+        return int(self.meta["num_parts"])
+
+    @property
+    def part_weights(self) -> list[int]:
+        """Labelled training nodes of each part."""
+        return [part["counts"]["train_mask"] for part in self.meta["parts"]]
+
+    def open_part(self, part: int) -> Shard:
+        """One of this rank's parts, where the model runs; the one that was open before is let go."""
+        shard = self._shard
+        if shard is None or shard.rank != part:
+            module: Any = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
+            if hasattr(module, "let_go"):
+                module.let_go()
+            self._shard = self._moved = shard = None
+            shard = self._shard = Shard.load(self.folder, part, verify=False)  # setup() has read them all
+        return self.here(shard)
+
+    def here(self, shard: Shard) -> Shard:
+        """A part where the model runs, in its type; it moves once."""
+        device, dtype = self._device(), self._model_dtype()
+        if self._moved is None or (self._moved.rank, self._moved.x.device, self._moved.x.dtype) != (
+            shard.rank,
+            device,
+            dtype,
+        ):
+            with torch.inference_mode(False):  # training uses what an evaluation moved first
+                self._moved = shard.to(device).astype(dtype)
+        return self._moved
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._strategy is None else self._strategy.root_device
+
     def _fill_in_sizes(self) -> None:
         """Before callbacks are set up: those that average weights copy the model then."""
         model = None if self._alone else getattr(self.trainer.lightning_module, "model", None)  # type: ignore[union-attr]
         if isinstance(model, nn.Module):
             fill_in_sizes(model, self.shard)
 
-    def _num_parts(self) -> int:
+    def _num_parts(self) -> int | DeviceMemory:
         world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
         if self.num_parts is None:
             return world_size
-        if not self._alone and self.num_parts != world_size:
-            raise InputError(f"num_parts={self.num_parts} but the trainer runs {world_size} ranks; each holds one part")
-        return self.num_parts
+        if self.num_parts == "auto":
+            return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
+        if not self._alone and self.num_parts != world_size and not self._hops:
+            raise InputError(
+                f"num_parts={self.num_parts} but the trainer runs {world_size} ranks; each holds one part, unless the "
+                "backend is replica"
+            )
+        return int(self.num_parts)
+
+    def _memory_bytes(self, world_size: int) -> int:
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        device = self._device()
+        if device.type == "cuda":
+            return int(torch.cuda.get_device_properties(device).total_memory)
+        here = 1 if self._alone else max(1, world_size // self.trainer.num_nodes)  # type: ignore[union-attr]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here
+
+    @property
+    def _hops(self) -> int:
+        """How far the surroundings of a part reach that the model's backend asks for; 0 if it asks for none."""
+        module = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
+        backend = getattr(module, "backend", None)
+        return max(1, backend.hops) if isinstance(backend, ReplicaBackend) else 0
 
     @property
     def _alone(self) -> bool:
@@ -218,11 +310,24 @@ class GraphDataModule(pl.LightningDataModule):
         return None if self.trainer is None else self.trainer.strategy
 
     @override
-    def train_dataloader(self) -> FullGraphLoader:
-        return FullGraphLoader(self.shard)
+    def train_dataloader(self) -> FullGraphLoader | PartLoader:
+        if not self._hops:
+            return FullGraphLoader(self.shard)
+        weights, skips = self.part_weights, not self._strategy.sends_gradients
+        loader = PartLoader(
+            [part for part in self._parts if weights[part] or not skips],
+            self.open_part,
+            epoch=lambda: self.trainer.current_epoch,  # type: ignore[union-attr]
+        )
+        steps = [float(loader.num_batches)]
+        loader.num_steps = int(self._strategy.communicator.gather(steps).max())
+        return loader
+
+    def _evaluated(self) -> FullGraphLoader | PartLoader:
+        return PartLoader(self._parts, self.open_part) if self._hops else FullGraphLoader(self.shard)
 
     @override
-    def val_dataloader(self) -> FullGraphLoader | list[FullGraphLoader]:
+    def val_dataloader(self) -> FullGraphLoader | PartLoader | list[FullGraphLoader]:
         if (
             self.edge_split is None
             and not self.shard.counts["val_mask"]
@@ -231,24 +336,23 @@ class GraphDataModule(pl.LightningDataModule):
         ):
             rank_zero_info("the graph has no validation nodes (val_mask): training goes on without validation")
             return []
-        return FullGraphLoader(self.shard)
+        return self._evaluated()
 
     @override
-    def test_dataloader(self) -> FullGraphLoader:
-        return FullGraphLoader(self.shard)
+    def test_dataloader(self) -> FullGraphLoader | PartLoader:
+        return self._evaluated()
 
     @override
-    def predict_dataloader(self) -> FullGraphLoader:
-        return FullGraphLoader(self.shard)
+    def predict_dataloader(self) -> FullGraphLoader | PartLoader:
+        return self._evaluated()
 
     @override
-    def transfer_batch_to_device(self, batch: Shard, device: torch.device, dataloader_idx: int) -> Shard:
-        # the graph is the same in every epoch: it moves once, and its features take the type of the model
-        dtype = self._model_dtype()
-        if self._moved is None or (self._moved.x.device, self._moved.x.dtype) != (device, dtype):
-            with torch.inference_mode(False):  # training uses what an evaluation moved first
-                self._moved = batch.to(device).astype(dtype)
-        return self._moved
+    def transfer_batch_to_device(
+        self, batch: Shard | PartBatch, device: torch.device, dataloader_idx: int
+    ) -> Shard | PartBatch:
+        if isinstance(batch, PartBatch):
+            return batch  # open_part() has put it there
+        return self.here(batch)  # the graph is the same in every epoch
 
     def _model_dtype(self) -> torch.dtype:
         parameters = () if self.trainer is None else self.trainer.lightning_module.parameters()

@@ -116,7 +116,7 @@ class LinkPredictor(GraphModule):
         shard = self._shard()
         with torch.inference_mode(False):
             self._directory = NodeDirectory(
-                shard.owned_id.to(self.backend.communicator.device), shard.num_nodes, self.backend.communicator
+                shard.owned_id.to(self.communicator.device), shard.num_nodes, self.communicator
             )
         self.metrics = nn.ModuleDict({f"{name}_loss": MeanMetric() for name in ("train", "val", "test")})
         for name in ("val", "test"):
@@ -125,7 +125,7 @@ class LinkPredictor(GraphModule):
 
     @override
     def forward(self, shard: Shard) -> Tensor:
-        return call_encoder(self.model, shard, shard.adjacency)
+        return call_encoder(self.network, shard, shard.adjacency)
 
     @override
     def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
@@ -138,7 +138,7 @@ class LinkPredictor(GraphModule):
         total, count = self._evaluate(shard, edges, "train")
         if count == 0:
             raise InputError("the graph has no edges to learn from")
-        return self.scaled(total, count)
+        return self.scaled(total, count, 2 * edges.size(1))
 
     @override
     def validation_step(self, shard: Shard, batch_idx: int) -> None:
@@ -172,11 +172,11 @@ class LinkPredictor(GraphModule):
             hits.update(positive.detach(), negative.detach())
             self.log(f"{stage}_auc", auc, prog_bar=True, **options)
             self.log(f"{stage}_hits", hits, **options)
-        return total, int(self.backend.communicator.gather([float(own)]).sum())
+        return total, int(self.communicator.gather([float(own)]).sum())
 
     def _scores(self, shard: Shard, edges: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """Of edges, and of as many pairs with other sources."""
-        communicator, directory = self.backend.communicator, self._directory
+        communicator, directory = self.communicator, self._directory
         assert directory is not None, "setup made it"
         source, target, e_id = edges
         rows = self(shard)

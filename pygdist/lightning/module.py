@@ -12,6 +12,9 @@ from pygdist.backends import Backend, Savings, distribute, resolve_backend, undi
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.lightning.datamodule import GraphDataModule
+from pygdist.lightning.evaluation import WholeGraphEvaluation
+from pygdist.lightning.parts import PartBatch
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes
 
@@ -27,10 +30,17 @@ class GraphModule(pl.LightningModule):
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
         savings: Which work need not be done, and the memory for it.
+        exact_evaluation: Where the backend trains without part of the graph, validate, test and predict on all of it.
     """
 
     def __init__(
-        self, model: nn.Module, backend: Backend | str, lr: float, weight_decay: float, savings: Savings
+        self,
+        model: nn.Module,
+        backend: Backend | str,
+        lr: float,
+        weight_decay: float,
+        savings: Savings,
+        exact_evaluation: bool = True,
     ) -> None:
         super().__init__()
         if lr < 0 or weight_decay < 0:
@@ -39,6 +49,9 @@ class GraphModule(pl.LightningModule):
         self.backend = resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
         self.savings = savings
+        self.exact_evaluation = exact_evaluation
+        self._bound: Shard | None = None  # what the backend works on
+        self._evaluation: WholeGraphEvaluation | None = None  # under way, where the backend does not evaluate itself
         self.metrics = nn.ModuleDict()
 
     @override
@@ -57,15 +70,97 @@ class GraphModule(pl.LightningModule):
         self.trainer.precision_plugin.convert_module(self.model)
         undistribute(self.model)  # a run that failed half-way left it distributed
         fill_in_sizes(self.model, shard)
+        self.communicator = communicator
+        if (
+            communicator.world_size > 1
+            and not self.trainer.strategy.sends_gradients
+            and self.backend.placement != "replicas"
+        ):
+            raise InputError(
+                f"strategy '{self.trainer.strategy.strategy_name}' trains each part by itself, but backend "
+                f"'{self.backend.name}' lets a part read rows that other ranks' models made; use backend replica"
+            )
         # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
-        here = self.trainer.datamodule.transfer_batch_to_device(shard, self.trainer.strategy.root_device, 0)  # type: ignore[attr-defined]
-        self.backend.bind(here, communicator)
+        self.place(self._datamodule().here(shard))
         distribute(self.model, backend=self.backend, savings=self.savings)
 
     @override
     def teardown(self, stage: str) -> None:
+        self._end_evaluation()
         undistribute(self.model)
         self.backend.unbind()
+
+    def place(self, shard: Shard) -> None:
+        """Let the backend work on another part of this rank."""
+        if shard is not self._bound:
+            self.backend.bind(shard, self.communicator)
+            self._bound = shard
+
+    def let_go(self) -> None:
+        """Before another part is opened: hold nothing of the one before."""
+        self.backend.unbind()
+        self._bound = None
+
+    # -- evaluation on the whole graph ------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> nn.Module:
+        """The model as it runs now: through the backend, or, in an evaluation on the whole graph, through another."""
+        return self.model if self._evaluation is None else self._evaluation.model
+
+    def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Tensor]:
+        """In an evaluation: the part that a batch is, and the model's output for it, one row per owned node."""
+        shard = _whole(batch)
+        if self._evaluation is not None and self._evaluation.in_turns:
+            return shard, self._evaluation.output_of(shard.rank).to(shard.x.device)
+        if self._evaluation is None:
+            self.place(shard)
+        return shard, self(shard)
+
+    def _begin_evaluation(self) -> None:
+        if not self.exact_evaluation or self.backend.placement != "replicas":
+            return
+        data = self._datamodule()
+        self._evaluation = WholeGraphEvaluation(
+            self.model, self.communicator, self.savings, in_turns=data.num_parts_in_all > self.communicator.world_size
+        )
+        with torch.inference_mode(False):
+            if self._evaluation.in_turns:
+                self._evaluation.run(data.parts, data.num_parts_in_all, data.open_part, self)
+            else:
+                self._evaluation.place(data.here(data.shard))
+
+    def _end_evaluation(self) -> None:
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            evaluation.close()
+
+    # not where an evaluation starts: then a strategy that averages models has not put the average there
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_epoch_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    # ---------------------------------------------------------------------------------------------------------------
 
     @override
     def on_fit_start(self) -> None:
@@ -74,24 +169,29 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        self.backend.communicator.epoch = self.current_epoch
+        self.communicator.epoch = self.current_epoch
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
-    def scaled(self, total: Tensor, count: int) -> Tensor:
-        """A rank's part of the mean loss, from its sum and the number of terms on all ranks."""
+    def scaled(self, total: Tensor, count: int, count_here: int) -> Tensor:
+        """A rank's part of the loss, from its sum and the number of terms on all ranks and on this one."""
         strategy = self.trainer.strategy
-        return total * (strategy.loss_scale(count) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count)
+        return total * (
+            strategy.loss_scale(count, count_here) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count
+        )
 
     def _shard(self) -> Shard:
-        shard = getattr(getattr(self.trainer, "datamodule", None), "shard", None)
-        if not isinstance(shard, Shard):
+        return self._datamodule().shard
+
+    def _datamodule(self) -> GraphDataModule:
+        found = getattr(self.trainer, "datamodule", None)
+        if not isinstance(found, GraphDataModule):
             raise InputError(
                 f"{type(self).__name__} takes its graph from a GraphDataModule: trainer.fit(..., datamodule=...)"
             )
-        return shard
+        return found
 
     def _communicator(self) -> Communicator:
         strategy = self.trainer.strategy
@@ -103,3 +203,10 @@ class GraphModule(pl.LightningModule):
                 "on a graph in parts use strategy='graph_ddp'"
             )
         return Communicator()
+
+
+def _whole(batch: Shard | PartBatch) -> Shard:
+    """The part that a batch is."""
+    shard = batch.shard if isinstance(batch, PartBatch) else batch
+    assert shard is not None, "nobody is idle in an evaluation"
+    return shard

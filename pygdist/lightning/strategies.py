@@ -91,13 +91,19 @@ class GraphDDPStrategy(DDPStrategy):
             raise RuntimeError("the communicator exists from setup_environment() on, inside fit, validate, test, ...")
         return self._communicator
 
-    def loss_scale(self, num_labelled: int) -> float:
+    def loss_scale(self, num_labelled: int, num_here: int) -> float:
         """Factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
 
         Args:
-            num_labelled: Labelled training nodes of the whole graph.
+            num_labelled: Labelled training nodes of all ranks.
+            num_here: Of this rank.
         """
         return ddp_loss_scale(num_labelled, self.world_size)
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether every step sends its gradients, so that all ranks must make it."""
+        return True
 
     @override
     def _configure_launcher(self) -> None:

@@ -60,21 +60,21 @@ class Timeline(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, GraphModule):
             self._spans = []
-            self._offset = clock_offset(pl_module.backend.communicator)
+            self._offset = clock_offset(pl_module.communicator)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         wanted = self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
         if isinstance(pl_module, GraphModule) and wanted:
-            pl_module.backend.communicator.recorder = Recorder()
+            pl_module.communicator.recorder = Recorder()
             self._start = time.monotonic_ns()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, GraphModule) or pl_module.backend.communicator.recorder is None:
+        if not isinstance(pl_module, GraphModule) or pl_module.communicator.recorder is None:
             return
-        spans = pl_module.backend.communicator.recorder.spans
-        pl_module.backend.communicator.recorder = None
+        spans = pl_module.communicator.recorder.spans
+        pl_module.communicator.recorder = None
         epoch = f"epoch {trainer.current_epoch}"
         self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
 
@@ -85,7 +85,7 @@ class Timeline(pl.Callback):
         moved = [
             dataclasses.replace(one, start=one.start + self._offset, end=one.end + self._offset) for one in self._spans
         ]
-        by_rank = _collected(moved, pl_module.backend.communicator)
+        by_rank = _collected(moved, pl_module.communicator)
         if by_rank is not None and any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(chrome_trace(by_rank)), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Degree normalisation over the whole graph, for the layers that normalise their own edges (GCN and its relatives).
 
-A rank holds all in-edges of its nodes, so it knows their degrees; those of halo rows come from their owners. The
+A rank holds all in-edges of its nodes, so it knows their degrees; those of halo rows come from their owners, or were
+noted when the graph was partitioned. The
 result is kept: on a fixed graph the weights are computed, and the degrees exchanged, once.
 """
 
@@ -99,16 +100,16 @@ class GlobalGCNNorm:
             kept = False
         num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
         looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, kept=kept)
-        csr = looped.csr
+        csr, given = looped.csr, edge_weight
         edge_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
         counts = csr.indptr.diff()
         if edge_weight is None:
             degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
         else:
             degree = torch.segment_reduce(edge_weight, "sum", offsets=csr.indptr, initial=0)
-        scale = degree.pow(-0.5)
-        scale = scale.masked_fill(scale == float("inf"), 0)
-        source_scale = self._ranks.source_rows(scale)
+        scale = _inverse_root(degree)
+        known = self._ranks.source_degrees(given, fill_value if add_self_loops else None)
+        source_scale = self._ranks.source_rows(scale) if known is None else _inverse_root(known.to(scale))
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
@@ -128,6 +129,11 @@ class GlobalGCNNorm:
             with torch.inference_mode(False), torch.no_grad():
                 self._looped[slot] = _Looped(edge_index, num_loops)
         return self._looped[slot]
+
+
+def _inverse_root(degree: Tensor) -> Tensor:
+    scale = degree.pow(-0.5)
+    return scale.masked_fill(scale == float("inf"), 0)
 
 
 class _Looped:

@@ -34,6 +34,9 @@ class Ranks(Protocol):
     def source_rows(self, x: Tensor) -> Tensor:
         """One row per owned node in, one per source of the adjacency out."""
 
+    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+        """In-degrees of the sources in the whole graph, where they are known without asking their owners."""
+
     def owned_rows(self, x: Tensor) -> Tensor:
         """The rows that this rank owns."""
 

@@ -226,6 +226,7 @@ def assert_exact(
     seed: int = 0,
     tolerance: float = 1e-10,
     savings: Savings | None = None,
+    num_hops: int | None = None,
     pool: RankPool | None = None,
 ) -> dict[str, float]:
     """Hold a backend to the contract: layers x world sizes x graphs, in float64, against plain PyG on one process.
@@ -241,6 +242,7 @@ def assert_exact(
         seed: Everything is drawn from it.
         tolerance: Largest absolute difference allowed.
         savings: What :func:`~pygdist.distribute` gets.
+        num_hops: The graph is placed as *replicas* of so many hops, for a backend that asks for them.
         pool: Processes to use; by default they are started for the call.
 
     Returns:
@@ -264,7 +266,10 @@ def assert_exact(
             for kind in graphs:
                 data, parts = sizes.graph(kind)
                 store = folder / f"{kind}-{world_size}"
-                write_store(data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[])
+                write_store(
+                    data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[],
+                    num_hops=num_hops or 1, placement="replicas" if num_hops else "nodes",
+                )  # fmt: skip
                 jobs.append((kind, str(store)))
             ranks = pool.run(_check_exact, world_size, backend, names, jobs, sizes, savings)
             for rank, found in enumerate(ranks):

@@ -1,0 +1,496 @@
+"""``model_averaging``: ranks train on their own and average their models now and then (CATGNN, Sec. 3.3).
+
+No gradient is exchanged. Between two averages each part has a model and an optimiser state of its own; a rank with
+several parts holds them all, and puts those of the part that it trains into the module. So a script, a callback or a
+checkpoint sees one model, which is the averaged one wherever it is validated, saved or left behind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from pygdist.errors import InputError
+from pygdist.lightning.strategies import GraphDDPStrategy
+
+__all__ = ["ModelAveragingStrategy"]
+
+OptimizerState: TypeAlias = Literal["local", "average", "reset"]
+SyncUnit: TypeAlias = Literal["epoch", "step"]
+
+_SAVED = "model_averaging"  # in a checkpoint
+
+
+class ModelAveragingStrategy(GraphDDPStrategy):
+    """Models averaged over parts, weighted by their training nodes (CATGNN, Sec. 3.3); no gradient is exchanged.
+
+    ``--trainer.strategy=model_averaging`` averages after every epoch. Parameters and buffers (statistics of norms) take
+    part. With plain SGD, one step between averages and parts that hold all that the model sees, it is gradient
+    averaging. A rank may have several parts (``GraphDataModule(num_parts=...)``), which start from the same average
+    and are averaged with all others: the same as one rank for each.
+
+    Validation, checkpoints and the model that is left behind are of the averaged model. Between two averages it is made
+    for them, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every`` to save that.
+    A run that is resumed from a checkpoint made between two averages starts from that average.
+
+    Args:
+        sync_every: Average after so many epochs, or steps.
+        sync_unit: ``epoch`` or ``step``.
+        optimizer_state: What becomes of the optimisers' state (Adam's moments) when models are averaged: each part
+            keeps its own (``local``), it is averaged like the model (``average``), or begins anew (``reset``).
+        kwargs: As for :class:`~pygdist.lightning.GraphDDPStrategy`.
+
+    Raises:
+        InputError: If an argument makes no sense.
+
+    Example:
+        >>> trainer = pl.Trainer(devices=4, strategy=ModelAveragingStrategy(sync_every=10), max_epochs=200)
+        >>> trainer.fit(NodeClassifier(model, backend="replica"), datamodule=data)
+    """
+
+    strategy_name = "model_averaging"
+
+    def __init__(
+        self,
+        *,
+        sync_every: int = 1,
+        sync_unit: SyncUnit = "epoch",
+        optimizer_state: OptimizerState = "local",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if sync_every < 1:
+            raise InputError(f"sync_every is {sync_every}, expected at least 1")
+        for name, value, known in (
+            ("sync_unit", sync_unit, get_args(SyncUnit)),
+            ("optimizer_state", optimizer_state, get_args(OptimizerState)),
+        ):
+            if value not in known:
+                raise InputError(f"{name} is {value!r}, expected {' or '.join(known)}")
+        self.sync_every, self.sync_unit, self.optimizer_state_policy = sync_every, sync_unit, optimizer_state
+        self._trainer: pl.Trainer | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shares: dict[int, float] = {}  # of this rank's parts, of all training nodes
+        self._num_parts = 1
+        self._locals: dict[int, _Local] = {}
+        self._averaged: list[Tensor] | None = None  # the last average, where a rank has several parts
+        self._current: int | None = None  # the part whose model the module holds
+        self._idle = False
+        self._steps = 0
+        self._equal = True  # no step since the last average
+        self._own: list[Tensor] | None = None  # what the module held before an average was put there to be looked at
+        self._restored: Mapping[str, Any] | None = None
+
+    @override
+    def loss_scale(self, num_labelled: int, num_here: int) -> float:
+        """Factor on the summed loss of a step that makes it the mean over this step's own nodes."""
+        return 1.0 / max(num_here, 1)
+
+    @property
+    @override
+    def sends_gradients(self) -> bool:
+        return False
+
+    # -- a run ------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._forget()
+        self._trainer = trainer
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.lightning_module.automatic_optimization:
+            raise InputError(
+                f"{type(trainer.lightning_module).__name__} steps its optimisers itself; strategy 'model_averaging' "
+                "counts the steps that Lightning makes (automatic_optimization=True)"
+            )
+
+    @override
+    def configure_ddp(self) -> None:
+        """Nothing wraps the model, whose gradients stay here; all ranks begin with that of rank 0."""
+        assert self.model is not None
+        if self.world_size > 1:
+            for value in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(value.detach(), src=0)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        module = getattr(self._trainer, "datamodule", None)
+        weights = getattr(module, "part_weights", None) or [1] * self.world_size
+        self._num_parts, total = len(weights), sum(weights)
+        here = range(self.global_rank, self._num_parts, self.world_size)
+        self._shares = {part: weights[part] / total for part in here if weights[part]}
+        if len(self._shares) > 1 and self.sync_unit == "step" and getattr(module, "batches", None) is not None:
+            raise InputError(
+                f"sync_unit=step: rank {self.global_rank} trains {len(self._shares)} parts one after another, each for "
+                "a whole epoch of mini-batches; average by epochs, or use a rank for each part",
+                of_one_rank=True,
+            )
+        for part in self._shares:
+            self._locals[part] = _Local(self._first_states(part))
+        if len(self._shares) > 1:
+            self._averaged = _copies(self._tensors())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        part = getattr(batch, "part", self.global_rank)
+        self._idle = part is None
+        if part is not None:
+            self._enter(part)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        # a rank that has no batch left takes part in averages, and changes nothing
+        out = closure() if self._idle else super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._steps += 1
+        self._equal = False
+        if self._due():
+            self._average()
+        return out
+
+    @override
+    def on_train_end(self) -> None:
+        if not self._equal:
+            self._average()
+        super().on_train_end()
+
+    def _due(self) -> bool:
+        if self.sync_unit == "step":
+            return self._steps % self.sync_every == 0
+        trainer = self._bound_trainer
+        epochs = trainer.current_epoch + 1
+        return trainer.is_last_batch and (epochs % self.sync_every == 0 or epochs == trainer.max_epochs)
+
+    @property
+    def _bound_trainer(self) -> pl.Trainer:
+        assert self._trainer is not None, "setup() has it"
+        return self._trainer
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, part: int) -> None:
+        """Put the model and the optimisers' state of a part into the module."""
+        if part == self._current or part not in self._locals:
+            return
+        if self._current is not None:
+            self._locals[self._current].values = _copies(self._tensors())
+            self._assign(self._values_of(part))
+        for optimizer, state in zip(self.optimizers, self._locals[part].states, strict=True):
+            optimizer.state = state
+        self._current = part
+
+    def _values_of(self, part: int) -> list[Tensor]:
+        """The model of a part that is not in the module."""
+        values = self._locals[part].values
+        if values is None:
+            values = self._averaged
+        assert values is not None, "a rank with several parts keeps the last average"
+        return values
+
+    def _first_states(self, part: int) -> list[Any]:
+        """The optimisers' state that a part begins with: what a checkpoint has of it, or what they were loaded with."""
+        saved = self._restored or {}
+        if saved.get("num_parts") == self._num_parts and str(part) in saved["states"]:
+            return [
+                _by_parameter(optimizer, state)
+                for optimizer, state in zip(self.optimizers, saved["states"][str(part)], strict=True)
+            ]
+        return [_copied_state(optimizer) for optimizer in self.optimizers]
+
+    def _tensors(self) -> list[Tensor]:
+        """What is averaged: parameters that are trained, and buffers."""
+        assert self.lightning_module is not None
+        trained = [value.detach() for value in self.lightning_module.parameters() if value.requires_grad]
+        return [*trained, *self.lightning_module.buffers()]
+
+    def _assign(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), values, strict=True):
+                tensor.copy_(value)
+
+    # -- averages ---------------------------------------------------------------------------------------------------
+
+    def _average(self) -> None:
+        """Average the models of all parts into all of them; every rank makes the call."""
+        averaged = self._mean()
+        if self.optimizer_state_policy != "local":
+            self._average_states()
+        self._assign(averaged)
+        for local in self._locals.values():
+            local.values = None
+        if self._averaged is not None:
+            self._averaged = averaged
+        self._equal = True
+
+    def _mean(self) -> list[Tensor]:
+        """The mean of the parts' models, weighted by their training nodes; every rank makes the call."""
+        held = self._tensors()
+        mean = [torch.zeros_like(value, dtype=None if _is_real(value) else torch.float64) for value in held]
+        for part, share in self._shares.items():
+            in_module = part == self._current or self._current is None
+            for total, value in zip(mean, held if in_module else self._values_of(part), strict=True):
+                total.add_(value.to(total.dtype), alpha=share)
+        self._sum_over_ranks(mean, "models")
+        return [
+            total if _is_real(value) else total.round().to(value.dtype) for total, value in zip(mean, held, strict=True)
+        ]
+
+    def _sum_over_ranks(self, values: list[Tensor], label: str) -> None:
+        """Into themselves; one call for each dtype."""
+        if self.world_size == 1:
+            return
+        for dtype in sorted({value.dtype for value in values}, key=str):
+            of_type = [value for value in values if value.dtype == dtype]
+            flat = torch.cat([value.reshape(-1) for value in of_type])
+            self.communicator.reduce_in_place(flat, label)
+            for value, part in zip(of_type, flat.split([value.numel() for value in of_type]), strict=True):
+                value.copy_(part.view_as(value))
+
+    def _average_states(self) -> None:
+        for number in range(len(self.optimizers)):
+            own = {part: self._locals[part].states[number] for part in self._shares}
+            if self.optimizer_state_policy == "reset":
+                for state in own.values():
+                    state.clear()
+                continue
+            rows = {part: _state_tensors(state) for part, state in own.items()}
+            sizes = [sum(value.numel() for value in row) for row in rows.values()]
+            length = int(self.communicator.gather([float(max(sizes, default=0))]).max())
+            device = self._tensors()[0].device if self._tensors() else self.root_device
+            total = torch.zeros(length, dtype=torch.float64, device=device)
+            for part, row in rows.items():
+                if row:
+                    flat = torch.cat([value.reshape(-1).to(total) for value in row])
+                    total.add_(flat, alpha=self._shares[part])
+            self._sum_over_ranks([total], "optimiser states")
+            for row in rows.values():
+                for value, mean in zip(row, total.split([value.numel() for value in row]), strict=False):
+                    value.copy_(mean.view_as(value))
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """The averaged model is in the module meanwhile; every rank makes the call."""
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    def _show(self) -> None:
+        if not self._equal and self._own is None:
+            mean = self._mean()
+            self._own = _copies(self._tensors())
+            self._assign(mean)
+
+    def _hide(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            self._assign(own)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._show()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._hide()
+        super().on_validation_end()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The averaged model; every rank makes the call, as Lightning does."""
+        if self._equal or self._own is not None:
+            return super().lightning_module_state_dict()
+        with self._looking():
+            return {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in super().lightning_module_state_dict().items()
+            }
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if checkpoint.get("optimizer_states") and self._shares is not None and self._num_parts > 1:
+            states = self._gathered_states()
+            if self.is_global_zero:
+                checkpoint[_SAVED] = {"num_parts": self._num_parts, "states": states}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._restored = checkpoint.get(_SAVED)
+        found = None if self._restored is None else self._restored["num_parts"]
+        weights = getattr(getattr(self._trainer, "datamodule", None), "part_weights", None)
+        if found is not None and weights is not None and found != len(weights):
+            rank_zero_info(
+                f"the checkpoint has optimiser states of {found} parts, there are {len(weights)} now: each begins with "
+                "that of part 0"
+            )
+
+    def _gathered_states(self) -> dict[str, list[dict[int, dict[str, Any]]]]:
+        """The optimisers' state of each part, on rank 0; every rank makes the call."""
+        own = {
+            str(part): [
+                _by_number(optimizer, state) for optimizer, state in zip(self.optimizers, local.states, strict=True)
+            ]
+            for part, local in self._locals.items()
+        }
+        if self.world_size == 1:
+            return own
+        communicator = self.communicator
+        payload = _packed(own).to(communicator.device)
+        sizes = communicator.gather([float(payload.numel())])[:, 0].long().tolist()
+        if communicator.rank != 0:
+            communicator.send_to(0, [payload], label="optimiser states")
+            return {}
+        for rank, size in enumerate(sizes[1:], start=1):
+            arrived = torch.empty(size, dtype=torch.uint8, device=communicator.device)
+            communicator.receive_from(rank, [arrived], label="optimiser states")
+            own |= _unpacked(arrived.cpu())
+        return own
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+        for suffix, method in methods.items():
+            strategy_registry.register(
+                f"{cls.strategy_name}{suffix}",
+                cls,
+                description=f"Models averaged over the parts of one graph, processes by {method}",
+                start_method=method,
+            )
+
+
+@dataclass
+class _Local:
+    """What a part has of its own.
+
+    Attributes:
+        states: The state of each optimiser, by parameter.
+        values: Its model while another part's is in the module; ``None`` for the last average.
+    """
+
+    states: list[Any]
+    values: list[Tensor] | None = field(default=None)
+
+
+def _copies(values: list[Tensor]) -> list[Tensor]:
+    return [value.clone() for value in values]
+
+
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _copied_state(optimizer: Optimizer) -> Any:
+    fresh = type(optimizer.state)(dict)
+    for parameter, entry in optimizer.state.items():
+        fresh[parameter] = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()
+        }
+    return fresh
+
+
+def _state_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors of an optimiser's state, in one order on all ranks: parameters step in the order of their groups."""
+    return [
+        value
+        for entry in state.values()
+        for _, value in sorted(entry.items())
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+
+
+def _by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """An optimiser's state as its ``state_dict`` has it: by the place of the parameter."""
+    return {
+        number: dict(state[parameter]) for number, parameter in enumerate(_parameters(optimizer)) if parameter in state
+    }
+
+
+def _by_parameter(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> Any:
+    found = type(optimizer.state)(dict)
+    parameters = _parameters(optimizer)
+    for number, entry in state.items():
+        found[parameters[number]] = {
+            # torch keeps the number of steps on the CPU
+            name: value.clone().to(parameters[number].device if value.dim() else value.device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in entry.items()
+        }
+    return found
+
+
+def _packed(states: Mapping[str, list[dict[int, dict[str, Any]]]]) -> Tensor:
+    """Optimiser states as bytes: a line of JSON that describes the tensors, then their contents; no pickle."""
+    described, contents = [], []
+    for part, optimizers in states.items():
+        for at, optimizer in enumerate(optimizers):
+            for number, entry in optimizer.items():
+                for name, value in entry.items():
+                    known = [part, at, number, name]
+                    if isinstance(value, Tensor):
+                        contents.append(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
+                        described.append([*known, str(value.dtype).removeprefix("torch."), list(value.shape)])
+                    else:
+                        described.append([*known, None, value])
+    shape = {part: len(optimizers) for part, optimizers in states.items()}
+    head = (json.dumps([shape, described]) + "\n").encode()
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *contents])
+
+
+def _unpacked(payload: Tensor) -> dict[str, list[dict[int, dict[str, Any]]]]:
+    """The inverse of :func:`_packed`."""
+    raw = payload.numpy().tobytes()
+    head, _, body = raw.partition(b"\n")
+    shape, described = json.loads(head)
+    states: dict[str, list[dict[int, dict[str, Any]]]] = {
+        part: [{} for _ in range(count)] for part, count in shape.items()
+    }
+    offset = 0
+    for part, at, number, name, dtype, rest in described:
+        value = rest
+        if dtype is not None:
+            kind = getattr(torch, dtype)
+            size = kind.itemsize * int(torch.Size(rest).numel())
+            value = (
+                torch.frombuffer(bytearray(body[offset : offset + size]), dtype=kind).reshape(rest)
+                if size
+                else torch.empty(rest, dtype=kind)
+            )
+            offset += size
+        states[part][at].setdefault(number, {})[name] = value
+    return states
+
+
+def _register() -> None:
+    if ModelAveragingStrategy.strategy_name not in StrategyRegistry:
+        ModelAveragingStrategy.register_strategies(StrategyRegistry)
+
+
+_register()

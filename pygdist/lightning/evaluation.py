@@ -1,0 +1,99 @@
+"""Validation, test and prediction on the whole graph, for a backend that trains without part of it.
+
+The model is the same, its parameters and buffers are; its layers go through another backend, ``comm``. A rank with
+several parts runs them hop by hop (:mod:`pygdist.comm.replay`): one part is open at a time, and what lies between is in
+files.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from pygdist.backends import CommBackend, Savings, distribute, undistribute
+from pygdist.backends.overflow import writable
+from pygdist.comm import Communicator, PartCommunicator, run_parts
+from pygdist.graph import Shard
+
+__all__ = ["WholeGraphEvaluation"]
+
+
+class WholeGraphEvaluation:
+    """One evaluation of a model, from its making to :meth:`close`; every rank makes one at the same time.
+
+    Args:
+        model: The model, which may be distributed; it stays as it is.
+        communicator: The ranks.
+        savings: Which work need not be done.
+        in_turns: Parts run one after another, by :meth:`run`; without, each rank has one, for :meth:`place`.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool) -> None:
+        self._communicator, self.in_turns = communicator, in_turns
+        self._backend = _WholeHops() if in_turns else CommBackend()
+        shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
+        self.model = undistribute(copy.deepcopy(model, shared)).eval()
+        distribute(self.model, backend=self._backend, savings=savings)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def place(self, shard: Shard) -> None:
+        """Run on a rank's one part."""
+        self._backend.bind(shard, self._communicator)
+
+    def run(
+        self, parts: Sequence[int], num_parts: int, open_part: Callable[[int], Shard], call: Callable[[Shard], Tensor]
+    ) -> None:
+        """Run on all parts of a rank, one after another.
+
+        Args:
+            parts: Which parts.
+            num_parts: Of all ranks.
+            open_part: Gives a part, and may let go of the one before.
+            call: Runs :attr:`model` on a part.
+        """
+        folder = writable(open_part(parts[0]).folder)
+        self._folder = tempfile.TemporaryDirectory(prefix="pygdist-evaluation-", dir=folder)
+        between, results = Path(self._folder.name) / "between", Path(self._folder.name) / "results"
+        between.mkdir()
+        results.mkdir()
+
+        def run(communicator: PartCommunicator) -> None:
+            shard = open_part(communicator.rank)
+            self._backend.bind(shard, communicator)
+            with torch.no_grad():
+                out = call(shard).cpu().contiguous()
+            if out.numel():
+                path = str(results / str(communicator.rank))
+                out = torch.from_file(path, shared=True, size=out.numel(), dtype=out.dtype).view(out.shape).copy_(out)
+            self._outputs[communicator.rank] = out
+
+        run_parts(parts, num_parts, run, self._communicator, between)
+
+    def output_of(self, part: int) -> Tensor:
+        """What :meth:`run` found for a part, one row per owned node."""
+        return self._outputs[part]
+
+    def close(self) -> None:
+        """Let go of the graph and remove the files."""
+        self._backend.unbind()
+        self._outputs.clear()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.cleanup()
+
+
+class _WholeHops(CommBackend):
+    """Fetches the rows of a hop at once: parts that run one after another have no other work meanwhile."""
+
+    name = ""
+
+    @override
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return self.communicator.exchange_rows(x, self.shard.plan, label=label)

@@ -1,0 +1,104 @@
+"""What a step on a part of the graph is given: the whole part, some of its nodes, or nothing.
+
+Ranks may have different numbers of steps in an epoch, but Lightning makes a collective call in each. So all ranks make
+as many as the one with most, and are idle in those for which they have nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from torch_geometric.data import Data
+
+from pygdist.graph import Shard
+
+__all__ = ["PartBatch", "PartLoader", "Samples"]
+
+
+class Samples(Protocol):
+    """The mini-batches of a part; see :class:`~pygdist.sampler.BatchLoader`."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __iter__(self) -> Iterator[Data]:
+        """Those of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """They differ from epoch to epoch."""
+
+
+class PartBatch:
+    """What one step works on.
+
+    Attributes:
+        part: Which part of the graph; ``None`` if the rank is idle.
+        shard: The part; ``None`` if the rank is idle.
+        sample: A mini-batch of it; ``None`` for the whole part.
+    """
+
+    # no dataclass: Lightning's precision plugins copy those field by field
+    def __init__(self, part: int | None = None, shard: Shard | None = None, sample: Data | None = None) -> None:
+        self.part, self.shard, self.sample = part, shard, sample
+
+
+class PartLoader:
+    """Goes over parts, one after the other; one is open at a time.
+
+    It is no ``DataLoader``, for the reason that :class:`~pygdist.lightning.datamodule.FullGraphLoader` is none.
+
+    Args:
+        parts: Which parts.
+        open_part: Gives a part, which may let go of the one before.
+        cut: Gives a part's mini-batches; ``None`` to take each part whole.
+        epoch: The epoch that begins, by which mini-batches differ.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[int],
+        open_part: Callable[[int], Shard],
+        *,
+        cut: Callable[[int, Shard], Samples] | None = None,
+        epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._parts = list(parts)
+        self._open, self._cut, self._epoch = open_part, cut, epoch
+        self._samples: tuple[int, Samples] | None = None  # of the part that is open
+        self._num_batches: int | None = None
+        self.num_steps: int | None = None  # of every rank, where that is more than this one has batches
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of an epoch in which this rank has something to do."""
+        if self._num_batches is None:
+            self._num_batches = (
+                len(self._parts) if self._cut is None else sum(len(self._samples_of(part)) for part in self._parts)
+            )
+        return self._num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches if self.num_steps is None else self.num_steps
+
+    def __iter__(self) -> Iterator[PartBatch]:
+        for part in self._parts:
+            yield from self._batches_of(part)
+        for _ in range(len(self) - self.num_batches):
+            yield PartBatch()
+
+    def _batches_of(self, part: int) -> Iterator[PartBatch]:
+        if self._cut is None:
+            yield PartBatch(part, self._open(part))
+            return
+        samples = self._samples_of(part)
+        samples.set_epoch(self._epoch())
+        for sample in samples:
+            yield PartBatch(part, self._open(part), sample)
+
+    def _samples_of(self, part: int) -> Samples:
+        if self._samples is None or self._samples[0] != part:
+            assert self._cut is not None
+            self._samples = None  # before the next part is opened: it holds the one before
+            self._samples = (part, self._cut(part, self._open(part)))
+        return self._samples[1]
