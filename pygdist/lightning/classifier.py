@@ -126,7 +126,7 @@ class NodeClassifier(GraphModule):
 
     def _idle(self) -> Tensor:
         """A step of a rank that has nothing to train while others have: it takes part in what all ranks do."""
-        shard = self.backend.shard
+        shard = self._shard()
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
         self._noted(out, shard.y[:0], torch.zeros(0, dtype=torch.bool, device=self.device), "train")

@@ -71,14 +71,12 @@ class GraphModule(pl.LightningModule):
         undistribute(self.model)  # a run that failed half-way left it distributed
         fill_in_sizes(self.model, shard)
         self.communicator = communicator
-        if (
-            communicator.world_size > 1
-            and not self.trainer.strategy.sends_gradients
-            and self.backend.placement != "replicas"
-        ):
+        strategy = self.trainer.strategy
+        by_itself = isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
+        if by_itself and communicator.world_size > 1 and self.backend.placement != "replicas":
             raise InputError(
-                f"strategy '{self.trainer.strategy.strategy_name}' trains each part by itself, but backend "
-                f"'{self.backend.name}' lets a part read rows that other ranks' models made; use backend replica"
+                f"strategy '{type(strategy).__name__}' trains each part by itself, but backend '{self.backend.name}' "
+                "lets a part read rows that other ranks' models made; use backend replica"
             )
         # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
         self.place(self._datamodule().here(shard))
