@@ -19,6 +19,7 @@ ROOMS = [
     "kernels",
     "graph",
     "partition",
+    "sampler",
     "nn",
     "backends",
     "lightning",

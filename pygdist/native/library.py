@@ -17,12 +17,12 @@ from pathlib import Path
 import torch  # noqa: F401  # brings its OpenMP runtime along, see above
 
 __all__ = [
-    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativePlacement",
-    "NativeText", "Status", "load", "set_isa",
+    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativeHop",
+    "NativePlacement", "NativeText", "Status", "load", "set_isa",
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 12
+ABI_VERSION = 13
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 
@@ -86,6 +86,26 @@ class NativeEdges(ctypes.Structure):
     )
 
 
+class NativeHop(ctypes.Structure):
+    """``pygdist_hop``: a mini-batch and the hop that it grows by."""
+
+    _fields_ = (
+        ("node", ctypes.c_void_p),
+        ("num_nodes", ctypes.c_int64),
+        ("num_seeds", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("number", ctypes.c_int64),
+        ("fan_out", ctypes.c_int64),
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("edge", ctypes.c_void_p),
+        ("num_edges", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("replace", ctypes.c_int32),
+    )
+
+
 class NativePlacement(ctypes.Structure):
     """``pygdist_placement``: a vertex-cut so far."""
 
@@ -125,6 +145,7 @@ class Status(IntEnum):
 _CSR = ctypes.POINTER(NativeCsr)
 _EDGES = ctypes.POINTER(NativeEdges)
 _PLACEMENT = ctypes.POINTER(NativePlacement)
+_HOP = ctypes.POINTER(NativeHop)
 _COUNT = ctypes.POINTER(ctypes.c_int32)
 _INT = ctypes.c_int32
 _LONG = ctypes.c_int64
@@ -163,6 +184,9 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY),
     "pygdist_follow_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY, _ARRAY),
     "pygdist_counting_sort": (_ARRAY, _LONG, _LONG, _ARRAY, _ARRAY),
+    "pygdist_count_hop": (_CSR, _HOP),
+    "pygdist_sample_hop": (_CSR, _HOP),
+    "pygdist_induce": (_CSR, _HOP),
     "pygdist_gat_grad": (_CSR, _ARRAY, _ARRAY, _REAL, *[_ARRAY] * 4),
 }
 """Argument types of each function; all return an ``int32_t``."""

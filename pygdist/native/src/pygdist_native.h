@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 12
+#define PYGDIST_ABI_VERSION 13
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -242,6 +242,35 @@ PYGDIST_API int32_t pygdist_parse_edges(const char* text, int64_t length, pygdis
 // A stable sort of fewer than 2^31 keys of 0..num_keys-1: order[indptr[k]..indptr[k + 1]-1] are the positions of key k.
 PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr,
                                           int32_t* order);
+
+// A mini-batch and the hop that it grows by, one thread a call. Of the matrix only indptr, index and perm are read; it has
+// as many columns as rows, fewer than 2^31.
+typedef struct pygdist_hop {
+  int64_t* node;      // the batch's nodes, seeds first; room for num_edges more
+  int64_t num_nodes;  // so far
+  int64_t num_seeds;
+  int64_t first;      // nodes first..num_nodes-1 are expanded
+  int64_t number;     // of the hop, from 0
+  int64_t fan_out;    // edges of each; -1: all
+  int64_t* source;    // of each edge, as a place in `node`
+  int64_t* target;    // the same; ascending
+  int64_t* edge;      // where the edge stands in the matrix, or perm of that
+  int64_t num_edges;  // of the hop
+  uint64_t seed;
+  uint64_t epoch;
+  int32_t replace;
+} pygdist_hop;
+
+// Sets num_edges: so long must the arrays of edges be.
+PYGDIST_API int32_t pygdist_count_hop(const pygdist_csr* csr, pygdist_hop* hop);
+
+// Samples the edges of a hop after pygdist_count_hop, and appends the nodes that they lead to. PYGDIST_BAD_ID: a node is
+// given twice.
+PYGDIST_API int32_t pygdist_sample_hop(const pygdist_csr* csr, pygdist_hop* hop);
+
+// The edges among the nodes, none of which is added. `first` is 0 and `fan_out` -1, the arrays are as long as
+// pygdist_count_hop says; num_edges becomes the number of those found.
+PYGDIST_API int32_t pygdist_induce(const pygdist_csr* csr, pygdist_hop* hop);
 
 #ifdef __cplusplus
 }
