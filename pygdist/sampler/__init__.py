@@ -1,5 +1,18 @@
 """Mini-batches of one part of a graph (CATGNN, Sec. 3.3), the same for any number of workers."""
 
+from pygdist.sampler.base import BatchLoader, MiniBatches
+from pygdist.sampler.clusters import ClusterBatches
 from pygdist.sampler.csr_neighbors import CSRNeighborSampler
+from pygdist.sampler.neighbors import NeighborBatches
+from pygdist.sampler.saint import SaintEdgeBatches, SaintNodeBatches, SaintWalkBatches
 
-__all__ = ["CSRNeighborSampler"]
+__all__ = [
+    "BatchLoader",
+    "CSRNeighborSampler",
+    "ClusterBatches",
+    "MiniBatches",
+    "NeighborBatches",
+    "SaintEdgeBatches",
+    "SaintNodeBatches",
+    "SaintWalkBatches",
+]

@@ -57,11 +57,11 @@ class CSRNeighborSampler(BaseSampler):
         self.num_neighbors = check_fan_out("num_neighbors", num_neighbors)
         self.replace = replace
         self.seed = check_seed(seed)
-        self._epoch = SharedEpoch()
+        self.epoch = SharedEpoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other neighbours from now on, also in workers that are running; before the first call it is epoch 0."""
-        self._epoch.number = epoch
+        self.epoch.number = epoch
 
     @override
     def sample_from_nodes(self, index: NodeSamplerInput, **_: object) -> SamplerOutput:
@@ -86,7 +86,7 @@ class CSRNeighborSampler(BaseSampler):
             if low < 0 or high >= self.csr.num_rows:
                 raise InputError(f"seed nodes must be in 0..{self.csr.num_rows - 1}, got {low if low < 0 else high}")
         found = _native.sample(
-            self.csr, seeds, self.num_neighbors, replace=self.replace, seed=self.seed, epoch=self._epoch.number
+            self.csr, seeds, self.num_neighbors, replace=self.replace, seed=self.seed, epoch=self.epoch.number
         )
         return SamplerOutput(
             node=found.node,

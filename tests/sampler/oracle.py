@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch_geometric.data import Data
 
 from pygdist.kernels import CSR
 
-__all__ = ["SampleTwin", "lonely_graph", "random_graph"]
+__all__ = ["SampleTwin", "edges_of", "lonely_graph", "part_of", "random_graph"]
 
 _MASK = (1 << 64) - 1
 
@@ -77,3 +79,27 @@ def random_graph(num_nodes: int = 60, num_edges: int = 700, *, seed: int = 0, pe
 def lonely_graph(num_nodes: int) -> CSR:
     """Nodes and no edges."""
     return CSR(torch.zeros(num_nodes + 1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), num_nodes)
+
+
+def edges_of(csr: CSR) -> Tensor:
+    """``edge_index`` in the caller's order."""
+    edges = torch.stack([csr.index.long(), csr.row_index().long()])
+    if csr.perm is None:
+        return edges
+    out = torch.empty_like(edges)
+    out[:, csr.perm.long()] = edges
+    return out
+
+
+def part_of(csr: CSR, *, train_every: int = 3) -> Data:
+    """A part over these edges; the last quarter of its rows are copies, ``edge_weight`` is the number of the edge."""
+    rows, edges = torch.arange(csr.num_rows), torch.arange(csr.num_entries)
+    owned = rows <= 0.75 * csr.num_rows
+    generator = torch.Generator().manual_seed(1)
+    return Data(
+        x=torch.randn(csr.num_rows, 5, generator=generator),
+        y=torch.where(owned, rows % 4, -1),
+        train_mask=owned & (rows % train_every == 0) if train_every else torch.zeros_like(owned),
+        edge_weight=edges.float(),
+        edge_type=edges % 3,
+    )

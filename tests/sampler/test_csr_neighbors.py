@@ -18,7 +18,7 @@ from pygdist.errors import InputError
 from pygdist.kernels import CSR
 from pygdist.native import library
 from pygdist.sampler import CSRNeighborSampler
-from tests.sampler.oracle import SampleTwin, lonely_graph, random_graph
+from tests.sampler.oracle import SampleTwin, edges_of, lonely_graph, random_graph
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
 
@@ -27,16 +27,6 @@ FIELDS = ("node", "row", "col", "edge")
 
 def drawn(sampler: CSRNeighborSampler, seeds: list[int] | Tensor) -> SamplerOutput:
     return sampler.sample_from_nodes(NodeSamplerInput(None, torch.as_tensor(seeds, dtype=torch.int64)))
-
-
-def edges_of(csr: CSR) -> Tensor:
-    """``edge_index`` in the caller's order."""
-    edges = torch.stack([csr.index.long(), csr.row_index().long()])
-    if csr.perm is None:
-        return edges
-    out = torch.empty_like(edges)
-    out[:, csr.perm.long()] = edges
-    return out
 
 
 @pytest.mark.parametrize("permuted", [True, False], ids=["perm", "no-perm"])
@@ -148,6 +138,8 @@ def test_node_loader_gives_the_same_batches_with_any_workers() -> None:
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
             seen.append([batch.to_dict() for batch in loader])
+        if workers:
+            loader._iterator._shutdown_workers()  # left to the garbage collector, it waits for each for 5 seconds
     for epoch in (0, 1):
         for other in (epoch + 2, epoch + 4):
             for mine, theirs in zip(seen[epoch], seen[other], strict=True):

@@ -1,0 +1,137 @@
+"""Batches of sampled neighbourhoods (GraphSAGE, Hamilton et al. 2017; CATGNN, Sec. 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric import typing as pyg_typing
+from torch_geometric.data import Data
+from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import BaseSampler, NeighborSampler
+from typing_extensions import override
+
+from pygdist.errors import InputError
+from pygdist.kernels import CSR
+from pygdist.native import load
+from pygdist.sampler import _native
+from pygdist.sampler.base import BatchLoader, MiniBatches, check_at_least, check_part, load_all
+from pygdist.sampler.csr_neighbors import CSRNeighborSampler, check_fan_out, check_seed
+from pygdist.sampler.epoch import SharedEpoch
+
+__all__ = ["NeighborBatches"]
+
+Library = Literal["auto", "native", "pyg"]
+
+
+class NeighborBatches(MiniBatches):
+    """Training nodes in batches, each with neighbours sampled hop by hop; every training node once an epoch.
+
+    Args:
+        fan_out: Most edges into a node, for each hop, that is for each layer of the model; -1 takes all.
+        batch_size: Training nodes in a batch; the last one of an epoch takes what is left.
+        replace: Draw neighbours with replacement.
+        shuffle: Other training nodes together in each epoch.
+        library: ``native`` samples by :class:`CSRNeighborSampler`; ``pyg`` by PyG's ``NeighborSampler``, which takes
+            pyg-lib or torch_sparse, holds the edges once more in 16 bytes each, and draws from random states of its
+            own, so that neighbours depend on the number of workers. ``auto`` is the first where it was built.
+
+    Raises:
+        InputError: If a number is out of range or ``library`` is unknown; on loading, if the library is not installed.
+
+    Example:
+        >>> batches = NeighborBatches([25, 10], batch_size=512).loader(part, csr, seed=0, num_workers=2)
+        >>> for batch in batches:
+        ...     out = model(batch.x, batch.edge_index)
+        ...     loss = cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
+    """
+
+    def __init__(
+        self,
+        fan_out: Sequence[int] = (25, 10),
+        batch_size: int = 512,
+        replace: bool = False,
+        shuffle: bool = True,
+        library: Library = "auto",
+    ) -> None:
+        self.fan_out = check_fan_out("fan_out", fan_out)
+        self.batch_size = check_at_least("batch_size", batch_size)
+        self.replace, self.shuffle, self.library = replace, shuffle, library
+        if library not in get_args(Library):
+            raise InputError(f"library is '{library}', expected one of {', '.join(get_args(Library))}")
+
+    @override
+    def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
+        """See :meth:`MiniBatches.loader`."""
+        seeds, epoch = check_part(part, csr), SharedEpoch()
+        check_at_least("num_workers", num_workers, 0)
+        sampler = self._sampler(csr, check_seed(seed), epoch)
+        if not seeds.numel():
+            return BatchLoader(part, [], epoch)
+        # it sees no fields: those of edges and of nodes it would tell apart by their length
+        nodes = NodeLoader(Data(edge_index=torch.empty(2, 0).long(), num_nodes=csr.num_rows), sampler, seeds)
+        order = _Order(seeds.numel(), seed, epoch, shuffle=self.shuffle)
+        perm = None if isinstance(sampler, CSRNeighborSampler) else csr.perm
+        return BatchLoader(part, load_all(_Neighborhoods(nodes, order, self.batch_size, perm), num_workers), epoch)
+
+    def _sampler(self, csr: CSR, seed: int, epoch: SharedEpoch) -> BaseSampler:
+        native = self.library == "native" or (self.library == "auto" and load() is not None)
+        installed = pyg_typing.WITH_PYG_LIB or pyg_typing.WITH_TORCH_SPARSE
+        if native or (self.library == "auto" and not installed):
+            _native.require("NeighborBatches", csr, ", or install pyg-lib or torch_sparse, whose samplers serve too")
+            sampler = CSRNeighborSampler(csr, self.fan_out, replace=self.replace, seed=seed)
+            sampler.epoch = epoch
+            return sampler
+        if not installed:
+            raise InputError(
+                "library 'pyg' needs pyg-lib or torch_sparse, neither is installed; 'native' needs neither"
+            )
+        edges = torch.stack([csr.index.to(torch.int64), csr.row_index().to(torch.int64)])
+        data = Data(edge_index=edges, num_nodes=csr.num_rows)
+        return NeighborSampler(data, num_neighbors=self.fan_out, replace=self.replace, is_sorted=True)
+
+
+class _Order:
+    """All of ``count``, in another order in each epoch, or in their own."""
+
+    def __init__(self, count: int, seed: int, epoch: SharedEpoch, *, shuffle: bool) -> None:
+        self._seed, self._epoch, self._shuffle = seed, epoch, shuffle
+        self._order, self._made_for = np.arange(count), -1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, chosen: slice) -> list[int]:
+        if self._shuffle and self._made_for != self._epoch.number:
+            self._made_for = self._epoch.number
+            self._order = np.random.default_rng([self._seed, self._made_for]).permutation(len(self._order))
+        found: list[int] = self._order[chosen].tolist()
+        return found
+
+
+class _Neighborhoods(Dataset[Data]):
+    """The batches of an epoch by their numbers.
+
+    PyG's loader makes one when it is called. It is not what iterates: it holds a cycle of references, through which
+    workers that outlive an epoch are asked to end only after their queues are gone, which takes 5 seconds for each.
+    """
+
+    def __init__(self, nodes: NodeLoader, order: _Order, batch_size: int, perm: Tensor | None) -> None:
+        self._nodes, self._order, self._batch_size, self._perm = nodes, order, batch_size, perm
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._batch_size)
+
+    def __getitem__(self, number: int) -> Data:
+        found = self._nodes(self._order[slice(number * self._batch_size, (number + 1) * self._batch_size)])
+        batch = Data(edge_index=found.edge_index, n_id=found.n_id, e_id=found.e_id, num_nodes=found.n_id.numel())
+        if self._perm is not None:
+            batch.e_id = self._perm[batch.e_id].to(torch.int64)
+        for name in ("batch_size", "num_sampled_nodes", "num_sampled_edges"):
+            if name in found:  # torch_sparse does not count
+                batch[name] = found[name]
+        return batch
