@@ -146,6 +146,22 @@ def test_throughput(tmp_path: Path) -> None:
     assert (tmp_path / "throughput.png").is_file()
 
 
+@needs_native
+def test_sampling(tmp_path: Path) -> None:
+    tiny = ("--nodes=500", "--edges=9000", "--fan-outs", "3,2", "2", "--batches=2", "--batch-size=50", "--rounds=2")
+    rows = _run_in(CATGNN, "sampling.py", *tiny, "--contenders=pygdist", out=tmp_path)
+    assert [(row["fan_out"], row["replace"]) for row in rows] == [
+        ("3,2", "no"),
+        ("3,2", "yes"),
+        ("2", "no"),
+        ("2", "yes"),
+    ]
+    for row in rows:
+        assert row["threads"] == "1"
+        found = float(row["edges_per_batch"]) / float(row["ms_per_batch"]) * 1e3
+        assert float(row["edges_per_second"]) == pytest.approx(found, rel=0.5)
+
+
 DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" not in path.parts]
 TABLES = [path for path in sorted(EXPERIMENTS.rglob("results/*.csv")) if not path.stem.endswith(".ranks")]
 

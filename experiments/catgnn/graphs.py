@@ -47,9 +47,9 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     Console(width=None if Console().is_terminal else 180).print(table)
 
 
-def write(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write a CSV; every row says what it was measured on."""
-    facts = provenance(cores())
+def write(rows: Iterable[Mapping[str, Any]], path: Path, *, threads: int | None = None) -> None:
+    """Write a CSV; every row says what it was measured on, with as many threads as there are cores unless told."""
+    facts = provenance(threads or cores())
     rows = [{**row, **facts} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

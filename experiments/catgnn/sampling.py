@@ -1,0 +1,138 @@
+"""Sampled edges per second on one core, and memory, of our neighbour sampler and torch_sparse's.
+
+    python -m experiments.catgnn.sampling --out results
+    python -m experiments.catgnn.sampling --nodes 1000000 --edges 20000000 --fan-outs 25,10 --replace no
+
+All in one process with one thread, in turns: in every round each contender samples the same batches, through the
+interface by which PyG's ``NodeLoader`` calls it. Without torch_sparse there is one contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import typing as pyg_typing
+from torch_geometric.data import Data
+from torch_geometric.sampler import BaseSampler, NeighborSampler, NodeSamplerInput
+
+from experiments.catgnn.graphs import show, write
+from pygdist.graph import EdgeGenerator
+from pygdist.kernels import CSR
+from pygdist.sampler import CSRNeighborSampler
+
+OURS, OTHER = "pygdist", "torch_sparse"
+_MIB = 2**20
+
+
+def graph(num_nodes: int, num_edges: int) -> CSR:
+    """A graph with a power law and communities."""
+    source, target = torch.from_numpy(EdgeGenerator(num_nodes, num_edges).read(0, num_edges))
+    return CSR.from_coo(target, source, num_rows=num_nodes, num_cols=num_nodes).unpermuted()
+
+
+def sampler_of(name: str, csr: CSR, fan_out: list[int], replace: bool) -> BaseSampler:
+    """A contender."""
+    if name == OURS:
+        return CSRNeighborSampler(csr, fan_out, replace=replace)
+    data = Data(edge_index=torch.stack([csr.index.long(), csr.row_index().long()]), num_nodes=csr.num_rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyG would rather have pyg-lib
+        return NeighborSampler(data, fan_out, replace=replace, is_sorted=True)
+
+
+def one_round(sampler: BaseSampler, seeds: Sequence[Tensor]) -> tuple[float, int, int]:
+    """Seconds for all batches, and the edges and nodes sampled."""
+    edges = nodes = 0
+    start = time.perf_counter()
+    for batch in seeds:
+        found = sampler.sample_from_nodes(NodeSamplerInput(None, batch))
+        edges, nodes = edges + found.row.numel(), nodes + found.node.numel()
+    return time.perf_counter() - start, edges, nodes
+
+
+def beyond_mib(sampler: BaseSampler, seeds: Sequence[Tensor]) -> float | str:
+    """The most memory that sampling takes beyond what is there; nothing where Linux does not tell."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    except OSError:
+        return ""
+    before = _resident("VmRSS")
+    one_round(sampler, seeds)
+    return (_resident("VmHWM") - before) / _MIB
+
+
+def _resident(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name)) * 1024
+
+
+def measure(csr: CSR, fan_out: str, replace: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    hops = [int(most) for most in fan_out.split(",")]
+    samplers = {name: sampler_of(name, csr, hops, replace) for name in options.contenders}
+    order = torch.randperm(csr.num_rows, generator=torch.Generator().manual_seed(0))
+    seeds = order[: options.batches * options.batch_size].split(options.batch_size)
+    for sampler in samplers.values():
+        one_round(sampler, seeds[:3])
+    rounds: dict[str, list[tuple[float, int, int]]] = {name: [] for name in samplers}
+    for number in range(options.rounds):
+        for name in list(samplers)[:: 1 if number % 2 else -1]:
+            rounds[name].append(one_round(samplers[name], seeds))
+    rows = []
+    for name, found in rounds.items():
+        rates = [edges / seconds for seconds, edges, _ in found]
+        median = statistics.median(rates)
+        rows.append({
+            "contender": name, "nodes": csr.num_rows, "edges": csr.num_entries, "fan_out": fan_out,
+            "replace": "yes" if replace else "no", "batch_size": options.batch_size, "batches": len(seeds),
+            "rounds": options.rounds, "edges_per_second": median, "spread": (max(rates) - min(rates)) / median,
+            "ms_per_batch": statistics.median(seconds for seconds, _, _ in found) / len(seeds) * 1e3,
+            "edges_per_batch": found[0][1] / len(seeds), "nodes_per_batch": found[0][2] / len(seeds),
+            "beyond_mib": beyond_mib(samplers[name], seeds),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    found.add_argument("--nodes", nargs="+", type=int, default=[50_000, 1_000_000])
+    found.add_argument("--edges", nargs="+", type=int, default=[5_000_000, 20_000_000], help="of each graph")
+    found.add_argument("--fan-outs", nargs="+", default=["25,10", "10,10,10"])
+    found.add_argument("--replace", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    found.add_argument("--batch-size", type=int, default=512)
+    found.add_argument("--batches", type=int, default=40)
+    found.add_argument("--rounds", type=int, default=7)
+    there = [OURS, OTHER] if pyg_typing.WITH_TORCH_SPARSE else [OURS]
+    found.add_argument("--contenders", nargs="+", choices=[OURS, OTHER], default=there)
+    found.add_argument("--out", type=Path, default=Path("results"))
+    return found
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    options = parser().parse_args()
+    if OTHER in options.contenders and not pyg_typing.WITH_TORCH_SPARSE:
+        raise SystemExit("torch_sparse is not installed; give --contenders pygdist")
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for num_nodes, num_edges in zip(options.nodes, options.edges, strict=True):
+        csr = graph(num_nodes, num_edges)
+        for fan_out in options.fan_outs:
+            for replace in options.replace:
+                rows += measure(csr, fan_out, replace == "yes", options)
+                write(rows, options.out / "sampling.csv", threads=1)
+    show(rows, "sampled edges per second, one thread")
+
+
+if __name__ == "__main__":
+    main()
