@@ -282,7 +282,9 @@ def _help_texts() -> dict[str, Any]:
 def _check_strategy(strategy: Any) -> None:
     names = StrategyRegistry.available_strategies()
     if isinstance(strategy, str) and strategy != "auto" and strategy not in names:
-        ours = ", ".join(name for name in names if name.startswith("graph_") and "unused" not in name)
+        ours = ", ".join(
+            name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name
+        )
         raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
 
 

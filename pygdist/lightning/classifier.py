@@ -15,7 +15,7 @@ from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
-from pygdist.lightning.parts import PartBatch
+from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, summed_loss
 
@@ -88,12 +88,14 @@ class NodeClassifier(GraphModule):
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
         if not isinstance(batch, PartBatch):
-            total, count = self._learn(batch, self(batch), batch)
+            total, count = self._learn(batch, self(batch))
             return self.scaled(total, batch.counts["train_mask"], count)
         if batch.shard is None:
             return self._idle()
         self.place(batch.shard)
-        total, count = self._learn(batch.shard, self(batch.shard), batch.shard)
+        if batch.sample is not None:
+            return self._learn_sample(batch.shard, batch.sample)
+        total, count = self._learn(batch.shard, self(batch.shard))
         return self.scaled(total, batch.shard.counts["train_mask"], count)
 
     @override
@@ -110,11 +112,30 @@ class NodeClassifier(GraphModule):
         shard, out = self.evaluated(batch)
         return shard.owned_id, out
 
-    def _learn(self, graph: Shard | Data, out: Tensor, shard: Shard) -> tuple[Tensor, int]:
+    def _learn(self, shard: Shard, out: Tensor) -> tuple[Tensor, int]:
         """Summed loss over labelled training nodes, and how many they are; updates and logs the metrics."""
-        if graph.y is None or graph.train_mask is None or not shard.counts["train_mask"]:
+        if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
-        return self._noted(out, graph.y, graph.train_mask, "train")
+        return self._noted(out, shard.y, shard.train_mask, "train")
+
+    def _learn_sample(self, shard: Shard, sample: Data) -> Tensor:
+        """The loss of a mini-batch: the mean over its training nodes; with GraphSAINT's norms, that of the part."""
+        if shard.y is None or shard.train_mask is None:
+            raise InputError(_UNLABELLED.format("train"))
+        graph, edges = sampled_graph(sample)
+        out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
+        weight = graph.get("node_norm")
+        total, count = self._noted(out, graph.y, graph.train_mask, "train", weight)
+        if weight is not None:  # the sum is a mean already
+            count = int(shard.train_mask.sum())
+            total = total * count
+        return self.scaled(total, self._in_step(count), count)
+
+    def _in_step(self, count: int) -> int:
+        """Nodes that all ranks train on in a step, from those of this rank; at least one, as it is divided by."""
+        if self.by_itself:
+            return max(count, 1)
+        return max(1, int(self.communicator.gather([float(count)]).sum()))
 
     def _evaluate(self, batch: Shard | PartBatch, stage: Stage) -> None:
         """Update and log the metrics of a stage."""
@@ -130,12 +151,15 @@ class NodeClassifier(GraphModule):
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
         self._noted(out, shard.y[:0], torch.zeros(0, dtype=torch.bool, device=self.device), "train")
+        self._in_step(0)
         # to every parameter, for a strategy that sends gradients in each step
         return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
 
-    def _noted(self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage) -> tuple[Tensor, int]:
+    def _noted(
+        self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
+    ) -> tuple[Tensor, int]:
         """Summed loss over the labelled nodes of a mask, and how many they are; updates and logs metrics."""
-        total, count = summed_loss(out, y, mask)
+        total, count = summed_loss(out, y, mask, weight)
         chosen = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         loss.update(total.detach() / max(count, 1), weight=count)

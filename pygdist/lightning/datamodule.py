@@ -20,6 +20,7 @@ from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, rea
 from pygdist.lightning.parts import PartBatch, PartLoader
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
+from pygdist.sampler import BatchLoader, MiniBatches
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
 
@@ -70,6 +71,10 @@ class GraphDataModule(pl.LightningDataModule):
         edge_split: Shares of the edges that are held out of the graph, for validation and for test, and predicted by
             :class:`~pygdist.lightning.LinkPredictor`; an edge and its reverse together. None by default.
         num_classes: Stated number of classes; labels beyond it are an error. By default the largest label plus one.
+        batches: Train each part in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`; for the backend
+            ``replica``. By default an epoch takes a part whole.
+        batch_seed: They are drawn from it.
+        num_workers: Processes of each rank that draw them ahead; 0 draws them when they are needed.
         store: A folder that ``pygdist partition`` wrote; nothing is loaded or partitioned then.
         cache_dir: Where stores are kept.
 
@@ -94,6 +99,9 @@ class GraphDataModule(pl.LightningDataModule):
         split_seed: int = 0,
         edge_split: tuple[float, float] | None = None,
         num_classes: int | None = None,
+        batches: MiniBatches | None = None,
+        batch_seed: int = 0,
+        num_workers: int = 0,
         store: str | Path | None = None,
         cache_dir: str | Path = DEFAULT_CACHE,
     ) -> None:
@@ -112,6 +120,7 @@ class GraphDataModule(pl.LightningDataModule):
             "num_classes": num_classes,
         }
         self.edge_split = edge_split
+        self.batches, self.batch_seed, self.num_workers = batches, batch_seed, num_workers
         self.store = None if store is None else Path(store)
         self.cache_dir = Path(cache_dir).expanduser()
         self._folder: Path | None = self.store
@@ -219,6 +228,10 @@ class GraphDataModule(pl.LightningDataModule):
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
         for part in reversed(self._parts):
             shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None)
+        if self.batches is not None and not self._hops:
+            raise InputError(
+                "batches: mini-batches are drawn from parts that stand by themselves; use them with backend replica"
+            )
         if self.edge_split is not None:
             if self._hops:
                 raise InputError("edge_split: backend 'replica' classifies nodes; its parts count all edges in degrees")
@@ -313,15 +326,27 @@ class GraphDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> FullGraphLoader | PartLoader:
         if not self._hops:
             return FullGraphLoader(self.shard)
-        weights, skips = self.part_weights, not self._strategy.sends_gradients
+        trainer = self.trainer
+        assert trainer is not None, "its module's backend asks for surroundings"
+        # where gradients are averaged in each step, all ranks make it
+        skips = not getattr(trainer.strategy, "sends_gradients", True)
         loader = PartLoader(
-            [part for part in self._parts if weights[part] or not skips],
+            [part for part in self._parts if self.part_weights[part] or not skips],
             self.open_part,
-            epoch=lambda: self.trainer.current_epoch,  # type: ignore[union-attr]
+            cut=None if self.batches is None else self._cut,
+            epoch=lambda: trainer.current_epoch,
         )
-        steps = [float(loader.num_batches)]
-        loader.num_steps = int(self._strategy.communicator.gather(steps).max())
+        module: Any = trainer.lightning_module
+        loader.num_steps = int(module.communicator.gather([float(loader.num_batches)]).max())
         return loader
+
+    def _cut(self, part: int, shard: Shard) -> BatchLoader:
+        """The mini-batches of a part, on the CPU."""
+        assert self.batches is not None
+        backend: Any = self.trainer.lightning_module.backend  # type: ignore[union-attr]
+        graph, csr = backend.part_graph(shard)
+        seed = self.batch_seed * self.num_parts_in_all + part
+        return self.batches.loader(graph.cpu(), csr, seed=seed, num_workers=self.num_workers)
 
     def _evaluated(self) -> FullGraphLoader | PartLoader:
         return PartLoader(self._parts, self.open_part) if self._hops else FullGraphLoader(self.shard)
@@ -350,8 +375,10 @@ class GraphDataModule(pl.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Shard | PartBatch, device: torch.device, dataloader_idx: int
     ) -> Shard | PartBatch:
-        if isinstance(batch, PartBatch):
-            return batch  # open_part() has put it there
+        if isinstance(batch, PartBatch):  # open_part() has put the part there
+            if batch.sample is not None:
+                batch.sample = batch.sample.to(device)
+            return batch
         return self.here(batch)  # the graph is the same in every epoch
 
     def _model_dtype(self) -> torch.dtype:

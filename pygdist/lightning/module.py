@@ -72,11 +72,16 @@ class GraphModule(pl.LightningModule):
         fill_in_sizes(self.model, shard)
         self.communicator = communicator
         strategy = self.trainer.strategy
-        by_itself = isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
-        if by_itself and communicator.world_size > 1 and self.backend.placement != "replicas":
+        if self.by_itself and communicator.world_size > 1 and self.backend.placement != "replicas":
             raise InputError(
                 f"strategy '{type(strategy).__name__}' trains each part by itself, but backend '{self.backend.name}' "
                 "lets a part read rows that other ranks' models made; use backend replica"
+            )
+        if (several := len(self._datamodule().parts)) > 1 and not self.by_itself:
+            raise InputError(
+                f"rank {communicator.rank} has {several} parts, whose models must be averaged: use strategy "
+                "'model_averaging', or one part for each rank",
+                of_one_rank=True,
             )
         # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
         self.place(self._datamodule().here(shard))
@@ -87,6 +92,12 @@ class GraphModule(pl.LightningModule):
         self._end_evaluation()
         undistribute(self.model)
         self.backend.unbind()
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether each part trains a model of its own, and no step sends gradients."""
+        strategy = self.trainer.strategy
+        return isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
 
     def place(self, shard: Shard) -> None:
         """Let the backend work on another part of this rank."""

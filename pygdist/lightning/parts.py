@@ -7,26 +7,14 @@ as many as the one with most, and are idle in those for which they have nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from torch_geometric.data import Data
 
-from pygdist.graph import Shard
+from pygdist.graph import Adjacency, Shard
+from pygdist.graph.check import EDGE_FIELDS
+from pygdist.sampler import BatchLoader
 
-__all__ = ["PartBatch", "PartLoader", "Samples"]
-
-
-class Samples(Protocol):
-    """The mini-batches of a part; see :class:`~pygdist.sampler.BatchLoader`."""
-
-    def __len__(self) -> int:
-        """How many."""
-
-    def __iter__(self) -> Iterator[Data]:
-        """Those of the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """They differ from epoch to epoch."""
+__all__ = ["PartBatch", "PartLoader", "sampled_graph"]
 
 
 class PartBatch:
@@ -60,12 +48,12 @@ class PartLoader:
         parts: Sequence[int],
         open_part: Callable[[int], Shard],
         *,
-        cut: Callable[[int, Shard], Samples] | None = None,
+        cut: Callable[[int, Shard], BatchLoader] | None = None,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._parts = list(parts)
         self._open, self._cut, self._epoch = open_part, cut, epoch
-        self._samples: tuple[int, Samples] | None = None  # of the part that is open
+        self._samples: tuple[int, BatchLoader] | None = None  # of the part that is open
         self._num_batches: int | None = None
         self.num_steps: int | None = None  # of every rank, where that is more than this one has batches
 
@@ -96,9 +84,30 @@ class PartLoader:
         for sample in samples:
             yield PartBatch(part, self._open(part), sample)
 
-    def _samples_of(self, part: int) -> Samples:
+    def _samples_of(self, part: int) -> BatchLoader:
         if self._samples is None or self._samples[0] != part:
             assert self._cut is not None
             self._samples = None  # before the next part is opened: it holds the one before
             self._samples = (part, self._cut(part, self._open(part)))
         return self._samples[1]
+
+
+def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
+    """A mini-batch as a model is called with it: edges sorted by destination, so that layers take our kernels.
+
+    ``edge_norm`` of GraphSAINT becomes the edges' weight, or a factor of it.
+    """
+    graph, edges = Data(**{name: value for name, value in sample.items() if name not in EDGE_FIELDS}), sample.edge_index
+    fields = {name: sample[name] for name in EDGE_FIELDS if sample.get(name) is not None}
+    if (norm := sample.get("edge_norm")) is not None:
+        weight = fields.get("edge_weight")
+        fields["edge_weight"] = norm if weight is None else norm * weight
+    num_nodes = int(sample.num_nodes)
+    if bool((edges[1, 1:] >= edges[1, :-1]).all()):
+        adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)
+    else:
+        adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
+        fields = {name: value.index_select(0, perm) for name, value in fields.items()}
+    for name, value in fields.items():
+        graph[name] = value
+    return graph, adjacency

@@ -14,21 +14,24 @@ def labelled(y: Tensor, mask: Tensor) -> Tensor:
     return mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
 
 
-def summed_loss(output: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, int]:
+def summed_loss(output: Tensor, y: Tensor, mask: Tensor, weight: Tensor | None = None) -> tuple[Tensor, int]:
     r"""Sum of the losses over the labelled nodes of ``mask``, and how many they are.
 
     Cross-entropy for ``y`` of shape :math:`(n,)` int64; binary cross-entropy, averaged over classes, for
-    :math:`(n, C)` float. Without any node the sum is a zero that still reaches every parameter, so that the rank takes
-    part in the backward exchanges.
+    :math:`(n, C)` float; each times ``weight``, if there is one. Without any node the sum is a zero that still reaches
+    every parameter, so that the rank takes part in the backward exchanges.
 
     Shapes:
-        ``output`` is :math:`(n, C)`; ``mask`` :math:`(n,)` bool.
+        ``output`` is :math:`(n, C)`; ``mask`` :math:`(n,)` bool; ``weight`` :math:`(n,)`.
     """
     chosen = labelled(y, mask)
     rows, labels = output[chosen], y[chosen]
+    reduction = "sum" if weight is None else "none"
     if y.dim() == 1:
-        total = functional.cross_entropy(rows, labels, reduction="sum")
+        found = functional.cross_entropy(rows, labels, reduction=reduction)
     else:
-        total = functional.binary_cross_entropy_with_logits(rows, labels.to(rows.dtype), reduction="sum")
-        total = total / y.size(1)
-    return total, int(chosen.sum())
+        found = functional.binary_cross_entropy_with_logits(rows, labels.to(rows.dtype), reduction=reduction)
+        found = found / y.size(1)
+    if weight is None:
+        return found, int(chosen.sum())
+    return (found if y.dim() == 1 else found.sum(dim=1)) @ weight[chosen].to(found.dtype), int(chosen.sum())

@@ -77,10 +77,8 @@ def partition_graph(
         >>> PartitionMetrics.from_meta(meta).summary()
     """
     placement = placement_of(num_hops, placement)
-    if placement == "replicas" and isinstance(num_parts, DeviceMemory):
-        raise InputError(
-            "num_parts: what fits the devices is known for the placement of nodes; state a number for replicas"
-        )
+    if num_hops > 1 and isinstance(num_parts, DeviceMemory):
+        raise InputError("num_parts: what fits the devices is known for halos of one hop; state a number for more")
     chosen = resolve_partitioner(partitioner, **args)
     job = _Job(chosen, num_parts, num_hops, placement)
     wanted = {
@@ -137,7 +135,7 @@ def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Pro
 def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
     """Assign and write; all entries of ``meta.json`` that follow."""
     if isinstance(job.num_parts, DeviceMemory):
-        num_parts, found, seconds = _fit(graph, job.partitioner, job.num_parts)
+        num_parts, found, seconds = _fit(graph, job, job.num_parts)
     else:
         num_parts = int(job.num_parts)  # a numpy integer is no int to JSON
         found, seconds = _assign(graph.edges, job.partitioner, num_parts)
@@ -167,15 +165,16 @@ def _assign(edges: EdgeStream, partitioner: Partitioner, num_parts: int) -> tupl
     return Assignment(part=check_part(found.part, edges.num_nodes, num_parts), figures=found.figures), seconds
 
 
-def _fit(graph: WholeGraph, partitioner: Partitioner, memory: DeviceMemory) -> tuple[int, Assignment, float]:
+def _fit(graph: WholeGraph, job: _Job, memory: DeviceMemory) -> tuple[int, Assignment, float]:
     """As few parts as fit the devices, their owners, and the seconds that these took."""
     edges, size = graph.edges, GraphBytes.of(graph)
+    with_rim = job.placement == "replicas"
     fitting: dict[int, tuple[Assignment, float]] = {}
 
     def largest_of(num_parts: int) -> int:
-        found = _assign(edges, partitioner, num_parts)
+        found = _assign(edges, job.partitioner, num_parts)
         enter_stage(edges.progress, "measuring")
-        largest = size.largest(measure(edges, found[0].part, num_parts))
+        largest = size.largest(measure(edges, found[0].part, num_parts), with_rim=with_rim)
         if largest <= memory.budget:
             fitting.clear()  # a later one that fits has fewer parts
             fitting[num_parts] = found

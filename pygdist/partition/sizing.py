@@ -17,6 +17,7 @@ from pygdist.partition.metrics import PartitionMetrics
 __all__ = ["DeviceMemory", "GraphBytes"]
 
 _GIB = 2**30
+_DEGREE_BYTES = 5 * 8  # of a row of `in_degree`
 _LEAST_GROWTH = 1.25  # of the number of parts from one try to the next
 _LEAST_GAIN = 0.9  # of what is too much; where less goes so often in a row, more parts do not help
 _PATIENCE = 3
@@ -48,10 +49,20 @@ class GraphBytes:
         """The bytes of all."""
         return num_nodes * self.per_node + num_edges * self.per_edge
 
-    def largest(self, metrics: PartitionMetrics) -> int:
-        """The bytes of the largest part with its halo of one hop."""
-        halo = metrics.num_halo * self.per_halo
-        return int((metrics.num_nodes * self.per_node + halo + metrics.num_edges * self.per_edge).max())
+    def largest(self, metrics: PartitionMetrics, *, with_rim: bool = False) -> int:
+        """The bytes of the largest part with its halo of one hop.
+
+        Args:
+            metrics: The parts.
+            with_rim: In the placement *replicas*: the edges into the halo too, the cut edges seen from the other side.
+                How many a part has is taken to go by its halo.
+        """
+        num_halo, num_edges = metrics.num_halo, metrics.num_edges.astype(float)
+        found = metrics.num_nodes * self.per_node + num_halo * self.per_halo
+        if with_rim:
+            found = found + (metrics.num_nodes + num_halo) * _DEGREE_BYTES
+            num_edges += metrics.edge_cut * num_halo / max(num_halo.sum(), 1)
+        return int((found + num_edges * self.per_edge).max())
 
 
 @dataclass(frozen=True, kw_only=True)
