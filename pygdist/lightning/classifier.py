@@ -162,7 +162,8 @@ class NodeClassifier(GraphModule):
         total, count = summed_loss(out, y, mask, weight)
         chosen = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
-        loss.update(total.detach() / max(count, 1), weight=count)
+        # with weights the sum is a mean already
+        loss.update(total.detach() / (max(count, 1) if weight is None else 1), weight=count)
         multi_label = y.dim() == 2
         if multi_label:
             score.update((out[chosen] > 0).long(), y[chosen].long())  # as predict does; no guess of a sigmoid
