@@ -68,7 +68,9 @@ class NGNN(nn.Module):
         widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
         self.convs = nn.ModuleList(_CONVS[conv](before, after) for before, after in pairwise(widths))
         self.inside = nn.ModuleList(
-            nn.ModuleList(nn.Linear(hidden_channels, hidden_channels) for _ in range(ngnn_layers))
+            nn.Sequential(
+                *(part for _ in range(ngnn_layers) for part in (nn.Linear(hidden_channels, hidden_channels), nn.ReLU()))
+            )
             for _ in range(num_layers - 1)
         )
         self.dropout = dropout
@@ -76,9 +78,7 @@ class NGNN(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """One row for each node."""
         for conv, inside in zip(self.convs, self.inside, strict=False):
-            x = conv(x, edge_index).relu()
-            for linear in inside:  # type: ignore[union-attr]
-                x = linear(x).relu()
+            x = inside(conv(x, edge_index).relu())
             x = functional.dropout(x, p=self.dropout, training=self.training)
         out: Tensor = self.convs[-1](x, edge_index)
         return out

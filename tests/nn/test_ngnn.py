@@ -52,7 +52,9 @@ def test_a_hidden_layer_is_a_layer_and_feed_forward_layers() -> None:
     data, _ = random_graph("directed")
     model = NGNN(5, 6, num_layers=2, out_channels=4, ngnn_layers=2).double()
     x = model.convs[0](data.x, data.edge_index).relu()
-    for linear in model.inside[0]:  # type: ignore[union-attr]
+    linears = [one for one in model.inside.modules() if isinstance(one, nn.Linear)]
+    assert len(linears) == 2
+    for linear in linears:
         x = (x @ linear.weight.t() + linear.bias).relu()
     torch.testing.assert_close(model(data.x, data.edge_index), model.convs[1](x, data.edge_index))
 
