@@ -64,6 +64,7 @@ class Setting:
         backend: How neighbours arrive: a name, or ``class_path`` and ``init_args``.
         strategy: How ranks keep one model.
         ranks: Number of processes, each on a host of its own.
+        parts: Number of parts, for a backend that trains several on a process; one for each by default.
         network: Rate of the hosts' links, such as ``1gbit``; ``none`` for links without a limit; ``unshaped`` for plain
             processes on this machine, which is what all others become where hosts cannot be emulated.
         threads: Of each process.
@@ -87,8 +88,9 @@ class Setting:
     partitioner: str = "chunk"
     partitioner_args: dict[str, Any] = field(default_factory=dict)
     backend: str | dict[str, Any] = "comm"
-    strategy: str = "graph_ddp"
+    strategy: str | dict[str, Any] = "graph_ddp"
     ranks: int = 1
+    parts: int | None = None
     network: str = "unshaped"
     threads: int = 1
     epochs: int = 10
@@ -107,10 +109,15 @@ class Setting:
         return text
 
     @property
+    def num_parts(self) -> int:
+        """Parts of the graph."""
+        return self.ranks if self.parts is None else self.parts
+
+    @property
     def store_key(self) -> str:
         """Settings of one key train on the same parts."""
         graph = (self.graph, self.here(json.dumps(self.graph_args)), self.prepare)
-        fields = (source_key(), graph, self.partitioner, self.partitioner_args, self.ranks)
+        fields = (source_key(), graph, self.partitioner, self.partitioner_args, self.num_parts)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -301,10 +308,11 @@ def _store(setting: Setting, work: Path) -> Path:
     if (folder / "meta.json").is_file():  # it appears when it is complete
         return folder
     command = [sys.executable, "-m", "pygdist.cli", "partition", f"--dataset={setting.graph}", f"--out={folder}"]
-    command += [f"--method={setting.partitioner}", f"--parts={setting.ranks}"]
+    command += [f"--method={setting.partitioner}", f"--parts={setting.num_parts}"]
     for name, value in (("dataset_args", setting.graph_args), ("method_args", setting.partitioner_args)):
         command += [f"--{name}={setting.here(json.dumps(value))}"] if value else []
-    command += [f"--{name}={json.dumps(value)}" for name, value in setting.prepare.items()]
+    for name, value in setting.prepare.items():
+        command.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=setting.timeout_s)
     except subprocess.TimeoutExpired as error:

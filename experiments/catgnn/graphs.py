@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch_geometric.data import Data
 
 from experiments.machine import cores, provenance
 from pygdist.graph import EdgeGenerator, EdgeStream, degree_corrected_sbm, load_graph
@@ -35,6 +37,17 @@ def edges_of(name: str, data: Path | None) -> EdgeStream:
     if data is None or not (data / REAL[name]).is_dir():
         raise SystemExit(f"{name}: give --data, a folder with {REAL[name]}/ in the layout of PyG's dataset class")
     return EdgeStream.from_data(load_graph(REAL[name], root=str(data / REAL[name]), name=name))
+
+
+def communities(num_nodes: int, num_edges: int, num_communities: int, num_features: int, inside: float = 0.95) -> Data:
+    """A graph with communities, most edges inside them, and features and labels that say nothing; to measure memory."""
+    edges = EdgeGenerator(num_nodes, num_edges, num_communities=num_communities, inside=inside, undirected=True)
+    generator = torch.Generator().manual_seed(0)
+    return Data(
+        edge_index=torch.from_numpy(edges.read(0, edges.num_edges)),
+        x=torch.randn(num_nodes, num_features, generator=generator),
+        y=torch.randint(10, (num_nodes,), generator=generator),
+    )
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
