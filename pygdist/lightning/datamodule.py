@@ -56,9 +56,9 @@ class GraphDataModule(pl.LightningDataModule):
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Who owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an instance.
         partitioner_args: Arguments of the partitioner when it is given by name.
-        num_parts: Number of parts; that of the trainer's ranks by default. More, if the model's backend trains parts
-            by themselves (``replica``): they are dealt to the ranks in turn, and a rank holds one at a time. ``auto``
-            takes as few as fit the ranks' memory.
+        num_parts: Number of parts; that of the trainer's ranks, or of the ``store``, by default. More, if the model's
+            backend trains parts by themselves (``replica``): they are dealt to the ranks in turn, and a rank holds one
+            at a time. ``auto`` takes as few as fit the ranks' memory.
         memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
             machine's.
         reserve: For ``num_parts=auto``: the share of it that is left to training (the paper's T, CATGNN, Sec. 3.4).
@@ -217,7 +217,8 @@ class GraphDataModule(pl.LightningDataModule):
         self._fill_in_sizes()
 
     def _set_up(self, rank: int) -> None:
-        stated = self._num_parts()
+        # a store may have as many parts as it likes, if a rank trains several
+        stated = None if self._hops and self.store is not None and self.num_parts is None else self._num_parts()
         num_parts = int(self.meta["num_parts"]) if self._hops else None
         world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
         if num_parts is not None and num_parts < world_size:
