@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pygdist.native
-from pygdist.native import Isa, NativeCsr, library
+from pygdist.native import Isa, NativeCsr, NativeHop, library
 
 needs_library = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
 
@@ -78,10 +78,11 @@ def test_header_and_python_agree() -> None:
     assert f"#define PYGDIST_ABI_VERSION {library.ABI_VERSION}\n" in text
     declared = set(re.findall(r"PYGDIST_API int32_t (\w+)\(", text))
     assert declared == {"pygdist_abi_version", *library._SIGNATURES}
-    struct = re.search(r"typedef struct pygdist_csr \{(.*?)\} pygdist_csr;", text, re.DOTALL)
-    assert struct is not None
-    fields = re.findall(r"(\w+);", re.sub(r"//.*", "", struct[1]))
-    assert fields == [name for name, _ in NativeCsr._fields_]
+    for name, ours in (("csr", NativeCsr), ("hop", NativeHop)):
+        struct = re.search(rf"typedef struct pygdist_{name} \{{(.*?)\}} pygdist_{name};", text, re.DOTALL)
+        assert struct is not None
+        fields = re.findall(r"(\w+);", re.sub(r"//.*", "", struct[1]))
+        assert fields == [field for field, *_ in ours._fields_]
 
 
 def test_missing_library_warns_once_and_says_what_to_do(folder: Path) -> None:
