@@ -109,7 +109,11 @@ class GlobalGCNNorm:
             degree = torch.segment_reduce(edge_weight, "sum", offsets=csr.indptr, initial=0)
         scale = _inverse_root(degree)
         known = self._ranks.source_degrees(given, fill_value if add_self_loops else None)
-        source_scale = self._ranks.source_rows(scale) if known is None else _inverse_root(known.to(scale))
+        if known is None:
+            source_scale = self._ranks.source_rows(scale)
+        else:  # some of the rows may lack edges here
+            source_scale = _inverse_root(known.to(scale))
+            scale = source_scale[: scale.numel()]
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
