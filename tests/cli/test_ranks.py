@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_torchrun_trains(folder: Path) -> None:
 def test_slurm_trains_and_one_task_tells_of_a_mistake(folder: Path) -> None:
     _check_run(folder, slurm(*FIT, folder=folder))
     assert_mistake(slurm(*FIT, "--model.backend=single", folder=folder), "backend 'single'")
+
+
+def test_models_averaged_over_more_parts_than_ranks(folder: Path) -> None:
+    args = ("--config=run.yaml", "--model.backend=replica", "--trainer.strategy=model_averaging", "--data.num_parts=4")
+    outcome = _process("-m", "pygdist.cli", "fit", *args, "--trainer.devices=2", folder=folder)
+    assert outcome.code == 0, outcome.err
+    last = f"--ckpt_path={folder / 'runs' / 'version_0' / 'checkpoints' / 'last.ckpt'}"
+    tested = torchrun("test", *args, last, folder=folder)
+    assert [rank.code for rank in tested] == [0, 0], tested[0].err
+    alone = pygdist("test", "--config=run.yaml", "--model.backend=single", last, folder=folder)
+    # four parts on two ranks, or all on one: it is the same model on the whole graph
+    scores = [dict(re.findall(r"(test_\w+)\D+([\d.]+)", outcome.out)) for outcome in (tested[0], alone)]
+    assert scores[0].keys() == {"test_acc", "test_loss"}
+    for name, score in scores[0].items():
+        assert float(score) == pytest.approx(float(scores[1][name]), rel=1e-5)
 
 
 def _check_run(folder: Path, outcomes: list[Outcome]) -> None:
