@@ -112,7 +112,10 @@ class ReplicaBackend(RecomputingBackend):
 
     @override
     def _forget_graph(self) -> None:
+        # which hops a model makes is the same on every part, and a rank may go from part to part in each epoch
+        known = getattr(self, "_models", {})
         super()._forget_graph()
+        self._models = known
         self._kept: _Kept | None = None
         self._sampled: int | None = None  # rows of the mini-batch that the model runs on
         self._weights: set[int] = set()  # where the graph's own edge weights begin in memory
