@@ -87,6 +87,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     def _forget(self) -> None:
         self._shares: dict[int, float] = {}  # of this rank's parts, of all training nodes
         self._num_parts = 1
+        self._in_turns = False  # whole parts are trained one after another: a step of each is an epoch
         self._locals: dict[int, _Local] = {}
         self._averaged: list[Tensor] | None = None  # the last average, where a rank has several parts
         self._current: int | None = None  # the part whose model the module holds
@@ -135,7 +136,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._num_parts, total = len(weights), sum(weights)
         here = range(self.global_rank, self._num_parts, self.world_size)
         self._shares = {part: weights[part] / total for part in here if weights[part]}
-        if len(self._shares) > 1 and self.sync_unit == "step" and getattr(module, "batches", None) is not None:
+        in_batches = getattr(module, "batches", None) is not None
+        self._in_turns = self._num_parts > self.world_size and not in_batches
+        if len(self._shares) > 1 and self.sync_unit == "step" and in_batches:
             raise InputError(
                 f"sync_unit=step: rank {self.global_rank} trains {len(self._shares)} parts one after another, each for "
                 "a whole epoch of mini-batches; average by epochs, or use a rank for each part",
@@ -171,7 +174,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         super().on_train_end()
 
     def _due(self) -> bool:
-        if self.sync_unit == "step":
+        if self.sync_unit == "step" and not self._in_turns:
             return self._steps % self.sync_every == 0
         trainer = self._bound_trainer
         epochs = trainer.current_epoch + 1
