@@ -137,7 +137,8 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         assert isinstance(pl_module, GraphModule)
         n_id, out = (torch.cat(values) for values in zip(*predictions, strict=True))  # of each part
-        shard, communicator = pl_module.backend.shard, pl_module.communicator
+        # not the backend's: an evaluation part by part leaves that with none
+        shard, communicator = pl_module._shard(), pl_module.communicator
         if self.output == "label" and not isinstance(pl_module, LinkPredictor):
             out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
         out = out.float() if out.dtype == torch.bfloat16 else out
@@ -154,7 +155,7 @@ class PredictionWriter(BasePredictionWriter):
             temporary.unlink(missing_ok=True)
 
     def _write(self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: GraphModule) -> None:
-        shape = (module.backend.shard.num_nodes, *out.shape[1:])
+        shape = (module._shard().num_nodes, *out.shape[1:])
         rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
         rows[n_id.cpu().numpy()] = out.cpu().numpy()
         for rank, count in enumerate(counts[1:], start=1):
