@@ -1,0 +1,507 @@
+"""Models of parts, averaged: against the same in plain torch, whatever the number of ranks and wherever one looks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN
+
+from pygdist import GraphDataModule, InputError, NodeClassifier
+from pygdist.backends import Backend, ReplicaBackend
+from pygdist.graph import write_store
+from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+State = dict[str, Tensor]
+
+
+def _model(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    if name == "gat":
+        return GAT(12, 8, num_layers=2, out_channels=4, heads=2)
+    return GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm" if name == "norm" else None)
+
+
+def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=0.01, weight_decay=5e-4)
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9 if name == "momentum" else 0.0)
+
+
+class Classifier(NodeClassifier):
+    """With another optimiser, and a note of which nodes were trained on."""
+
+    def __init__(self, model: nn.Module, *, optimizer: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.kind = optimizer
+        self.trained_on: list[list[int]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _optimizer(self.kind, self.parameters())
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.trained_on.append([])
+
+    def _learn(self, graph: Any, out: Tensor, shard: Any) -> tuple[Tensor, int]:
+        assert out.size(0) == shard.num_owned
+        self.trained_on[-1] += shard.owned_id[shard.train_mask & (shard.y >= 0)].tolist()
+        return super()._learn(graph, out, shard)
+
+
+def _owners(num_parts: int, kind: str = "hash") -> np.ndarray:
+    """The part of each node; ``uneven``: one has ten times another's training nodes, the last has none."""
+    data, number = runs.graph(), np.arange(160)
+    owner = np.random.default_rng(2).permutation(number) % num_parts
+    if kind == "uneven":
+        train = data.train_mask.numpy()
+        of_train = np.cumsum(train) - 1
+        owner = np.where(train, np.where(of_train % 14 < num_parts - 2, of_train % 14 + 1, 0), owner)
+    return owner
+
+
+def _store(folder: Path, num_parts: int, kind: str = "hash", *, num_hops: int = 2) -> str:
+    place = folder / f"{kind}-{num_parts}"
+    if not place.exists():
+        write_store(
+            runs.graph(), _owners(num_parts, kind), place, num_parts=num_parts, method=kind, arguments={}, notes=[],
+            num_hops=num_hops, placement="replicas",
+        )  # fmt: skip
+    return str(place)
+
+
+def _train(rank: int, world_size: int, folder: str, store: str, job: dict[str, Any]) -> dict[str, Any]:
+    """One run; ``job`` says what is not as usual."""
+    history = runs.History()
+    backend: Backend | str = job.get("backend") or ReplicaBackend(hops=job.get("hops", 2))
+    classifier = Classifier(_model(job.get("net", "gcn")), optimizer=job.get("optimizer", "sgd"), backend=backend)
+    data = GraphDataModule(store=store, num_parts=job.get("num_parts"))
+    callbacks = [history, *job.get("callbacks", [])]
+    if job.get("keep"):
+        callbacks.append(ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1))
+    averaging = job.get("averaging", {})
+    settings = {"callbacks": callbacks, "enable_checkpointing": bool(job.get("keep")), "num_sanity_val_steps": 0}
+    if averaging is not None:
+        settings["strategy"] = ModelAveragingStrategy(check_order=True, **averaging)
+    trainer = runs.trainer(rank, world_size, folder, **settings, **job.get("options", {}))
+    trainer.fit(classifier, datamodule=data, ckpt_path=job.get("resume"))
+    return {
+        "history": history.epochs,
+        "state": {name: value.clone() for name, value in classifier.model.state_dict().items()},
+        "trained_on": classifier.trained_on,
+        "epochs": trainer.current_epoch,
+    }
+
+
+# -- in plain torch ----------------------------------------------------------------------------------------------------
+
+
+def _loss(net: nn.Module, data: Data, mask: Tensor) -> Tensor:
+    out = net(data.x, data.edge_index, data.edge_weight)
+    return functional.cross_entropy(out[mask], data.y[mask])
+
+
+def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
+    return sum(share * value for share, value in zip(shares, values, strict=True))  # type: ignore[return-value]
+
+
+@cache
+def _simulated(
+    num_parts: int, kind: str, optimizer: str, epochs: int, sync_every: int, policy: str = "local"
+) -> tuple[list[float], list[float], list[State]]:
+    """One model for each part, all on the whole graph, which a part sees as far as a model does.
+
+    Returns:
+        By epoch: the loss in training, the validation loss of the average, and the average.
+    """
+    data, owner = runs.graph(), torch.from_numpy(_owners(num_parts, kind))
+    masks = [data.train_mask & (owner == part) for part in range(num_parts)]
+    masks = [mask for mask in masks if mask.any()]
+    shares = [int(mask.sum()) / int(data.train_mask.sum()) for mask in masks]
+    nets = [_model("gcn").double() for _ in masks]
+    optimizers = [_optimizer(optimizer, net.parameters()) for net in nets]
+    losses, val_losses, averages = [], [], []
+    for epoch in range(1, epochs + 1):
+        total = 0.0
+        for net, stepper, mask, share in zip(nets, optimizers, masks, shares, strict=True):
+            loss = _loss(net, data, mask)
+            stepper.zero_grad()
+            loss.backward()
+            stepper.step()
+            total += share * float(loss.detach())
+        states = [net.state_dict() for net in nets]
+        average = {name: _mean([state[name] for state in states], shares) for name in states[0]}
+        if epoch % sync_every == 0:
+            for net in nets:
+                net.load_state_dict(average)
+            if policy == "reset":
+                optimizers = [_optimizer(optimizer, net.parameters()) for net in nets]
+            elif policy == "average":
+                for parameters in zip(*(net.parameters() for net in nets), strict=True):
+                    kept = [stepper.state[one] for stepper, one in zip(optimizers, parameters, strict=True)]
+                    for name in kept[0]:
+                        mean = _mean([one[name] for one in kept], shares)
+                        for one in kept:
+                            one[name] = mean.clone()
+        averaged = _model("gcn").double()
+        averaged.load_state_dict(average)
+        with torch.no_grad():
+            val_losses.append(float(_loss(averaged, data, data.val_mask)))
+        losses.append(total)
+        averages.append(average)
+    return losses, val_losses, averages
+
+
+def _assert_same(ours: State, theirs: State, tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            ours[name].double(), value.double(), rtol=0, atol=tolerance, msg=lambda said, of=name: f"{of}: {said}"
+        )
+
+
+@pytest.mark.parametrize("kind", ["hash", "uneven"])
+def test_averages_after_every_step_are_gradient_averaging(kind: str, pool: RankPool, tmp_path: Path) -> None:
+    data, net = runs.graph(), _model("gcn").double()
+    stepper = _optimizer("sgd", net.parameters())
+    for _ in range(6):
+        loss = _loss(net, data, data.train_mask)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+    store, options = _store(tmp_path, 3, kind), {"max_epochs": 6}
+    by_gradients = {"backend": "comm", "averaging": None, "options": options}
+    reference = pool.run(_train, 3, str(tmp_path), store, by_gradients)[0]
+    _assert_same(reference["state"], net.state_dict(), 1e-10)
+    averaging = {"sync_every": 1, "sync_unit": "step"}
+    for ours in pool.run(_train, 3, str(tmp_path), store, {"averaging": averaging, "options": options}):
+        _assert_same(ours["state"], net.state_dict(), 1e-10)
+        _assert_same(ours["state"], reference["state"], 1e-10)
+        for name in ("train_loss", "train_acc", "val_loss", "val_acc"):
+            wanted = [epoch[name] for epoch in reference["history"]]
+            assert [epoch[name] for epoch in ours["history"]] == pytest.approx(wanted, rel=1e-6), name
+
+
+RUNS = [
+    # ranks, parts, kind, optimiser, epochs, averaged every, policy
+    (1, 3, "hash", "sgd", 3, 1, "local"),
+    (2, 3, "hash", "sgd", 7, 3, "local"),
+    (3, 3, "uneven", "sgd", 4, 3, "local"),
+    (2, 4, "uneven", "momentum", 5, 2, "local"),
+    (2, 4, "uneven", "momentum", 5, 2, "average"),
+    (2, 4, "uneven", "momentum", 5, 2, "reset"),
+    (2, 3, "hash", "adam", 7, 3, "local"),
+    (2, 3, "hash", "adam", 7, 3, "average"),
+    (2, 3, "hash", "adam", 7, 3, "reset"),
+    (3, 3, "hash", "adam", 7, 3, "average"),
+    (1, 3, "uneven", "adam", 7, 3, "average"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "parts", "kind", "optimizer", "epochs", "every", "policy"), RUNS)
+def test_a_run_is_that_of_plain_torch(
+    ranks: int,
+    parts: int,
+    kind: str,
+    optimizer: str,
+    epochs: int,
+    every: int,
+    policy: str,
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    """Also between two averages, where validation and checkpoints look at one that nobody trains on."""
+    losses, val_losses, averages = _simulated(parts, kind, optimizer, epochs, every, policy)
+    job = {
+        "num_parts": parts,
+        "optimizer": optimizer,
+        "averaging": {"sync_every": every, "optimizer_state": policy},
+        "keep": True,
+        "options": {"max_epochs": epochs},
+    }
+    tolerance = 1e-9 if optimizer == "adam" else 1e-10
+    for ours in pool.run(_train, ranks, str(tmp_path / "run"), _store(tmp_path, parts, kind), job):
+        assert [epoch["train_loss"] for epoch in ours["history"]] == pytest.approx(losses, rel=1e-6)
+        assert [epoch["val_loss"] for epoch in ours["history"]] == pytest.approx(val_losses, rel=1e-6)
+        _assert_same(ours["state"], averages[-1], tolerance)
+    for epoch, average in enumerate(averages):
+        saved = torch.load(tmp_path / "run" / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
+        _assert_same({name.removeprefix("model."): value for name, value in saved.items()}, average, tolerance)
+
+
+def test_policies_differ() -> None:
+    """So the runs above can fail."""
+    finals = [_simulated(3, "hash", "adam", 7, 3, policy)[2][-1] for policy in ("local", "average", "reset")]
+    finals.append(_simulated(3, "hash", "adam", 7, 1, "local")[2][-1])
+    for number, one in enumerate(finals):
+        for other in finals[:number]:
+            assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-6
+
+
+@pytest.mark.parametrize("unit", ["epoch", "step"])
+@pytest.mark.parametrize(("net", "every"), [("gcn", 3), ("norm", 1), ("norm", 3)])
+def test_parts_on_fewer_ranks_are_parts_on_ranks(
+    net: str, every: int, unit: str, pool: RankPool, tmp_path: Path
+) -> None:
+    job = {
+        "num_parts": 4,
+        "net": net,
+        "hops": 1,
+        "optimizer": "adam",
+        "averaging": {"sync_every": every, "sync_unit": unit},
+        "options": {"max_epochs": 5},
+    }
+    store = _store(tmp_path, 4)
+    wanted = pool.run(_train, 4, str(tmp_path), store, job)[0]
+    for world_size in (1, 2, 3):
+        for ours in pool.run(_train, world_size, str(tmp_path), store, job):
+            _assert_same(ours["state"], wanted["state"], 1e-9)
+            for name in ("train_loss", "train_acc", "val_loss", "val_acc"):
+                expected = [epoch[name] for epoch in wanted["history"]]
+                assert [epoch[name] for epoch in ours["history"]] == pytest.approx(expected, rel=1e-6), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    data, owner = runs.graph(), _owners(4, "uneven")
+    counts = np.bincount(owner[data.train_mask.numpy()], minlength=4)
+    assert counts[0] >= 10 * counts[1] > 0 == counts[3]
+    job = {"num_parts": 4, "averaging": {"sync_every": 2}, "options": {"max_epochs": 5}}
+    answers = pool.run(_train, world_size, str(tmp_path), _store(tmp_path, 4, "uneven"), job)
+    for epoch in range(5):
+        seen = sorted(node for ours in answers for node in ours["trained_on"][epoch])
+        assert seen == data.train_mask.nonzero().squeeze(1).tolist()
+    assert {ours["epochs"] for ours in answers} == {5}
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _sent(rank: int, world_size: int, folder: str, num_nodes: int, num_parts: int, every: int, options: Any) -> Any:
+    history, net = runs.History(), _model("norm")
+    data = GraphDataModule(
+        "sbm", {"num_nodes": num_nodes, "num_features": 12, "num_classes": 4}, num_parts=num_parts, cache_dir=folder
+    )
+    trainer = runs.trainer(
+        rank, world_size, folder, callbacks=[ExchangeMonitor(), history], precision="32-true", max_epochs=10,
+        strategy=ModelAveragingStrategy(sync_every=every), num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+    trainer.fit(NodeClassifier(net, backend="replica"), datamodule=data)
+    held = [*net.parameters(), *net.buffers()]
+    return sum(value.numel() * value.element_size() for value in held), history.epochs
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_bytes_are_those_of_the_model_whatever_the_graph(every: int, pool: RankPool, tmp_path: Path) -> None:
+    found = []
+    for num_nodes, num_parts in ((60, 3), (400, 5)):
+        # of validation, which is of the whole graph, the rows travel after the epoch's training
+        for options in ({"limit_val_batches": 0}, {"check_val_every_n_epoch": every}):
+            (held, history), *_ = pool.run(_sent, 3, str(tmp_path), num_nodes, num_parts, every, options)
+            expected = [2 * 2 / 3 * held * (epoch % every == 0) for epoch in range(1, 11)]
+            for name in ("sent_bytes_min", "sent_bytes_max"):
+                assert [epoch[name] for epoch in history] == pytest.approx(expected, abs=4)
+            assert all("gradient_bytes" not in epoch for epoch in history)
+            found.append([epoch["sent_bytes_total"] for epoch in history])
+    assert all(one == found[0] for one in found)
+
+
+# -- the end of a run --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_early_stopping_leaves_the_average(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    stop = EarlyStopping("val_loss", mode="min", patience=3, min_delta=10.0)  # no epoch improves by so much
+    job = {
+        "num_parts": 3,
+        "averaging": {"sync_every": 3},
+        "callbacks": [stop],
+        "options": {"max_epochs": 50},
+    }
+    answers = pool.run(_train, world_size, str(tmp_path), _store(tmp_path, 3), job)
+    assert {ours["epochs"] for ours in answers} == {4}
+    for ours in answers:
+        _assert_same(ours["state"], _simulated(3, "hash", "sgd", 4, 3)[2][-1], 1e-10)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["local", "average"])
+def test_resuming_is_going_on(policy: str, pool: RankPool, tmp_path: Path) -> None:
+    job = {
+        "num_parts": 4,
+        "net": "norm",
+        "hops": 1,
+        "optimizer": "adam",
+        "averaging": {"sync_every": 2, "optimizer_state": policy},
+        "keep": True,
+        "options": {"max_epochs": 8},
+    }
+    store = _store(tmp_path, 4)
+    whole = pool.run(_train, 2, str(tmp_path / "whole"), store, job)[0]
+    resumed = {**job, "resume": str(tmp_path / "whole" / "epoch=3.ckpt")}
+    for world_size in (2, 1, 4):
+        for ours in pool.run(_train, world_size, str(tmp_path / str(world_size)), store, resumed):
+            assert len(ours["history"]) == 4, "it goes on at the epoch where it stopped"
+            _assert_same(ours["state"], whole["state"], 1e-12 if world_size == 2 else 1e-9)
+
+
+def test_a_checkpoint_goes_on_with_other_parts_and_strategies(pool: RankPool, tmp_path: Path) -> None:
+    job = {"num_parts": 4, "optimizer": "adam", "averaging": {"sync_every": 2}, "keep": True}
+    first = pool.run(_train, 2, str(tmp_path / "a"), _store(tmp_path, 4), {**job, "options": {"max_epochs": 4}})[0]
+    last, longer = str(tmp_path / "a" / "epoch=3.ckpt"), {"max_epochs": 8}
+    others = [
+        (2, 3, {**job, "num_parts": 3}),
+        (3, 3, {**job, "num_parts": 3, "averaging": {"optimizer_state": "average"}}),
+        (2, 2, {**job, "num_parts": None, "averaging": None, "backend": "comm"}),
+    ]
+    for number, (world_size, num_parts, other) in enumerate(others):
+        other = {**other, "options": longer, "resume": last}
+        for ours in pool.run(_train, world_size, str(tmp_path / f"b{number}"), _store(tmp_path, num_parts), other):
+            assert len(ours["history"]) == 4
+            assert ours["history"][-1]["train_loss"] < first["history"][-1]["train_loss"]
+    # and from gradients averaged to models averaged
+    other = {**job, "options": {"max_epochs": 12}, "resume": str(tmp_path / "b2" / "epoch=7.ckpt")}
+    for ours in pool.run(_train, 2, str(tmp_path / "c"), _store(tmp_path, 4), other):
+        assert len(ours["history"]) == 4
+
+
+def test_a_run_resumed_between_two_averages_begins_with_that_average(pool: RankPool, tmp_path: Path) -> None:
+    job = {"num_parts": 3, "averaging": {"sync_every": 3}, "keep": True}
+    store = _store(tmp_path, 3)
+    pool.run(_train, 2, str(tmp_path / "a"), store, {**job, "options": {"max_epochs": 2}})
+    pool.run(_train, 2, str(tmp_path / "b"), store, {**job, "options": {"max_epochs": 6}})
+    saved = [torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=True)["state_dict"] for name in "ab"]
+    _assert_same(saved[0], saved[1], 1e-12)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def _with_statistics(name: str) -> nn.Module:
+    """A model whose norms, if any, have seen something."""
+    net = _model(name)
+    generator = torch.Generator().manual_seed(1)
+    for buffer in net.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+    return net
+
+
+def _evaluate(
+    rank: int, world_size: int, folder: str, store: str, name: str, exact: bool
+) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
+    net = _with_statistics(name)
+    module = NodeClassifier(net, backend=ReplicaBackend(hops=1), exact_evaluation=exact)
+    data = GraphDataModule(store=store)
+    callbacks = [PredictionWriter(Path(folder) / "logits.npy", "logits")]
+    trainer = runs.trainer(
+        rank, world_size, folder, strategy=ModelAveragingStrategy(check_order=True), callbacks=callbacks
+    )
+    found = dict(trainer.validate(module, datamodule=data, verbose=False)[0])
+    found |= trainer.test(module, datamodule=data, verbose=False)[0]
+    predicted = trainer.predict(module, datamodule=data)
+    assert type(module.model) in (GCN, GAT)
+    return found, predicted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gcn", "gat", "norm"])
+def test_evaluation_is_of_the_whole_graph(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    data, net = runs.graph(), _with_statistics(name).double().eval()
+    weight = {} if name == "gat" else {"edge_weight": data.edge_weight}
+    with torch.no_grad():
+        out = net(data.x, data.edge_index, **weight)
+    wanted = {}
+    for stage in ("val", "test"):
+        mask = data[f"{stage}_mask"]
+        wanted[f"{stage}_loss"] = float(functional.cross_entropy(out[mask], data.y[mask]))
+        wanted[f"{stage}_acc"] = float((out[mask].argmax(1) == data.y[mask]).double().mean())
+    store = _store(tmp_path, 4, num_hops=1)
+    answers = pool.run(_evaluate, world_size, str(tmp_path / "exact"), store, name, True)
+    for found, _ in answers:
+        assert found == pytest.approx(wanted, rel=1e-6)
+    pairs = [pair for _, predicted in answers for pair in predicted]
+    n_id, rows = (torch.cat(values) for values in zip(*pairs, strict=True))
+    assert sorted(n_id.tolist()) == list(range(160))
+    torch.testing.assert_close(rows, out[n_id], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(np.load(tmp_path / "exact" / "logits.npy"), out.numpy(), rtol=0, atol=1e-10)
+    assert not list((tmp_path / "hash-4").glob("pygdist-evaluation-*")), "what lies between is removed"
+    if world_size == 2:
+        pool.run(_evaluate, world_size, str(tmp_path / "parts"), store, name, False)
+        assert np.abs(np.load(tmp_path / "parts" / "logits.npy") - out.numpy()).max() > 1e-3
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _said(rank: int, world_size: int, folder: str, store: str, job: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as error:
+        _train(rank, world_size, folder, store, job)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_cannot_be_is_refused_on_all_ranks(num_parts: int, pool: RankPool, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"backend": "comm"} if num_parts == 2 else {}
+    said = ["backend 'comm' lets a part read rows", "use backend replica"] if job else ["has 1 parts", "2 ranks"]
+    for message in pool.run(_said, 2, str(tmp_path), _store(tmp_path, num_parts), job):
+        assert [words for words in said if words not in message] == []
+
+
+class Manual(Classifier):
+    """Steps by itself."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+
+def _manual(rank: int, world_size: int, folder: str, store: str) -> str:
+    module = Manual(_model("gcn"), optimizer="sgd", backend="replica")
+    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy())
+    with pytest.raises(InputError) as error:
+        trainer.fit(module, datamodule=GraphDataModule(store=store))
+    return str(error.value)
+
+
+def test_manual_optimisation_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(_manual, 2, str(tmp_path), _store(tmp_path, 2)):
+        assert "Manual steps its optimisers itself" in message
+
+
+def _links(rank: int, world_size: int, folder: str, store: str) -> str:
+    module = LinkPredictor(GCN(12, 8, num_layers=2), backend="replica")
+    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy())
+    with pytest.raises(InputError) as error:
+        trainer.fit(module, datamodule=GraphDataModule(store=store, edge_split=(0.1, 0.1)))
+    return str(error.value)
+
+
+def test_links_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(_links, 2, str(tmp_path), _store(tmp_path, 2)):
+        assert "edge_split: backend 'replica' classifies nodes" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sync_every": 0}, "sync_every is 0, expected at least 1"),
+        ({"sync_unit": "batch"}, "sync_unit is 'batch', expected epoch or step"),
+        ({"optimizer_state": "keep"}, "optimizer_state is 'keep', expected local or average or reset"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ModelAveragingStrategy(**arguments)
