@@ -90,13 +90,14 @@ class NodeClassifier(GraphModule):
         if not isinstance(batch, PartBatch):
             total, count = self._learn(batch, self(batch))
             return self.scaled(total, batch.counts["train_mask"], count)
-        if batch.shard is None:
+        shard = batch.shard
+        if shard is None:
             return self._idle()
-        self.place(batch.shard)
+        self.place(shard)
         if batch.sample is not None:
-            return self._learn_sample(batch.shard, batch.sample)
-        total, count = self._learn(batch.shard, self(batch.shard))
-        return self.scaled(total, batch.shard.counts["train_mask"], count)
+            return self._learn_sample(shard, batch.sample)
+        total, count = self._learn(shard, self(shard))
+        return self.scaled(total, shard.counts["train_mask"], count)
 
     @override
     def validation_step(self, batch: Shard | PartBatch, batch_idx: int) -> None:

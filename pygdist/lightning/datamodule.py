@@ -227,6 +227,7 @@ class GraphDataModule(pl.LightningDataModule):
             )
         self._parts = [rank] if num_parts is None else list(range(rank, num_parts, world_size))
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
+        shard: Shard
         for part in reversed(self._parts):
             shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None)
         if self.batches is not None and not self._hops:

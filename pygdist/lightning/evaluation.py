@@ -65,6 +65,7 @@ class WholeGraphEvaluation:
         results.mkdir()
 
         def run(communicator: PartCommunicator) -> None:
+            self._backend.unbind()  # first: it holds the part before
             shard = open_part(communicator.rank)
             self._backend.bind(shard, communicator)
             with torch.no_grad():
@@ -75,6 +76,7 @@ class WholeGraphEvaluation:
             self._outputs[communicator.rank] = out
 
         run_parts(parts, num_parts, run, self._communicator, between)
+        self._backend.unbind()
 
     def output_of(self, part: int) -> Tensor:
         """What :meth:`run` found for a part, one row per owned node."""

@@ -20,15 +20,26 @@ __all__ = ["PartBatch", "PartLoader", "sampled_graph"]
 class PartBatch:
     """What one step works on.
 
-    Attributes:
+    Args:
         part: Which part of the graph; ``None`` if the rank is idle.
-        shard: The part; ``None`` if the rank is idle.
-        sample: A mini-batch of it; ``None`` for the whole part.
+        open_part: Gives a part, which may let go of the one before.
+        sample: A mini-batch of the part; ``None`` for the whole part.
     """
 
     # no dataclass: Lightning's precision plugins copy those field by field
-    def __init__(self, part: int | None = None, shard: Shard | None = None, sample: Data | None = None) -> None:
-        self.part, self.shard, self.sample = part, shard, sample
+    def __init__(
+        self,
+        part: int | None = None,
+        open_part: Callable[[int], Shard] | None = None,
+        sample: Data | None = None,
+    ) -> None:
+        self.part, self.sample = part, sample
+        self._open = open_part
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part; ``None`` if the rank is idle. It is not held here, as Lightning's loops hold batches for long."""
+        return None if self.part is None or self._open is None else self._open(self.part)
 
 
 class PartLoader:
@@ -77,12 +88,12 @@ class PartLoader:
 
     def _batches_of(self, part: int) -> Iterator[PartBatch]:
         if self._cut is None:
-            yield PartBatch(part, self._open(part))
+            yield PartBatch(part, self._open)
             return
         samples = self._samples_of(part)
         samples.set_epoch(self._epoch())
         for sample in samples:
-            yield PartBatch(part, self._open(part), sample)
+            yield PartBatch(part, self._open, sample)
 
     def _samples_of(self, part: int) -> BatchLoader:
         if self._samples is None or self._samples[0] != part:
