@@ -170,6 +170,15 @@ def _assert_same(ours: State, theirs: State, tolerance: float) -> None:
         )
 
 
+def _without_noise(state: State) -> State:
+    """A norm cancels the bias in front of it, whose gradient is rounding, which Adam scales up to steps."""
+    return {name: value for name, value in state.items() if name not in ("convs.0.bias", "norms.0.module.running_mean")}
+
+
+def _exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize("kind", ["hash", "uneven"])
 def test_averages_after_every_step_are_gradient_averaging(kind: str, pool: RankPool, tmp_path: Path) -> None:
     data, net = runs.graph(), _model("gcn").double()
@@ -195,16 +204,16 @@ def test_averages_after_every_step_are_gradient_averaging(kind: str, pool: RankP
 RUNS = [
     # ranks, parts, kind, optimiser, epochs, averaged every, policy
     (1, 3, "hash", "sgd", 3, 1, "local"),
-    (2, 3, "hash", "sgd", 7, 3, "local"),
+    _exhaustive(2, 3, "hash", "sgd", 7, 3, "local"),
     (3, 3, "uneven", "sgd", 4, 3, "local"),
-    (2, 4, "uneven", "momentum", 5, 2, "local"),
+    _exhaustive(2, 4, "uneven", "momentum", 5, 2, "local"),
     (2, 4, "uneven", "momentum", 5, 2, "average"),
     (2, 4, "uneven", "momentum", 5, 2, "reset"),
     (2, 3, "hash", "adam", 7, 3, "local"),
     (2, 3, "hash", "adam", 7, 3, "average"),
     (2, 3, "hash", "adam", 7, 3, "reset"),
-    (3, 3, "hash", "adam", 7, 3, "average"),
-    (1, 3, "uneven", "adam", 7, 3, "average"),
+    _exhaustive(3, 3, "hash", "adam", 7, 3, "average"),
+    _exhaustive(1, 3, "uneven", "adam", 7, 3, "average"),
 ]
 
 
@@ -248,8 +257,17 @@ def test_policies_differ() -> None:
             assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-6
 
 
-@pytest.mark.parametrize("unit", ["epoch", "step"])
-@pytest.mark.parametrize(("net", "every"), [("gcn", 3), ("norm", 1), ("norm", 3)])
+@pytest.mark.parametrize(
+    ("net", "every", "unit"),
+    [
+        ("gcn", 3, "step"),
+        ("norm", 3, "epoch"),
+        _exhaustive("gcn", 3, "epoch"),
+        _exhaustive("norm", 1, "epoch"),
+        _exhaustive("norm", 1, "step"),
+        _exhaustive("norm", 3, "step"),
+    ],
+)
 def test_parts_on_fewer_ranks_are_parts_on_ranks(
     net: str, every: int, unit: str, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -265,13 +283,13 @@ def test_parts_on_fewer_ranks_are_parts_on_ranks(
     wanted = pool.run(_train, 4, str(tmp_path), store, job)[0]
     for world_size in (1, 2, 3):
         for ours in pool.run(_train, world_size, str(tmp_path), store, job):
-            _assert_same(ours["state"], wanted["state"], 1e-9)
+            _assert_same(_without_noise(ours["state"]), _without_noise(wanted["state"]), 1e-9)
             for name in ("train_loss", "train_acc", "val_loss", "val_acc"):
                 expected = [epoch[name] for epoch in wanted["history"]]
                 assert [epoch[name] for epoch in ours["history"]] == pytest.approx(expected, rel=1e-6), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [_exhaustive(1), 2, 4])
 def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: RankPool, tmp_path: Path) -> None:
     data, owner = runs.graph(), _owners(4, "uneven")
     counts = np.bincount(owner[data.train_mask.numpy()], minlength=4)
@@ -319,7 +337,7 @@ def test_bytes_are_those_of_the_model_whatever_the_graph(every: int, pool: RankP
 # -- the end of a run --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, _exhaustive(3)])
 def test_early_stopping_leaves_the_average(world_size: int, pool: RankPool, tmp_path: Path) -> None:
     stop = EarlyStopping("val_loss", mode="min", patience=3, min_delta=10.0)  # no epoch improves by so much
     job = {
@@ -337,7 +355,7 @@ def test_early_stopping_leaves_the_average(world_size: int, pool: RankPool, tmp_
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["local", "average"])
+@pytest.mark.parametrize("policy", ["local", _exhaustive("average")])
 def test_resuming_is_going_on(policy: str, pool: RankPool, tmp_path: Path) -> None:
     job = {
         "num_parts": 4,
@@ -354,7 +372,9 @@ def test_resuming_is_going_on(policy: str, pool: RankPool, tmp_path: Path) -> No
     for world_size in (2, 1, 4):
         for ours in pool.run(_train, world_size, str(tmp_path / str(world_size)), store, resumed):
             assert len(ours["history"]) == 4, "it goes on at the epoch where it stopped"
-            _assert_same(ours["state"], whole["state"], 1e-12 if world_size == 2 else 1e-9)
+            if world_size == 2:
+                _assert_same(ours["state"], whole["state"], 1e-12)
+            _assert_same(_without_noise(ours["state"]), _without_noise(whole["state"]), 1e-9)
 
 
 def test_a_checkpoint_goes_on_with_other_parts_and_strategies(pool: RankPool, tmp_path: Path) -> None:
@@ -416,8 +436,16 @@ def _evaluate(
     return found, predicted
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gcn", "gat", "norm"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("gcn", 2),
+        ("gat", 1),
+        ("norm", 2),
+        ("norm", 4),
+        *(_exhaustive(*case) for case in (("gcn", 1), ("gcn", 4), ("gat", 2), ("gat", 4), ("norm", 1))),
+    ],
+)
 def test_evaluation_is_of_the_whole_graph(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
     data, net = runs.graph(), _with_statistics(name).double().eval()
     weight = {} if name == "gat" else {"edge_weight": data.edge_weight}
