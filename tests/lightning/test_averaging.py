@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch_geometric.nn import GAT, GCN
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import Backend, ReplicaBackend
-from pygdist.graph import write_store
+from pygdist.graph import Shard, write_store
 from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -53,7 +54,7 @@ class Classifier(NodeClassifier):
         super().on_train_epoch_start()
         self.trained_on.append([])
 
-    def _learn(self, graph: Any, out: Tensor, shard: Any) -> tuple[Tensor, int]:
+    def _learn(self, graph: Any, out: Tensor, shard: Shard) -> tuple[Tensor, int]:
         assert out.size(0) == shard.num_owned
         self.trained_on[-1] += shard.owned_id[shard.train_mask & (shard.y >= 0)].tolist()
         return super()._learn(graph, out, shard)
@@ -300,6 +301,30 @@ def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: 
         seen = sorted(node for ours in answers for node in ours["trained_on"][epoch])
         assert seen == data.train_mask.nonzero().squeeze(1).tolist()
     assert {ours["epochs"] for ours in answers} == {5}
+
+
+class Watching(Classifier):
+    """Notes which parts are in memory whenever the model runs."""
+
+    def forward(self, shard: Shard) -> Tensor:
+        gc.collect()
+        held = [one for one in gc.get_objects() if isinstance(one, Shard) and one.folder == shard.folder]
+        self.held.append((shard.rank, sorted({one.rank for one in held})))
+        return super().forward(shard)
+
+
+def _held(rank: int, world_size: int, folder: str, store: str) -> list[tuple[int, list[int]]]:
+    module = Watching(_model("gcn"), optimizer="sgd", backend="replica")
+    module.held = []
+    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=1)
+    trainer.fit(module, datamodule=GraphDataModule(store=store))
+    return module.held
+
+
+def test_one_part_is_in_memory_at_a_time(pool: RankPool, tmp_path: Path) -> None:
+    for rank, held in enumerate(pool.run(_held, 2, str(tmp_path), _store(tmp_path, 5))):
+        assert {part for part, _ in held} == set(range(rank, 5, 2))
+        assert [(part, others) for part, others in held if others != [part]] == []
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
