@@ -39,7 +39,7 @@ def edges_of(name: str, data: Path | None) -> EdgeStream:
     return EdgeStream.from_data(load_graph(REAL[name], root=str(data / REAL[name]), name=name))
 
 
-def communities(num_nodes: int, num_edges: int, num_communities: int, num_features: int, inside: float = 0.95) -> Data:
+def communities(num_nodes: int, num_edges: int, num_communities: int, num_features: int, inside: float = 0.995) -> Data:
     """A graph with communities, most edges inside them, and features and labels that say nothing; to measure memory."""
     edges = EdgeGenerator(num_nodes, num_edges, num_communities=num_communities, inside=inside, undirected=True)
     generator = torch.Generator().manual_seed(0)
