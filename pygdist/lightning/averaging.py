@@ -8,6 +8,7 @@ checkpoint sees one model, which is the averaged one wherever it is validated, s
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -114,10 +116,33 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._forget()
         self._trainer = trainer
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.lightning_module.automatic_optimization:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check(trainer)
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        """Refuse what would train other models than it seems; the same on all ranks."""
+        if not trainer.lightning_module.automatic_optimization:
             raise InputError(
                 f"{type(trainer.lightning_module).__name__} steps its optimisers itself; strategy 'model_averaging' "
                 "counts the steps that Lightning makes (automatic_optimization=True)"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+                raise InputError(
+                    f"{type(callback).__name__} averages the steps of one model, and strategy 'model_averaging' has "
+                    "one for each part; leave one of them out"
+                )
+        num_parts = len(getattr(getattr(trainer, "datamodule", None), "part_weights", ()))
+        if num_parts > self.world_size and any(config.interval == "step" for config in self.lr_scheduler_configs):
+            raise InputError(
+                "a learning rate that changes with each step would be another for each part that a rank trains in "
+                "turn; change it by epochs, or use a rank for each part"
+            )
+        every = trainer.check_val_every_n_epoch or 1
+        if self.sync_unit == "epoch" and every % self.sync_every and trainer.enable_validation:
+            rank_zero_info(
+                f"models are averaged for each validation, every {every} epochs, too (sync_every={self.sync_every}); "
+                f"check_val_every_n_epoch={self.sync_every} saves that"
             )
 
     @override
@@ -217,10 +242,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         return [_copied_state(optimizer) for optimizer in self.optimizers]
 
     def _tensors(self) -> list[Tensor]:
-        """What is averaged: parameters that are trained, and buffers."""
+        """What is averaged: parameters, also those that are frozen for a while, and buffers."""
         assert self.lightning_module is not None
-        trained = [value.detach() for value in self.lightning_module.parameters() if value.requires_grad]
-        return [*trained, *self.lightning_module.buffers()]
+        return [value.detach() for value in (*self.lightning_module.parameters(), *self.lightning_module.buffers())]
 
     def _assign(self, values: list[Tensor]) -> None:
         with torch.no_grad():
@@ -266,25 +290,38 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 value.copy_(part.view_as(value))
 
     def _average_states(self) -> None:
-        for number in range(len(self.optimizers)):
-            own = {part: self._locals[part].states[number] for part in self._shares}
+        for number, optimizer in enumerate(self.optimizers):
+            states = {part: self._locals[part].states[number] for part in self._shares}
             if self.optimizer_state_policy == "reset":
-                for state in own.values():
+                for state in states.values():
                     state.clear()
-                continue
-            rows = {part: _state_tensors(state) for part, state in own.items()}
-            sizes = [sum(value.numel() for value in row) for row in rows.values()]
-            length = int(self.communicator.gather([float(max(sizes, default=0))]).max())
-            device = self._tensors()[0].device if self._tensors() else self.root_device
-            total = torch.zeros(length, dtype=torch.float64, device=device)
-            for part, row in rows.items():
-                if row:
-                    flat = torch.cat([value.reshape(-1).to(total) for value in row])
-                    total.add_(flat, alpha=self._shares[part])
-            self._sum_over_ranks([total], "optimiser states")
-            for row in rows.values():
-                for value, mean in zip(row, total.split([value.numel() for value in row]), strict=False):
-                    value.copy_(mean.view_as(value))
+            else:
+                self._average_state(optimizer, {part: state for part, state in states.items() if state})
+
+    def _average_state(self, optimizer: Optimizer, states: Mapping[int, Any]) -> None:
+        """Average what parts have of one optimiser's state; those that never made a step have none."""
+        rows = {part: _state_tensors(optimizer, state) for part, state in states.items()}
+        layouts = {tuple((key, value.numel()) for key, value in row.items()) for row in rows.values()}
+        layout = next(iter(layouts), ())
+        shares = sum(self._shares[part] for part in rows)
+        found = [float(len(layouts)), float(zlib.crc32(repr(layout).encode())), shares, sum(size for _, size in layout)]
+        table = self.communicator.gather(found)
+        there = table[table[:, 0] > 0]
+        if there.size(0) == 0:
+            return
+        if bool((there[:, :2] != there.new_tensor([1.0, float(there[0, 1])])).any()):
+            raise InputError(
+                "optimizer_state=average: parts have states of different parameters, some of which got no gradient; "
+                "use local or reset"
+            )
+        total = torch.zeros(int(there[0, 3]), dtype=torch.float64, device=self.root_device)
+        for part, row in rows.items():
+            total.add_(torch.cat([value.reshape(-1).to(total) for value in row.values()]), alpha=self._shares[part])
+        self._sum_over_ranks([total], "optimiser states")
+        total /= float(there[:, 2].sum())
+        for row in rows.values():
+            for value, mean in zip(row.values(), total.split([value.numel() for value in row.values()]), strict=True):
+                value.copy_(mean.view_as(value))
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -331,7 +368,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if checkpoint.get("optimizer_states") and self._shares is not None and self._num_parts > 1:
+        # after a fit, when ranks have left each other, what rank 0 has must do
+        together = self.world_size == 1 or self._communicator is not None
+        if checkpoint.get("optimizer_states") and together and self._num_parts > 1:
             states = self._gathered_states()
             if self.is_global_zero:
                 checkpoint[_SAVED] = {"num_parts": self._num_parts, "states": states}
@@ -346,7 +385,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if found is not None and weights is not None and found != len(weights):
             rank_zero_info(
                 f"the checkpoint has optimiser states of {found} parts, there are {len(weights)} now: each begins with "
-                "that of part 0"
+                "that of one of them"
             )
 
     def _gathered_states(self) -> dict[str, list[dict[int, dict[str, Any]]]]:
@@ -418,14 +457,14 @@ def _copied_state(optimizer: Optimizer) -> Any:
     return fresh
 
 
-def _state_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
-    """The tensors of an optimiser's state, in one order on all ranks: parameters step in the order of their groups."""
-    return [
-        value
-        for entry in state.values()
-        for _, value in sorted(entry.items())
+def _state_tensors(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[tuple[int, str], Tensor]:
+    """The tensors of an optimiser's state, by the place of the parameter and name."""
+    return {
+        (number, name): value
+        for number, entry in _by_number(optimizer, state).items()
+        for name, value in sorted(entry.items())
         if isinstance(value, Tensor) and value.is_floating_point()
-    ]
+    }
 
 
 def _by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

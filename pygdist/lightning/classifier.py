@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torchmetrics import MeanMetric, Metric
@@ -16,7 +17,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.parts import PartBatch, sampled_graph
-from pygdist.nn.inputs import call_model
+from pygdist.nn.inputs import call_model, edge_inputs
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
@@ -124,6 +125,11 @@ class NodeClassifier(GraphModule):
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
+        if sample.get("edge_norm") is not None and "edge_weight" not in edge_inputs(self.model, graph):
+            rank_zero_warn(
+                f"{type(self.model).__name__} takes no edge_weight, so GraphSAINT's normalisation of sums is left out; "
+                "GraphConv takes it as it is"
+            )
         out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
         weight = graph.get("node_norm")
         total, count = self._noted(out, graph.y, graph.train_mask, "train", weight)
@@ -151,7 +157,7 @@ class NodeClassifier(GraphModule):
         shard = self._shard()
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
-        self._noted(out, shard.y[:0], torch.zeros(0, dtype=torch.bool, device=self.device), "train")
+        self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")
         self._in_step(0)
         # to every parameter, for a strategy that sends gradients in each step
         return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()

@@ -17,6 +17,7 @@ from typing_extensions import override
 from pygdist.backends import ReplicaBackend
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
+from pygdist.graph.check import EDGE_FIELDS
 from pygdist.lightning.parts import PartBatch, PartLoader
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
@@ -330,10 +331,13 @@ class GraphDataModule(pl.LightningDataModule):
             return FullGraphLoader(self.shard)
         trainer = self.trainer
         assert trainer is not None, "its module's backend asks for surroundings"
+        weights = self.part_weights
+        if not sum(weights):
+            raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
         # where gradients are averaged in each step, all ranks make it
         skips = not getattr(trainer.strategy, "sends_gradients", True)
         loader = PartLoader(
-            [part for part in self._parts if self.part_weights[part] or not skips],
+            [part for part in self._parts if weights[part] or not skips],
             self.open_part,
             cut=None if self.batches is None else self._cut,
             epoch=lambda: trainer.current_epoch,
@@ -346,9 +350,9 @@ class GraphDataModule(pl.LightningDataModule):
         """The mini-batches of a part, on the CPU."""
         assert self.batches is not None
         backend: Any = self.trainer.lightning_module.backend  # type: ignore[union-attr]
-        graph, csr = backend.part_graph(shard)
+        graph, csr = backend.part_graph(self.shard)  # not where the model runs, but where batches are drawn
         seed = self.batch_seed * self.num_parts_in_all + part
-        return self.batches.loader(graph.cpu(), csr, seed=seed, num_workers=self.num_workers)
+        return self.batches.loader(graph, csr, seed=seed, num_workers=self.num_workers)
 
     def _evaluated(self) -> FullGraphLoader | PartLoader:
         return PartLoader(self._parts, self.open_part) if self._hops else FullGraphLoader(self.shard)
@@ -379,10 +383,19 @@ class GraphDataModule(pl.LightningDataModule):
     ) -> Shard | PartBatch:
         if isinstance(batch, PartBatch):  # open_part() has put the part there
             if batch.sample is not None:
-                batch.sample = batch.sample.to(device)
+                batch.sample = _in_type(batch.sample.to(device), self._model_dtype())
             return batch
         return self.here(batch)  # the graph is the same in every epoch
 
     def _model_dtype(self) -> torch.dtype:
         parameters = () if self.trainer is None else self.trainer.lightning_module.parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)
+
+
+def _in_type(sample: Data, dtype: torch.dtype) -> Data:
+    """A mini-batch whose features and edge inputs are in the type of the model."""
+    for name in ("x", *EDGE_FIELDS):
+        value = sample.get(name)
+        if value is not None and value.is_floating_point():
+            sample[name] = value.to(dtype)
+    return sample

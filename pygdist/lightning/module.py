@@ -77,6 +77,15 @@ class GraphModule(pl.LightningModule):
                 f"strategy '{type(strategy).__name__}' trains each part by itself, but backend '{self.backend.name}' "
                 "lets a part read rows that other ranks' models made; use backend replica"
             )
+        if self.backend.placement == "replicas" and communicator.world_size > 1 and not self.by_itself:
+            names = {
+                type(one).__name__ for one in self.model.modules() if getattr(one, "running_mean", None) is not None
+            }
+            if names:
+                raise InputError(
+                    f"{', '.join(sorted(names))}: with backend replica a norm takes the statistics of a part, and "
+                    f"'{type(strategy).__name__}' averages gradients alone; use strategy model_averaging"
+                )
         if (several := len(self._datamodule().parts)) > 1 and not self.by_itself:
             raise InputError(
                 f"rank {communicator.rank} has {several} parts, whose models must be averaged: use strategy "
@@ -135,7 +144,8 @@ class GraphModule(pl.LightningModule):
         )
         with torch.inference_mode(False):
             if self._evaluation.in_turns:
-                self._evaluation.run(data.parts, data.num_parts_in_all, data.open_part, self)
+                with self.trainer.precision_plugin.forward_context():
+                    self._evaluation.run(data.parts, data.num_parts_in_all, data.open_part, self)
             else:
                 self._evaluation.place(data.here(data.shard))
 

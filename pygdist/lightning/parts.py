@@ -92,7 +92,12 @@ class PartLoader:
             return
         samples = self._samples_of(part)
         samples.set_epoch(self._epoch())
-        for sample in samples:
+        batches, left = iter(samples), len(samples)
+        del samples
+        for sample in batches:
+            left -= 1
+            if not left and len(self._parts) > 1:  # they hold the part, and this may wait here for long
+                self._samples = batches = None  # type: ignore[assignment]
             yield PartBatch(part, self._open, sample)
 
     def _samples_of(self, part: int) -> BatchLoader:

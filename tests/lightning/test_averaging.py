@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ from torch_geometric.nn import GAT, GCN
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import Backend, ReplicaBackend
-from pygdist.graph import Shard, write_store
+from pygdist.graph import write_store
 from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter
+from pygdist.lightning.parts import PartBatch
+from pygdist.native import load
+from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -54,10 +56,14 @@ class Classifier(NodeClassifier):
         super().on_train_epoch_start()
         self.trained_on.append([])
 
-    def _learn(self, graph: Any, out: Tensor, shard: Shard) -> tuple[Tensor, int]:
-        assert out.size(0) == shard.num_owned
-        self.trained_on[-1] += shard.owned_id[shard.train_mask & (shard.y >= 0)].tolist()
-        return super()._learn(graph, out, shard)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        shard = batch.shard if isinstance(batch, PartBatch) else batch
+        sample = getattr(batch, "sample", None)
+        if sample is not None:
+            self.trained_on[-1] += shard.surroundings.n_id[sample.n_id[sample.train_mask]].tolist()
+        elif shard is not None:
+            self.trained_on[-1] += shard.owned_id[shard.train_mask & (shard.y >= 0)].tolist()
+        return super().training_step(batch, batch_idx)
 
 
 def _owners(num_parts: int, kind: str = "hash") -> np.ndarray:
@@ -86,7 +92,7 @@ def _train(rank: int, world_size: int, folder: str, store: str, job: dict[str, A
     history = runs.History()
     backend: Backend | str = job.get("backend") or ReplicaBackend(hops=job.get("hops", 2))
     classifier = Classifier(_model(job.get("net", "gcn")), optimizer=job.get("optimizer", "sgd"), backend=backend)
-    data = GraphDataModule(store=store, num_parts=job.get("num_parts"))
+    data = GraphDataModule(store=store, num_parts=job.get("num_parts"), batches=job.get("batches"))
     callbacks = [history, *job.get("callbacks", [])]
     if job.get("keep"):
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1))
@@ -303,28 +309,35 @@ def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: 
     assert {ours["epochs"] for ours in answers} == {5}
 
 
-class Watching(Classifier):
-    """Notes which parts are in memory whenever the model runs."""
-
-    def forward(self, shard: Shard) -> Tensor:
-        gc.collect()
-        held = [one for one in gc.get_objects() if isinstance(one, Shard) and one.folder == shard.folder]
-        self.held.append((shard.rank, sorted({one.rank for one in held})))
-        return super().forward(shard)
-
-
-def _held(rank: int, world_size: int, folder: str, store: str) -> list[tuple[int, list[int]]]:
-    module = Watching(_model("gcn"), optimizer="sgd", backend="replica")
-    module.held = []
-    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=1)
-    trainer.fit(module, datamodule=GraphDataModule(store=store))
-    return module.held
-
-
-def test_one_part_is_in_memory_at_a_time(pool: RankPool, tmp_path: Path) -> None:
-    for rank, held in enumerate(pool.run(_held, 2, str(tmp_path), _store(tmp_path, 5))):
-        assert {part for part, _ in held} == set(range(rank, 5, 2))
-        assert [(part, others) for part, others in held if others != [part]] == []
+@pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
+@pytest.mark.parametrize("world_size", [2, _exhaustive(4)])
+@pytest.mark.parametrize(
+    "averaging",
+    [{"sync_every": 2}, _exhaustive({"sync_every": 3, "sync_unit": "step"}), None],
+    ids=["epoch", "step", "ddp"],
+)
+def test_ranks_may_have_different_numbers_of_mini_batches(
+    averaging: dict[str, Any] | None, world_size: int, pool: RankPool, tmp_path: Path
+) -> None:
+    num_parts = world_size if averaging is None or "sync_unit" in averaging else 4
+    owner = _owners(4, "uneven") if num_parts == 4 else _owners(3, "uneven") % 2
+    store = tmp_path / "parts"
+    write_store(
+        runs.graph(), owner, store, num_parts=num_parts, method="given", arguments={}, notes=[], placement="replicas"
+    )
+    job = {
+        "num_parts": num_parts, "averaging": averaging, "options": {"max_epochs": 3}, "hops": 1,
+        "batches": NeighborBatches([4, 4], 8),
+    }  # fmt: skip
+    answers = pool.run(_train, world_size, str(tmp_path), str(store), job)
+    wanted = runs.graph().train_mask.nonzero().squeeze(1).tolist()
+    for epoch in range(3):
+        assert sorted(node for ours in answers for node in ours["trained_on"][epoch]) == wanted
+    steps = [sum(len(epoch) for epoch in ours["trained_on"]) for ours in answers]
+    assert max(steps) > 2 * min(steps), "ranks have different numbers of nodes"
+    for ours in answers:
+        _assert_same(ours["state"], answers[0]["state"], 1e-12)
+        assert ours["history"][-1]["train_loss"] == answers[0]["history"][-1]["train_loss"]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
