@@ -162,6 +162,26 @@ def test_sampling(tmp_path: Path) -> None:
         assert float(row["edges_per_second"]) == pytest.approx(found, rel=0.5)
 
 
+@needs_native
+def test_accuracy(tmp_path: Path) -> None:
+    tiny = ("--graphs=generated", "--models=GraphSAGE", "--hidden=8", "--epochs=2", "--every=2", "--seeds=0")
+    rows = _run_in(CATGNN, "accuracy.py", *tiny, "--parts", "1", "2", "--fan_out", "2", "2", out=tmp_path)
+    assert [(row["parts"], row["partitioner"]) for row in rows] == [("1", ""), ("2", "spring")]
+    assert rows[0]["test_acc"] == rows[0]["test_acc_on_parts"]
+    assert all(0 < float(row["test_acc"]) < 1 < float(row["train_s"]) * 1e3 for row in rows)
+
+
+@needs_native
+def test_averaging(tmp_path: Path) -> None:
+    tiny = ("--nodes=500", "--hidden=8", "--hosts=2", "--network=unshaped", "--epochs=2", "--every=2", "--seeds=0")
+    tiny += ("--fan_out", "2", "2", "--batch_size=64")
+    (row,) = _run_in(CATGNN, "averaging.py", *tiny, out=tmp_path)
+    assert (row["averaging"], row["note"]) == ("model", "")
+    size = (32 * 2 * 8 + 8) + (8 * 2 * 10 + 10)  # of a GraphSAGE of two layers: both sides' weights, and a bias
+    epochs = 2 + 2  # those that do not count, too
+    assert float(row["sent_mb"]) == 2 * epochs * size * 4 / 1e6
+
+
 DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" not in path.parts]
 TABLES = [path for path in sorted(EXPERIMENTS.rglob("results/*.csv")) if not path.stem.endswith(".ranks")]
 

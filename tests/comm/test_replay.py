@@ -68,7 +68,7 @@ def _empty(folder: str, rank: int) -> Path:
     return place
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_parts", [1, 5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3, 4))])
 def test_parts_in_turn_get_what_ranks_get(num_parts: int, pool: RankPool, tmp_path: Path) -> None:
     wanted = pool.run(_by_ranks, num_parts)
     for world_size in range(1, min(num_parts, 3) + 1):
