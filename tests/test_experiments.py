@@ -172,6 +172,7 @@ def test_accuracy(tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.exhaustive
 def test_averaging(tmp_path: Path) -> None:
     tiny = ("--nodes=500", "--hidden=8", "--hosts=2", "--network=unshaped", "--epochs=2", "--every=2", "--seeds=0")
     tiny += ("--fan_out", "2", "2", "--batch_size=64")

@@ -211,6 +211,6 @@ def test_one_hop_is_the_placement_of_nodes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="placement is 'edges', expected 'nodes' or 'replicas'"):
         write_store(data, part, tmp_path / "other", num_parts=2, method="", arguments={}, placement="edges")  # type: ignore[arg-type]
     memory = DeviceMemory(devices=1, bytes=1 << 30)
-    with pytest.raises(InputError, match=r"num_parts: what fits .* state a number for replicas"):
-        partition_graph(data, tmp_path / "other", num_parts=memory, placement="replicas")
+    with pytest.raises(InputError, match=r"num_parts: what fits .* halos of one hop; state a number for more"):
+        partition_graph(data, tmp_path / "other", num_parts=memory, num_hops=2)
     assert not (tmp_path / "other").exists()

@@ -46,7 +46,8 @@ def test_bytes_and_messages_are_those_of_the_plan(pool: RankPool, tmp_path: Path
     assert history[0]["sent_bytes_total"] == per_rank.sum() + once, "features and degrees travel once, in front"
     assert last["kept_mib_total"] * 2**20 == pytest.approx(meta["num_nodes"] * 12 * 8)
     for epoch in history:
-        assert 0 < epoch["exchange_s_min"] <= epoch["exchange_s_max"] < epoch["epoch_s"]
+        # the rank that comes last may find everything there, and wait for nothing
+        assert 0 <= epoch["exchange_s_min"] <= epoch["exchange_s_max"] < epoch["epoch_s"]
         assert epoch["compute_s_max"] + epoch["exchange_s_min"] <= 2 * epoch["epoch_s"]
         assert 0.05 < epoch["peak_gib_max"] < epoch["peak_gib_total"]
 
