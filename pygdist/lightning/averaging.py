@@ -163,11 +163,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._shares = {part: weights[part] / total for part in here if weights[part]}
         in_batches = getattr(module, "batches", None) is not None
         self._in_turns = self._num_parts > self.world_size and not in_batches
-        if len(self._shares) > 1 and self.sync_unit == "step" and in_batches:
+        if self._num_parts > self.world_size and self.sync_unit == "step" and in_batches:  # on all ranks
             raise InputError(
-                f"sync_unit=step: rank {self.global_rank} trains {len(self._shares)} parts one after another, each for "
-                "a whole epoch of mini-batches; average by epochs, or use a rank for each part",
-                of_one_rank=True,
+                f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained one after another, "
+                "each for a whole epoch of mini-batches; average by epochs, or use a rank for each part"
             )
         for part in self._shares:
             self._locals[part] = _Local(self._first_states(part))

@@ -86,11 +86,11 @@ class GraphModule(pl.LightningModule):
                     f"{', '.join(sorted(names))}: with backend replica a norm takes the statistics of a part, and "
                     f"'{type(strategy).__name__}' averages gradients alone; use strategy model_averaging"
                 )
-        if (several := len(self._datamodule().parts)) > 1 and not self.by_itself:
+        # all ranks say so: one of them may have a single part
+        if (several := self._datamodule().num_parts_in_all) > communicator.world_size and not self.by_itself:
             raise InputError(
-                f"rank {communicator.rank} has {several} parts, whose models must be averaged: use strategy "
-                "'model_averaging', or one part for each rank",
-                of_one_rank=True,
+                f"{several} parts on {communicator.world_size} ranks are models that must be averaged: use strategy "
+                "'model_averaging', or one part for each rank"
             )
         # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
         self.place(self._datamodule().here(shard))

@@ -518,10 +518,24 @@ def _said(rank: int, world_size: int, folder: str, store: str, job: dict[str, An
     return str(error.value)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_what_cannot_be_is_refused_on_all_ranks(num_parts: int, pool: RankPool, tmp_path: Path) -> None:
-    job: dict[str, Any] = {"backend": "comm"} if num_parts == 2 else {}
-    said = ["backend 'comm' lets a part read rows", "use backend replica"] if job else ["has 1 parts", "2 ranks"]
+REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "rows-of-other-models": (2, {"backend": "comm"}, ["backend 'comm' lets a part read rows", "use backend replica"]),
+    "fewer-parts-than-ranks": (1, {}, ["has 1 parts", "2 ranks"]),
+    # one rank has two parts, the other one
+    "gradients-of-parts-in-turn": (3, {"averaging": None}, ["3 parts on 2 ranks", "use strategy 'model_averaging'"]),
+    "batches-in-turn-by-steps": (
+        3,
+        {"averaging": {"sync_unit": "step"}, "batches": NeighborBatches([4, 4], 8)},
+        ["sync_unit=step: 3 parts on 2 ranks", "average by epochs"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_all_ranks(name: str, pool: RankPool, tmp_path: Path) -> None:
+    num_parts, job, said = REFUSED[name]
+    if "batches" in job and load() is None:
+        pytest.skip("the sampler is in the native library")
     for message in pool.run(_said, 2, str(tmp_path), _store(tmp_path, num_parts), job):
         assert [words for words in said if words not in message] == []
 
