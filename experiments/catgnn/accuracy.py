@@ -8,6 +8,7 @@ python -m experiments.catgnn.accuracy --data DATA --graphs Cora --models GCN --p
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import logging
 import os
@@ -44,6 +45,13 @@ GENERATED: dict[str, dict[str, Any]] = {
 MODELS = {"GCN": GCN, "GAT": GAT, "GraphSAGE": GraphSAGE}
 HEADS = 4
 
+#: What tells one training from another, and what it found.
+CASE = (
+    "graph", "model", "partitioner", "parts", "sync_every", "hops", "layers", "seed", "hidden", "epochs", "every",
+    "batch_size",
+)  # fmt: skip
+FOUND = ("test_acc", "test_acc_on_parts", "val_acc", "train_s")
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -64,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     found.add_argument("--out", type=Path, default=Path("figures"))
     found.add_argument("--name", default="accuracy", help="of the table")
+    found.add_argument("--resume", action="store_true", help="keep the rows of OUT/NAME.csv, and add those it lacks")
     return found
 
 
@@ -111,13 +120,13 @@ class Times(pl.Callback):
         self.scores.append((trainer.current_epoch + 1, float(trainer.callback_metrics["val_acc"])))
 
 
-def train(options: argparse.Namespace, case: dict[str, Any], seed: int, work: Path) -> dict[str, Any]:
-    """One training; the best model on the validation nodes is tested."""
+def train(options: argparse.Namespace, case: dict[str, Any], work: Path) -> dict[str, str]:
+    """What one training found; the best model on the validation nodes is tested."""
+    seed = case["seed"]
     pl.seed_everything(seed, verbose=False)
     data = graph_of(case["graph"], options.data, seed)
-    sampled = case["model"] == "GraphSAGE" and options.batch_size > 0
     fan_out = [*options.fan_out, *options.fan_out[-1:] * case["layers"]][: case["layers"]]
-    batches = NeighborBatches(fan_out, options.batch_size) if sampled else None
+    batches = NeighborBatches(fan_out, case["batch_size"]) if case["batch_size"] else None
     module = NodeClassifier(
         model_of(case["model"], data, options, case["layers"]), backend=ReplicaBackend(hops=case["hops"])
     )
@@ -144,25 +153,34 @@ def train(options: argparse.Namespace, case: dict[str, Any], seed: int, work: Pa
     module.exact_evaluation = False  # on what is kept of the neighbours, as the paper has it
     on_parts = trainer.test(module, datamodule=graph, ckpt_path="best", verbose=False)[0]["test_acc"]
     val = max(score for _, score in times.scores)
-    found = {"test_acc": tested, "test_acc_on_parts": on_parts, "val_acc": val, "train_s": times.seconds}
-    return {**case, "seed": seed, **found}
+    return dict(zip(FOUND, map(str, (tested, on_parts, val, times.seconds)), strict=True))
 
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is trained."""
-    names = ("graph", "model", "partitioner", "parts", "sync_every", "hops", "layers")
+    """What is trained, each once."""
+    names = ("graph", "model", "partitioner", "parts", "sync_every", "hops", "layers", "seed")
     lists = (
         options.graphs, options.models, options.partitioners, options.parts, options.sync_every, options.hops,
-        options.layers,
+        options.layers, options.seeds,
     )  # fmt: skip
     seen = set()
     for values in itertools.product(*lists):
         case = dict(zip(names, values, strict=True))
         if case["parts"] == 1:  # the whole graph is trained once, whatever is done with parts
             case |= {"sync_every": 1, "hops": 1, "partitioner": ""}
+        case |= {name: getattr(options, name) for name in ("hidden", "epochs", "every")}
+        case["batch_size"] = options.batch_size if case["model"] == "GraphSAGE" else 0
         if (key := tuple(case.values())) not in seen:
             seen.add(key)
             yield case
+
+
+def rows_before(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of a table that an earlier run left, by what was trained."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {tuple(row[name] for name in CASE): row for row in csv.DictReader(file)}
 
 
 def main() -> int:
@@ -171,14 +189,16 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows: list[dict[str, Any]] = []
+    path = options.out / f"{options.name}.csv"
+    rows = rows_before(path) if options.resume else {}
     with tempfile.TemporaryDirectory() as work:
         for case in cases(options):
-            for seed in options.seeds:
-                rows.append(train(options, case, seed, Path(work)))
-                print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
-                write(rows, options.out / f"{options.name}.csv")
-    show(rows[-40:], "Accuracy")
+            key = tuple(str(case[name]) for name in CASE)
+            if key not in rows:
+                rows[key] = {**dict(zip(CASE, key, strict=True)), **train(options, case, Path(work))}
+                print(*(f"{name}={value}" for name, value in rows[key].items()), flush=True)
+                write(rows.values(), path, threads=torch.get_num_threads())
+    show([{name: row[name] for name in (*CASE, *FOUND)} for row in rows.values()], "Accuracy")
     return 0
 
 

@@ -61,9 +61,11 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def write(rows: Iterable[Mapping[str, Any]], path: Path, *, threads: int | None = None) -> None:
-    """Write a CSV; every row says what it was measured on, with as many threads as there are cores unless told."""
+    """Write a CSV; every row says what it was measured on, with as many threads as there are cores unless
+    told; rows that an earlier run left keep what they say.
+    """
     facts = provenance(threads or cores())
-    rows = [{**row, **facts} for row in rows]
+    rows = [{**row, **{name: fact for name, fact in facts.items() if name not in row}} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
