@@ -61,8 +61,9 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def write(rows: Iterable[Mapping[str, Any]], path: Path, *, threads: int | None = None) -> None:
-    """Write a CSV; every row says what it was measured on, with as many threads as there are cores unless
-    told; rows that an earlier run left keep what they say.
+    """Write a CSV; every row says what it was measured on, if it does not already.
+
+    With as many threads as there are cores, unless told.
     """
     facts = provenance(threads or cores())
     rows = [{**row, **{name: fact for name, fact in facts.items() if name not in row}} for row in rows]

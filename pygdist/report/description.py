@@ -15,7 +15,7 @@ import yaml
 
 from pygdist.errors import InputError
 
-__all__ = ["Experiment", "Kind", "Plot", "Published", "is_description", "read_description"]
+__all__ = ["Experiment", "Kind", "Mean", "Plot", "Published", "is_description", "read_description"]
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
@@ -58,6 +58,19 @@ class Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mean:
+    """Rows that are runs of one measurement: shown and drawn as their mean and standard deviation.
+
+    Attributes:
+        over: Columns that tell the runs of one measurement apart, such as ``seed``.
+        of: Columns that were measured.
+    """
+
+    over: tuple[str, ...]
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """Numbers that others published, in the columns of our table.
 
@@ -82,6 +95,7 @@ class Experiment:
         claim: What the paper, or the design, claims.
         differs: Where ours differs.
         table: Columns of the main table; all that vary from row to row if empty.
+        mean: Which rows are runs of one measurement, if each row is one run.
         plots: What is drawn.
         published: The paper's numbers.
         again: The command that reruns a row, with the row's columns in braces. Values are quoted for the shell where
@@ -96,6 +110,7 @@ class Experiment:
     claim: str = ""
     differs: str = ""
     table: tuple[str, ...] = ()
+    mean: Mean | None = None
     plots: tuple[Plot, ...] = ()
     published: Published | None = None
     again: str = ""
@@ -114,6 +129,9 @@ def read_description(path: Path) -> Experiment:
     known: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "paper", "figure", "claim", "differs", "again"), _text),
         "table": _texts,
+        "mean": lambda value, place: Mean(
+            **_fields(value, place, {"over": _texts, "of": _texts}, required=("over", "of"))
+        ),
         "plots": lambda value, place: tuple(_plot(one, f"{place}[{i}]") for i, one in enumerate(_list(value, place))),
         "published": _published,
         "run": lambda value, _: value,

@@ -114,7 +114,10 @@ def _found(path: Path) -> Found:
 
 def _check(experiment: Experiment, table: Path, columns: list[str]) -> None:
     """Everything that the description names is in the table."""
-    wanted = {"table": experiment.table}
+    wanted = {
+        "table": experiment.table,
+        "mean": (*experiment.mean.over, *experiment.mean.of) if experiment.mean else (),
+    }
     wanted |= {f"plots[{number}]": plot.columns for number, plot in enumerate(experiment.plots)}
     for key, names in wanted.items():
         for name in names:

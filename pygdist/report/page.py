@@ -11,16 +11,18 @@ import json
 import logging
 import re
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pygdist.errors import InputError
-from pygdist.report.description import Experiment
+from pygdist.report.description import Experiment, Mean
 from pygdist.report.find import Found, Results, find_results
+from pygdist.report.means import RUNS, averaged
 from pygdist.report.plots import Drawn, Figure, Palette, draw
 from pygdist.report.ranks import COLUMNS, load_per_rank
-from pygdist.report.tables import Table, main_columns, make_table
+from pygdist.report.tables import KEPT_APART, MACHINE, Table, main_columns, make_table
 from pygdist.report.timelines import read_timeline
 from pygdist.report.values import Row, number, together
 
@@ -162,10 +164,14 @@ def _entry(found: Found, results: Results, figures: list[Figure]) -> _Entry:
     palette, settings = Palette(), []
     parts: list[_Box | _Shown] = []
     if rows is not None:
-        drawn = (draw(plot, found.table, rows, published, palette) for plot in experiment.plots)
+        measured = experiment.mean.of if experiment.mean else ()
+        drawn = (draw(plot, found.table, rows, published, palette, measured) for plot in experiment.plots)
         parts += [_plot_box(one, experiment, figures) for one in drawn]
         table = make_table(found.columns, rows, experiment)
-        parts.append(_Shown(table, "Measured"))
+        if experiment.mean:
+            parts += [_means(found, rows, experiment.mean), _Shown(table, "Every run", folded=True)]
+        else:
+            parts.append(_Shown(table, "Measured"))
         settings = table.settings
     if experiment.published:
         names = list(dict.fromkeys(name for row in published for name in row))
@@ -176,6 +182,15 @@ def _entry(found: Found, results: Results, figures: list[Figure]) -> _Entry:
     parts += _timelines(found, results, figures)
     name = str(found.table.relative_to(results.folder))
     return _Entry(_slug(name), experiment.title, name, experiment, rows is not None, parts, settings)
+
+
+def _means(found: Found, rows: Sequence[Row], mean: Mean) -> _Shown:
+    """The table of means; commands are those of runs."""
+    means, spreads = averaged(mean, found.table, rows, KEPT_APART | MACHINE)
+    main = [name for name in main_columns(found.columns, rows, found.experiment) if name not in mean.over]
+    shown = replace(found.experiment, table=(*main, RUNS), again="")
+    columns = [*(name for name in found.columns if name not in mean.over), RUNS]
+    return _Shown(make_table(columns, means, shown, spreads=spreads), "Measured: means and standard deviations of runs")
 
 
 def _plot_box(drawn: Drawn, experiment: Experiment, figures: list[Figure]) -> _Box:

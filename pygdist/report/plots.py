@@ -6,7 +6,7 @@ Figures are plain dictionaries (plotly's JSON); colours of text and lines are th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -58,7 +58,7 @@ class Palette:
 
 @dataclass(frozen=True)
 class Point:
-    """A point: ``x`` as in the table, ``y``, its bounds if there are some, and of how many rows it is the median."""
+    """A point: ``x`` as in the table, ``y``, its bounds if there are some, and of how many rows it is the middle."""
 
     x: str
     y: float
@@ -94,7 +94,14 @@ class Drawn:
     lines: list[str] = field(default_factory=list)
 
 
-def draw(plot: Plot, table: Path, rows: Sequence[Row], published: Sequence[Row], palette: Palette) -> Drawn:
+def draw(
+    plot: Plot,
+    table: Path,
+    rows: Sequence[Row],
+    published: Sequence[Row],
+    palette: Palette,
+    measured: Collection[str] = (),
+) -> Drawn:
     """Draw a plot of our rows and of the published ones.
 
     Args:
@@ -103,16 +110,22 @@ def draw(plot: Plot, table: Path, rows: Sequence[Row], published: Sequence[Row],
         rows: Our rows; those with a note are left out.
         published: The paper's rows; those that lack a column of the plot are left out.
         palette: Colours of the experiment.
+        measured: Columns of which several rows are drawn as their mean, with their standard deviation.
 
     Raises:
         InputError: If a cell that is to be drawn is no number.
     """
-    ours = _traces(plot, table, [row for row in rows if not row.get("note")])
+    ours = _traces(plot, table, [row for row in rows if not row.get("note")], measured)
     theirs = _traces(plot, table, [row for row in published if all(name in row for name in _needed(plot, row))])
     lines = [] if ours else [_why_not(plot, rows)]
     if any(point.count > 1 for trace in ours for point in trace.points):
         lines.append(
-            "Several runs with the same values are drawn as their median, with bars from the least to the greatest."
+            "Several runs with the same values are drawn as their "
+            + (
+                "mean, with bars of a standard deviation."
+                if set(plot.y) <= set(measured)
+                else "median, with bars from the least to the greatest."
+            )
         )
     figures = [_figure(plot, traces, palette) if traces else None for traces in (ours, theirs)]
     if figures[0] and figures[1] and not align(figures[0], figures[1]):
@@ -147,7 +160,7 @@ def _chosen(plot: Plot, row: Row) -> bool:
     return all(any(is_same(row[name], value) for value in values) for name, values in plot.where.items())
 
 
-def _traces(plot: Plot, table: Path, rows: Sequence[Row]) -> list[Trace]:
+def _traces(plot: Plot, table: Path, rows: Sequence[Row], measured: Collection[str] = ()) -> list[Trace]:
     """The points of each trace, in order of the table, or of ``x`` where these are numbers."""
     groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
@@ -158,7 +171,11 @@ def _traces(plot: Plot, table: Path, rows: Sequence[Row]) -> list[Trace]:
                 name = _name(plot, row, column)
                 groups.setdefault((name, column), {}).setdefault(_along(plot, row), []).append(row)
     return [
-        Trace(name, spoken(column), [one for x in _ordered(points) for one in _points(plot, column, x, points[x])])
+        Trace(
+            name,
+            spoken(column),
+            [one for x in _ordered(points) for one in _points(plot, column, x, points[x], mean=column in measured)],
+        )
         for (name, column), points in groups.items()
     ]
 
@@ -176,10 +193,13 @@ def _name(plot: Plot, row: Row, column: str) -> str:
     return ", ".join(one for one in (name, spoken(column) if len(plot.y) > 1 else "") if one) or spoken(column)
 
 
-def _points(plot: Plot, column: str, x: str, rows: Sequence[Row]) -> list[Point]:
+def _points(plot: Plot, column: str, x: str, rows: Sequence[Row], *, mean: bool) -> list[Point]:
     values = [float(row[column]) for row in rows]
     if plot.kind == "scatter" or len(rows) == 1:
         return [Point(x, value, _bounds(plot, row), 1) for value, row in zip(values, rows, strict=True)]
+    if mean:
+        middle, spread = statistics.fmean(values), statistics.stdev(values)
+        return [Point(x, middle, (middle - spread, middle + spread), len(values))]
     return [Point(x, statistics.median(values), (min(values), max(values)), len(values))]
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from string import Formatter
 
 from pygdist.errors import InputError
 from pygdist.report.description import Experiment
 from pygdist.report.values import Row, number, shown, spoken
 
-__all__ = ["Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
+__all__ = ["KEPT_APART", "MACHINE", "Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
 
 #: Never a result: told with the settings.
-_KEPT_APART = {"commit", "date", "json", "note", "timeline"}
+KEPT_APART = {"commit", "date", "json", "note", "timeline"}
 #: The same for every row of most tables, and no result even where there is a single row.
-_MACHINE = {
+MACHINE = {
     "cores",
     "cpu",
     "gpu",
@@ -77,7 +78,12 @@ class Table:
 
 
 def make_table(
-    columns: Sequence[str], rows: Sequence[Row], experiment: Experiment | None = None, *, whole: bool = False
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    experiment: Experiment | None = None,
+    *,
+    whole: bool = False,
+    spreads: Sequence[Row] = (),
 ) -> Table:
     """Arrange a table.
 
@@ -86,20 +92,22 @@ def make_table(
         rows: Its rows.
         experiment: What is said of it, if anything.
         whole: Show every column.
+        spreads: Of each row, standard deviations of some of its cells.
     """
     main = list(columns) if whole else main_columns(columns, rows, experiment)
     if "failed" in columns and "failed" not in main and any(row["failed"] for row in rows):
         main.append("failed")  # a row of some seeds only must not look like one of all
     rest = [name for name in columns if name not in main and name != "note"]
     same = [name for name in rest if len({row[name] for row in rows}) == 1]
+    none: Row = {}
     lines = [
         Line(
-            cells=[_cell(row[name], name) for name in main],
+            cells=[_cell(row[name], name, spread.get(name, "")) for name in main],
             settings=[(spoken(name), row[name]) for name in rest if name not in same and row[name]],
             again=rerun_command(experiment, row) if experiment else "",
             note=row.get("note", ""),
         )
-        for row in rows
+        for row, spread in zip_longest(rows, spreads, fillvalue=none)
     ]
     settings = [(spoken(name), rows[0][name]) for name in same if rows[0][name]]
     return Table([_column(name, rows) for name in main], lines, settings)
@@ -109,9 +117,9 @@ def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experi
     """The columns of the main table: those that the description names, or all that vary."""
     if experiment and experiment.table:
         return list(experiment.table)
-    candidates = [name for name in columns if name not in _KEPT_APART]
+    candidates = [name for name in columns if name not in KEPT_APART]
     if len(rows) < 2:
-        return [name for name in candidates if name not in _MACHINE and any(row[name] for row in rows)] or candidates
+        return [name for name in candidates if name not in MACHINE and any(row[name] for row in rows)] or candidates
     return [name for name in candidates if len({row[name] for row in rows}) > 1] or candidates
 
 
@@ -149,5 +157,6 @@ def _column(name: str, rows: Sequence[Row]) -> Column:
     return Column(name, spoken(name), numeric)
 
 
-def _cell(text: str, name: str) -> Cell:
-    return Cell(text if name in _WORDS else shown(text), text)
+def _cell(text: str, name: str, spread: str = "") -> Cell:
+    words = text if name in _WORDS else shown(text)
+    return Cell(f"{words} ± {float(spread):.2g}" if spread else words, text)

@@ -51,6 +51,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "unknown key": ({"titel": "a"}, ": unknown key 'titel'; known are title, paper"),
     "number as text": ({"title": 3, "paper": "b"}, ": title: expected text, got 3"),
     "table": ({"table": {"a": 1}}, ": table: expected text, got keys and values"),
+    "mean": ({"mean": {"over": "seed"}}, ": mean: 'of' is missing"),
     "plots": ({"plots": PLOT}, ": plots: expected a list, got keys and values"),
     "plot": ({"plots": [PLOT, 5]}, ": plots[1]: expected keys and values, got 5"),
     "plot's key": ({"plots": [{**PLOT, "colours": "a"}]}, ": plots[0]: unknown key 'colours'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ def test_several_runs_are_their_median(write: Write) -> None:
     assert _points(figure) == {"b": [("x", 3), ("y", 2)]}
     assert (figure["data"][0]["error_y"]["array"], figure["data"][0]["error_y"]["arrayminus"]) == ([7, 0], [2, 0])
     assert "drawn as their median" in report.html
+
+
+def test_runs_of_one_measurement_are_their_mean(write: Write) -> None:
+    rows = [{"a": "x", "seed": seed, "b": b, "cpu": f"cpu {seed}", "note": ""} for seed, b in enumerate((1, 2, 6))]
+    rows += [
+        {"a": "y", "seed": 0, "b": 4, "cpu": "cpu 0", "note": ""},
+        {"a": "y", "seed": 1, "b": "", "cpu": "cpu 0", "note": "out of memory"},
+    ]
+    report = make_report(
+        write("one", rows, plots=[PLOT], table=["a", "seed", "b"], again="run {seed}", mean={"over": "seed", "of": "b"})
+    )
+    (figure,) = _figures(report.html)
+    assert _points(figure) == {"b": [("x", 3), ("y", 4)]}
+    spread = statistics.stdev((1, 2, 6))
+    assert figure["data"][0]["error_y"]["array"] == pytest.approx([spread, 0])
+    assert "drawn as their mean, with bars of a standard deviation" in report.html
+    means, every = _text(report.html).split("Every run")
+    assert re.findall(r'<td class="number"[^>]*>([^<]*)</td>', means) == ["3 ± 2.6", "3", "4", "1"]
+    assert 'data-value="3.0"' in means
+    assert "run 0" not in means
+    assert "run 0" in every
+    assert "out of memory" in every
 
 
 def test_error_columns_are_bounds(write: Write) -> None:
