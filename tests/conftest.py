@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from pygdist.testing import RankPool
+from tests.server import start_server
 
 # how long an example takes tells nothing where tests share cores with ranks
 settings.register_profile("pygdist", deadline=None)
@@ -31,7 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def fork_server() -> None:
+    """For pools of a test's own: their ranks import nothing."""
+    start_server()
+
+
+@pytest.fixture(scope="session")
+def pool(fork_server: None) -> Iterator[RankPool]:
     """Up to five ranks; starting them costs seconds, a call costs milliseconds."""
     with RankPool(5, timeout_s=120) as ranks:
         yield ranks

@@ -1,7 +1,7 @@
-"""Real ranks for tests: spawned processes, gloo, a file store. No ports, no launcher, errors reach the caller.
+"""Real ranks for tests: processes of their own, gloo, a file store. No ports, no launcher, errors reach the caller.
 
-Starting processes costs seconds, so :class:`RankPool` keeps them for many calls of any world size up to its own;
-:func:`run_ranks` is a pool for one call.
+Imports cost seconds, so ranks are forked from Python's fork server, which has made them, and :class:`RankPool` keeps
+them for many calls of any world size up to its own; :func:`run_ranks` is a pool for one call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
 
+_HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
+
 
 class RankError(AssertionError):
     """A rank failed; the message holds its rank and its own traceback."""
@@ -30,6 +32,8 @@ class RankError(AssertionError):
 
 class RankPool:
     """Processes that run functions as ranks of a gloo group.
+
+    They share nothing with the caller. Their environment is that in which the caller's first fork server started.
 
     Args:
         size: Largest world size that :meth:`run` will be asked for.
@@ -59,7 +63,7 @@ class RankPool:
         """Call ``function(rank, world_size, *args)`` on each rank; returns what each returned, in rank order.
 
         Args:
-            function: Importable by name (the processes are spawned); runs with the default process group set up.
+            function: Importable by name; runs with the default process group set up.
             world_size: Ranks that take part, at most the pool's size.
             args: Picklable.
 
@@ -93,7 +97,9 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if _HAS_FORK_SERVER else "spawn")
+        if _HAS_FORK_SERVER:
+            context.set_forkserver_preload(["__main__", __name__])  # a server that runs keeps what it has
         for _ in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -129,7 +135,7 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on ``world_size`` spawned processes joined by gloo.
+    """Call ``function(rank, world_size, *args)`` on ``world_size`` processes joined by gloo.
 
     Args:
         function: Importable by name; called with the default process group set up.

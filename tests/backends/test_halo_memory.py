@@ -88,6 +88,7 @@ def _step(
     ("name", "cache_ratio", "limit"),
     [("GCN", None, 20 << 20), pytest.param("GAT", 0.3, 48 << 20, marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.usefixtures("fork_server")
 def test_a_model_beyond_the_budget_trains(name: str, cache_ratio: float | None, limit: int, tmp_path: Path) -> None:
     """No more than the limit is taken by all of a step; rows that are kept on the device take more than that."""
     _write_halves(NODES, DEGREE, WIDTH, tmp_path)
@@ -128,6 +129,7 @@ def _stepped(shard: Shard, communicator: Communicator, backend: Backend) -> Back
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process has is told by Linux")
+@pytest.mark.usefixtures("fork_server")
 def test_edges_of_pieces_wait_in_files_and_are_sorted_there(tmp_path: Path) -> None:
     nodes, degree = 2000, 400
     _write_halves(nodes, degree, 8, tmp_path)

@@ -164,6 +164,7 @@ def _step(
     "name",
     [pytest.param(name, marks=pytest.mark.exhaustive if "GAT" in name else ()) for name in MODELS],
 )
+@pytest.mark.usefixtures("fork_server")
 def test_a_graph_beyond_the_budget_trains_by_chunks(name: str, tmp_path: Path) -> None:
     """Edges take 12 MB there and 24 MB back, and weights of attention 24 MB; the whole step may take 16 MB."""
     data, (small, parts) = large_graph(NODES, DEGREE, WIDTH), random_graph()

@@ -1,12 +1,11 @@
 """Runs ``pygdist`` as a user does, in processes of its own, without paying seconds of imports each time.
 
-A server process imports everything once; each run is forked from it, with its own environment, folder, standard
-output and standard error. Several ranks get the environment that torchrun, or SLURM, would give them.
+Each run is forked from a server that has imported everything (``tests/server.py``), with its own environment, folder,
+standard output and standard error. Several ranks get the environment that torchrun, or SLURM, would give them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,22 +13,14 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+from tests.server import context, start_server
 
 __all__ = ["Outcome", "assert_mistake", "pygdist", "slurm", "start", "torchrun"]
 
 TIMEOUT_S = 120
-_PRELOAD = [
-    "pygdist.commands.train",
-    "pygdist.commands.verify",
-    "pygdist.commands.partition",
-    "pygdist.commands.generate",
-    "tests.cli.commands",
-]
-_context = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -48,8 +39,8 @@ def pygdist(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> O
 
 def start(*args: str, folder: Path) -> Any:
     """The command in a folder, on one process that is running; it writes to the files ``out`` and ``err``."""
-    _start_server()
-    process = _context.Process(target=_body, args=(list(args), str(folder), {}, f"{folder}/out", f"{folder}/err"))
+    start_server()
+    process = context.Process(target=_body, args=(list(args), str(folder), {}, f"{folder}/out", f"{folder}/err"))
     process.start()
     return process
 
@@ -101,12 +92,12 @@ def _rendezvous() -> dict[str, str]:
 
 
 def _run(args: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]]) -> list[Outcome]:
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [(f"{scratch}/out{rank}", f"{scratch}/err{rank}") for rank in range(len(environments))]
         processes: list[Any] = []
         for environment, output in zip(environments, outputs, strict=True):
-            processes.append(_context.Process(target=_body, args=(list(args), str(folder), dict(environment), *output)))
+            processes.append(context.Process(target=_body, args=(list(args), str(folder), dict(environment), *output)))
             processes[-1].start()
         for process in processes:
             process.join(TIMEOUT_S)
@@ -120,14 +111,6 @@ def _run(args: Sequence[str], folder: Path, environments: Sequence[Mapping[str, 
         ]
     assert not late, f"{len(late)} of {len(processes)} processes did not end: {found}"
     return found
-
-
-def _start_server() -> None:
-    # the server looks for modules where this process does
-    paths = os.pathsep.join(path for path in sys.path if path)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}):
-        _context.set_forkserver_preload(_PRELOAD)
-        forkserver.ensure_running()
 
 
 def _body(args: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:

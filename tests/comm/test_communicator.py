@@ -195,6 +195,7 @@ def _check_lost(rank: int, world_size: int, folder: Path) -> None:
     (folder / f"said-by-{rank}").write_text(str(error.value))  # the pool tells only of the rank that was killed
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_a_killed_rank_is_named_by_the_survivors(tmp_path: Path) -> None:
     with RankPool(3) as own, pytest.raises(RankError, match=r"rank 2 of 3 failed:\nthe process ended \(exit code -9\)"):
         own.run(_check_lost, 3, tmp_path)

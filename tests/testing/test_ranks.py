@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pygdist.testing import RankError, RankPool, run_ranks
 
+pytestmark = pytest.mark.usefixtures("fork_server")
+
 
 def _sum(rank: int, world_size: int, x: Tensor) -> tuple[int, Tensor]:
     x += rank  # in place: the other ranks and the caller must not see it
