@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import importlib
-import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from experiments.harness import Setting, settings_of
 from experiments.machine import SOME_FAILED
 from pygdist.native import load
 from pygdist.report import read_description
+from pygdist.report.tables import rerun_command
+from tests.server import script
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
@@ -26,10 +29,8 @@ KERNELS, CATGNN = EXPERIMENTS / "kernels", EXPERIMENTS / "catgnn"
 
 
 def _python(module: str, *arguments: str, cwd: Path) -> None:
-    command = [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])}
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    outcome = script(module, *arguments, folder=cwd)
+    assert outcome.code == 0, outcome.out + outcome.err
 
 
 def _run(script: str, *arguments: str, out: Path) -> list[dict[str, str]]:
@@ -209,20 +210,29 @@ def _parser(module: str) -> argparse.ArgumentParser:
     return importlib.import_module(module).parser()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("shaped", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
-def test_every_row_of_every_table_has_a_command(table: Path, shaped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "why_unshaped", lambda: None if shaped else "not root")
+def test_every_row_of_every_table_has_a_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with table.open(newline="") as file:
-        count = len(list(csv.DictReader(file)))
-    commands = {tuple(run.again(f"{table}:{number}", Path("here"))) for number in range(1, count + 1)}
-    for python, option, module, *arguments in commands:
-        assert (python, option) == ("python", "-m")
-        options = _parser(module).parse_args(arguments)  # ends the test with its complaint
+        rows = list(csv.DictReader(file))
+    description = read_description(table.parents[1] / f"{table.stem}.yaml")
+    commands = [shlex.split(rerun_command(description, row)) for row in rows]
+    last = ["here" if word == "DATA" else word for word in commands[-1]]
+    assert run.again(f"{table}:{len(rows)}", Path("here")) == last
+    module = commands[0][2]
+    parser = _parser(module)
+    for python, option, same, *arguments in {tuple(command) for command in commands}:
+        assert (python, option, same) == ("python", "-m", module)
+        options = parser.parse_args(arguments)  # ends the test with its complaint
         if module == "experiments.run":
-            (path,) = options.experiments
-            settings = {one.name: one for one in run._chosen(run.read(ROOT / path), options, Path("work"))}
-            assert all(shaped or settings[name].network == "unshaped" for name in options.only)
+            for shaped in (True, False):
+                monkeypatch.setattr(run, "why_unshaped", lambda shaped=shaped: None if shaped else "not root")
+                settings = {one.name: one for one in run._chosen(_read(*options.experiments), options, Path("work"))}
+                assert all(shaped or settings[name].network == "unshaped" for name in options.only)
+
+
+@functools.cache
+def _read(path: Path) -> run.Experiment:
+    return run.read(ROOT / path)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)

@@ -97,7 +97,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("forkserver" if _HAS_FORK_SERVER else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if _HAS_FORK_SERVER else "spawn")
         if _HAS_FORK_SERVER:
             context.set_forkserver_preload(["__main__", __name__])  # a server that runs keeps what it has
         for _ in range(len(self._processes), world_size):
