@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,6 +40,8 @@ class WholeGraphEvaluation:
         self._backend = _WholeHops() if in_turns else CommBackend()
         shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
         self.model = undistribute(copy.deepcopy(model, shared)).eval()
+        if in_turns:  # each part is passed once
+            savings = replace(savings, first_hop=False)
         distribute(self.model, backend=self._backend, savings=savings)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._outputs: dict[int, Tensor] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -94,7 +96,10 @@ class GraphModule(pl.LightningModule):
             )
         # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
         self.place(self._datamodule().here(shard))
-        distribute(self.model, backend=self.backend, savings=self.savings)
+        savings = self.savings
+        if len(self._datamodule().parts) > 1:  # what is kept of a part is dropped with it before it is used again
+            savings = replace(savings, first_hop=False)
+        distribute(self.model, backend=self.backend, savings=savings)
 
     @override
     def teardown(self, stage: str) -> None:
