@@ -92,7 +92,9 @@ def test_a_mistake_that_ranks_find_is_raised_in_the_caller(strategy: str, tmp_pa
     assert said.startswith("InputError: the model gives 3 values per node, the graph has 10 classes"), said
 
 
-@pytest.mark.parametrize("strategy", ["graph_ddp_spawn", "graph_ddp_notebook"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("graph_ddp_spawn", marks=pytest.mark.exhaustive), "graph_ddp_notebook"]
+)
 def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> None:
     said = _run(_FAILURE, tmp_path, strategy, "10")
     assert said.startswith("LostRankError: rank 1 (process "), said

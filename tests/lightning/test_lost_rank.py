@@ -80,7 +80,9 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
         assert "max_epochs=6" in resumed.stdout + resumed.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["launching-rank", "launched-rank"])
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["launching-rank", "launched-rank"]
+)
 def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) -> None:
     """It closes no connection: what a loss looks like to nccl, or from another machine."""
     freeze = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
