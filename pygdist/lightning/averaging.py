@@ -7,8 +7,6 @@ checkpoint sees one model, which is the averaged one wherever it is validated, s
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from pygdist.errors import InputError
+from pygdist.lightning.optimizer_states import average, by_parameter, copied, gathered
 from pygdist.lightning.strategies import GraphDDPStrategy
 
 __all__ = ["ModelAveragingStrategy"]
@@ -235,10 +234,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         saved = self._restored or {}
         if saved.get("num_parts") == self._num_parts and str(part) in saved["states"]:
             return [
-                _by_parameter(optimizer, state)
+                by_parameter(optimizer, state)
                 for optimizer, state in zip(self.optimizers, saved["states"][str(part)], strict=True)
             ]
-        return [_copied_state(optimizer) for optimizer in self.optimizers]
+        return [copied(optimizer) for optimizer in self.optimizers]
 
     def _tensors(self) -> list[Tensor]:
         """What is averaged: parameters, also those that are frozen for a while, and buffers."""
@@ -295,32 +294,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 for state in states.values():
                     state.clear()
             else:
-                self._average_state(optimizer, {part: state for part, state in states.items() if state})
-
-    def _average_state(self, optimizer: Optimizer, states: Mapping[int, Any]) -> None:
-        """Average what parts have of one optimiser's state; those that never made a step have none."""
-        rows = {part: _state_tensors(optimizer, state) for part, state in states.items()}
-        layouts = {tuple((key, value.numel()) for key, value in row.items()) for row in rows.values()}
-        layout = next(iter(layouts), ())
-        shares = sum(self._shares[part] for part in rows)
-        found = [float(len(layouts)), float(zlib.crc32(repr(layout).encode())), shares, sum(size for _, size in layout)]
-        table = self.communicator.gather(found)
-        there = table[table[:, 0] > 0]
-        if there.size(0) == 0:
-            return
-        if bool((there[:, :2] != there.new_tensor([1.0, float(there[0, 1])])).any()):
-            raise InputError(
-                "optimizer_state=average: parts have states of different parameters, some of which got no gradient; "
-                "use local or reset"
-            )
-        total = torch.zeros(int(there[0, 3]), dtype=torch.float64, device=self.root_device)
-        for part, row in rows.items():
-            total.add_(torch.cat([value.reshape(-1).to(total) for value in row.values()]), alpha=self._shares[part])
-        self._sum_over_ranks([total], "optimiser states")
-        total /= float(there[:, 2].sum())
-        for row in rows.values():
-            for value, mean in zip(row.values(), total.split([value.numel() for value in row.values()]), strict=True):
-                value.copy_(mean.view_as(value))
+                average(optimizer, states, self._shares, self.communicator)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -370,7 +344,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         # after a fit, when ranks have left each other, what rank 0 has must do
         together = self.world_size == 1 or self._communicator is not None
         if checkpoint.get("optimizer_states") and together and self._num_parts > 1:
-            states = self._gathered_states()
+            states = gathered(
+                self.optimizers, {part: one.states for part, one in self._locals.items()}, self.communicator
+            )
             if self.is_global_zero:
                 checkpoint[_SAVED] = {"num_parts": self._num_parts, "states": states}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -386,28 +362,6 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 f"the checkpoint has optimiser states of {found} parts, there are {len(weights)} now: each begins with "
                 "that of one of them"
             )
-
-    def _gathered_states(self) -> dict[str, list[dict[int, dict[str, Any]]]]:
-        """The optimisers' state of each part, on rank 0; every rank makes the call."""
-        own = {
-            str(part): [
-                _by_number(optimizer, state) for optimizer, state in zip(self.optimizers, local.states, strict=True)
-            ]
-            for part, local in self._locals.items()
-        }
-        if self.world_size == 1:
-            return own
-        communicator = self.communicator
-        payload = _packed(own).to(communicator.device)
-        sizes = communicator.gather([float(payload.numel())])[:, 0].long().tolist()
-        if communicator.rank != 0:
-            communicator.send_to(0, [payload], label="optimiser states")
-            return {}
-        for rank, size in enumerate(sizes[1:], start=1):
-            arrived = torch.empty(size, dtype=torch.uint8, device=communicator.device)
-            communicator.receive_from(rank, [arrived], label="optimiser states")
-            own |= _unpacked(arrived.cpu())
-        return own
 
     @classmethod
     @override
@@ -441,92 +395,6 @@ def _copies(values: list[Tensor]) -> list[Tensor]:
 
 def _is_real(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _copied_state(optimizer: Optimizer) -> Any:
-    fresh = type(optimizer.state)(dict)
-    for parameter, entry in optimizer.state.items():
-        fresh[parameter] = {
-            name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()
-        }
-    return fresh
-
-
-def _state_tensors(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[tuple[int, str], Tensor]:
-    """The tensors of an optimiser's state, by the place of the parameter and name."""
-    return {
-        (number, name): value
-        for number, entry in _by_number(optimizer, state).items()
-        for name, value in sorted(entry.items())
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-
-
-def _by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """An optimiser's state as its ``state_dict`` has it: by the place of the parameter."""
-    return {
-        number: dict(state[parameter]) for number, parameter in enumerate(_parameters(optimizer)) if parameter in state
-    }
-
-
-def _by_parameter(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> Any:
-    found = type(optimizer.state)(dict)
-    parameters = _parameters(optimizer)
-    for number, entry in state.items():
-        found[parameters[number]] = {
-            # torch keeps the number of steps on the CPU
-            name: value.clone().to(parameters[number].device if value.dim() else value.device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in entry.items()
-        }
-    return found
-
-
-def _packed(states: Mapping[str, list[dict[int, dict[str, Any]]]]) -> Tensor:
-    """Optimiser states as bytes: a line of JSON that describes the tensors, then their contents; no pickle."""
-    described, contents = [], []
-    for part, optimizers in states.items():
-        for at, optimizer in enumerate(optimizers):
-            for number, entry in optimizer.items():
-                for name, value in entry.items():
-                    known = [part, at, number, name]
-                    if isinstance(value, Tensor):
-                        contents.append(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
-                        described.append([*known, str(value.dtype).removeprefix("torch."), list(value.shape)])
-                    else:
-                        described.append([*known, None, value])
-    shape = {part: len(optimizers) for part, optimizers in states.items()}
-    head = (json.dumps([shape, described]) + "\n").encode()
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *contents])
-
-
-def _unpacked(payload: Tensor) -> dict[str, list[dict[int, dict[str, Any]]]]:
-    """The inverse of :func:`_packed`."""
-    raw = payload.numpy().tobytes()
-    head, _, body = raw.partition(b"\n")
-    shape, described = json.loads(head)
-    states: dict[str, list[dict[int, dict[str, Any]]]] = {
-        part: [{} for _ in range(count)] for part, count in shape.items()
-    }
-    offset = 0
-    for part, at, number, name, dtype, rest in described:
-        value = rest
-        if dtype is not None:
-            kind = getattr(torch, dtype)
-            size = kind.itemsize * int(torch.Size(rest).numel())
-            value = (
-                torch.frombuffer(bytearray(body[offset : offset + size]), dtype=kind).reshape(rest)
-                if size
-                else torch.empty(rest, dtype=kind)
-            )
-            offset += size
-        states[part][at].setdefault(number, {})[name] = value
-    return states
 
 
 def _register() -> None:
