@@ -41,7 +41,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     ``--trainer.strategy=model_averaging`` averages after every epoch. Parameters and buffers (statistics of norms) take
     part. With plain SGD, one step between averages and parts that hold all that the model sees, it is gradient
     averaging. A rank may have several parts (``GraphDataModule(num_parts=...)``), which start from the same average
-    and are averaged with all others: the same as one rank for each.
+    and are averaged with all others: the same as one rank for each. It goes over all of them in every epoch, whatever
+    ``sync_every`` is: validation, checkpoints and schedules by epochs mean the same with any number of ranks.
 
     Validation, checkpoints and the model that is left behind are of the averaged model. Between two averages it is made
     for them, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every`` to save that.

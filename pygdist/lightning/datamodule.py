@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,12 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.backends import ReplicaBackend
+from pygdist.backends.overflow import writable
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.lightning.parts import PartBatch, PartLoader
+from pygdist.lightning.precomputed import Precomputed
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
@@ -129,6 +132,7 @@ class GraphDataModule(pl.LightningDataModule):
         self._shard: Shard | None = None
         self._moved: Shard | None = None
         self._parts: list[int] = []
+        self._precomputed: Precomputed | None = None  # of mini-batches of parts in turn
 
     @property
     def shard(self) -> Shard:
@@ -240,6 +244,17 @@ class GraphDataModule(pl.LightningDataModule):
                 raise InputError("edge_split: backend 'replica' classifies nodes; its parts count all edges in degrees")
             shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
         self._shard, self._moved = shard, None
+        self._forget_precomputed()  # of a run that failed half-way
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Remove what a run has put beside the store."""
+        self._forget_precomputed()
+
+    def _forget_precomputed(self) -> None:
+        precomputed, self._precomputed = self._precomputed, None
+        if precomputed is not None:
+            precomputed.close()
 
     @property
     def parts(self) -> list[int]:
@@ -352,6 +367,10 @@ class GraphDataModule(pl.LightningDataModule):
         backend: Any = self.trainer.lightning_module.backend  # type: ignore[union-attr]
         graph, csr = backend.part_graph(self.shard)  # not where the model runs, but where batches are drawn
         seed = self.batch_seed * self.num_parts_in_all + part
+        if len(self._parts) > 1:  # a single one is cut once, and its loader stays
+            if self._precomputed is None:
+                self._precomputed = Precomputed(writable(self.folder))
+            graph.update(self._precomputed.of(part, partial(self.batches.precompute, graph, csr, seed=seed)))
         return self.batches.loader(graph, csr, seed=seed, num_workers=self.num_workers)
 
     def _evaluated(self) -> FullGraphLoader | PartLoader:

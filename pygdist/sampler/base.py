@@ -63,7 +63,8 @@ class Batches(Sized, Iterable[Data], Protocol):
 class MiniBatches(ABC):
     """How one part of a graph is cut into mini-batches.
 
-    Subclass it and write :meth:`loader`. A batch is a PyG ``Data`` with
+    Subclass it and write :meth:`loader`, and :meth:`precompute` if much must be found out about a part first. A batch
+    is a PyG ``Data`` with
 
     - ``n_id``: its nodes, as rows of the part; ``x`` and ``y`` of these
     - ``edge_index``: its edges, in places of ``n_id``; ``e_id``: the same in the caller's order of edges; and their
@@ -74,13 +75,32 @@ class MiniBatches(ABC):
       ``num_sampled_edges``, by hop
     """
 
+    def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
+        """What takes long to find out about a part and is the same in every epoch; nothing by default.
+
+        Who cuts a part again, because others were in memory meanwhile, keeps it and puts it back into ``part``: where
+        the fields are there, :meth:`loader` takes them as they are.
+
+        Args:
+            part: As for :meth:`loader`.
+            csr: The same.
+            seed: The same.
+
+        Returns:
+            Fields of ``part`` on the CPU, with a value for each row or edge.
+
+        Raises:
+            InputError: As :meth:`loader`.
+        """
+        return {}
+
     @abstractmethod
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
         """The mini-batches of a part.
 
         Args:
             part: Owned rows, then copies of others' rows: ``x``, perhaps ``y``, ``train_mask`` (true on owned training
-                nodes only), and perhaps edge inputs in the caller's order of edges.
+                nodes only), and perhaps edge inputs in the caller's order of edges, and what :meth:`precompute` gave.
             csr: In-edges of these rows, as many rows as columns, on the CPU.
             seed: Of all that is drawn.
             num_workers: Processes that make batches ahead; 0 makes them when they are asked for.
@@ -125,10 +145,14 @@ def check_part(part: Data, csr: CSR) -> Tensor:
     mask = part.get("train_mask")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (csr.num_rows,):
         raise InputError(f"mini-batches: train_mask must be bool with a value for each of {csr.num_rows} rows")
-    for name in EDGE_FIELDS:
-        values = part.get(name)
-        if values is not None and values.size(0) != csr.num_entries:
-            raise InputError(f"mini-batches: {name} has {values.size(0)} values for {csr.num_entries} edges")
+    for names, count, of in (
+        (_EDGE_FIELDS, csr.num_entries, "edges"),
+        (("node_norm", "cluster"), csr.num_rows, "rows"),
+    ):
+        for name in names:
+            values = part.get(name)
+            if values is not None and values.size(0) != count:
+                raise InputError(f"mini-batches: {name} has {values.size(0)} values for {count} {of}")
     return mask.nonzero().view(-1)
 
 

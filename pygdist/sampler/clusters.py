@@ -54,14 +54,23 @@ class ClusterBatches(MiniBatches):
         self.partitioner = resolve_partitioner(partitioner, **(partitioner_args or {}))
 
     @override
+    def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
+        """See :meth:`MiniBatches.precompute`: the ``cluster`` of each row."""
+        _native.require("ClusterBatches", csr)
+        if not check_part(part, csr).numel():
+            return {}
+        edges = EdgeStream(_InEdges(csr), num_nodes=csr.num_rows)
+        return {"cluster": torch.from_numpy(self.partitioner.assign(edges, min(self.num_clusters, csr.num_rows)))}
+
+    @override
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
-        """See :meth:`MiniBatches.loader`."""
+        """See :meth:`MiniBatches.loader`; ``part`` may have a ``cluster`` for each row, from 0."""
         _native.require("ClusterBatches", csr)
         seeds, epoch = check_part(part, csr), SharedEpoch()
         if not seeds.numel():
             return BatchLoader(part, [], epoch)
-        edges = EdgeStream(_InEdges(csr), num_nodes=csr.num_rows)
-        cluster = self.partitioner.assign(edges, min(self.num_clusters, csr.num_rows))
+        known = part if "cluster" in part else self.precompute(part, csr, seed=seed)
+        cluster = known["cluster"].numpy()
         order = np.argsort(cluster, kind="stable")
         members = np.split(order, np.cumsum(np.bincount(cluster))[:-1])
         train = part.train_mask.numpy()

@@ -64,6 +64,16 @@ class _SaintBatches(MiniBatches):
         """What draws nodes of the graph."""
 
     @override
+    def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
+        """See :meth:`MiniBatches.precompute`: ``node_norm`` and ``edge_norm``."""
+        _native.require(type(self).__name__, csr)
+        num_train = check_part(part, csr).numel()
+        if not (self.sample_coverage and num_train):
+            return {}
+        found = norms(csr, self._draw(csr), self.sample_coverage, num_train=num_train, seed=check_seed(seed))
+        return dict(zip(("node_norm", "edge_norm"), found, strict=True))
+
+    @override
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
         """See :meth:`MiniBatches.loader`; in a batch there may be no training node."""
         _native.require(type(self).__name__, csr)
@@ -71,11 +81,10 @@ class _SaintBatches(MiniBatches):
         check_seed(seed)
         if not seeds.numel():
             return BatchLoader(part, [], epoch)
-        draw = self._draw(csr)
-        if self.sample_coverage:
-            part = copy.copy(part)
-            part.node_norm, part.edge_norm = norms(csr, draw, self.sample_coverage, num_train=seeds.numel(), seed=seed)
-        return BatchLoader(part, load_all(_Subgraphs(csr, draw, self.num_steps, seed, epoch), num_workers), epoch)
+        if not ("node_norm" in part and "edge_norm" in part):
+            part = copy.copy(part).update(self.precompute(part, csr, seed=seed))
+        batches = _Subgraphs(csr, self._draw(csr), self.num_steps, seed, epoch)
+        return BatchLoader(part, load_all(batches, num_workers), epoch)
 
 
 class SaintNodeBatches(_SaintBatches):

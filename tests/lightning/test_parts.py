@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 from typing_extensions import override
 
 from pygdist import GraphDataModule, NodeClassifier
 from pygdist.graph import Shard, degree_corrected_sbm
+from pygdist.kernels import CSR
 from pygdist.lightning import ModelAveragingStrategy
+from pygdist.lightning.precomputed import Precomputed
 from pygdist.native import load
-from pygdist.sampler import NeighborBatches
+from pygdist.sampler import ClusterBatches, MiniBatches, NeighborBatches, SaintNodeBatches
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -37,11 +42,25 @@ class Counting(GraphDataModule):
         return found
 
 
-def _opened(rank: int, world_size: int, folder: str, fan_out: list[int] | None) -> list[tuple[int, list[int]]]:
+class Noted(ClusterBatches):
+    """Notes for how many rows clusters were looked for."""
+
+    looked: ClassVar[list[int]] = []
+
+    @override
+    def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
+        self.looked.append(csr.num_rows)
+        return super().precompute(part, csr, seed=seed)
+
+
+def _opened(
+    rank: int, world_size: int, folder: str, batches: MiniBatches | None
+) -> tuple[list[tuple[int, list[int]]], list[int]]:
     data = Counting(
         degree_corrected_sbm(200, num_classes=4, num_features=8), num_parts=4, cache_dir=Path(folder) / "cache",
-        batches=None if fan_out is None else NeighborBatches(fan_out, 16),
+        batches=batches,
     )  # fmt: skip
+    Noted.looked.clear()
     module = NodeClassifier(GCN(8, 8, num_layers=2, out_channels=4), backend="replica")
     trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=2)
     gc.disable()  # nothing may wait for it
@@ -50,13 +69,37 @@ def _opened(rank: int, world_size: int, folder: str, fan_out: list[int] | None) 
         trainer.test(module, datamodule=data, verbose=False)
     finally:
         gc.enable()
-    return data.opened
+    return data.opened, Noted.looked
 
 
-@pytest.mark.parametrize("fan_out", [None, [4, 4]], ids=["whole", "mini-batches"])
-def test_one_part_is_held_at_a_time(fan_out: list[int] | None, pool: RankPool, tmp_path: Path) -> None:
-    if fan_out is not None and load() is None:
+BATCHES = {
+    "whole": None,
+    "neighbours": NeighborBatches([4, 4], 16),
+    "clusters": Noted(6, 2, partitioner="chunk"),
+    "saint": SaintNodeBatches(30, num_steps=3, sample_coverage=5),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_one_part_is_held_at_a_time(name: str, pool: RankPool, tmp_path: Path) -> None:
+    if name != "whole" and load() is None:
         pytest.skip("the sampler is in the native library")
-    for rank, opened in enumerate(pool.run(_opened, 2, str(tmp_path), fan_out)):
+    for rank, (opened, looked) in enumerate(pool.run(_opened, 2, str(tmp_path), BATCHES[name])):
         assert {part for part, _ in opened} == {rank, rank + 2}
         assert [(part, others) for part, others in opened if others] == []
+        assert len(looked) == (2 if name == "clusters" else 0), "once for each part, not in each epoch"
+    assert not list(tmp_path.glob("cache/*/pygdist-batches-*")), "files go with the run"
+
+
+def test_what_is_kept_of_a_part_is_in_files(tmp_path: Path) -> None:
+    kept = Precomputed(tmp_path)
+    facts = {"cluster": torch.arange(5, dtype=torch.int32), "edge_norm": torch.rand(0)}
+    for _ in range(2):
+        found = kept.of(3, lambda: facts)
+        assert {name: value.tolist() for name, value in found.items()} == {"cluster": [0, 1, 2, 3, 4], "edge_norm": []}
+        assert found["cluster"].dtype == torch.int32
+        found["cluster"].zero_()  # what a user does to it is not kept
+    assert kept.of(1, dict) == {}
+    assert len(list(tmp_path.rglob("*.npy"))) == 2
+    kept.close()
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_the_same_with_any_workers_and_others_in_each_epoch(name: str) -> None:
     assert not same(epochs[0], epochs[1])
     assert not same(epochs[0], ALL[name].loader(part, csr, seed=4))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@every
+def test_what_was_found_before_is_taken(name: str) -> None:
+    csr = random_graph(200, 3000)
+    part, batches = part_of(csr), ALL[name]
+    found = batches.precompute(part, csr, seed=3)
+    norms = {"node_norm", "edge_norm"} if name.startswith("saint") else set()
+    assert set(found) == ({"cluster"} if name in ("clusters", "metis") else norms)
+    wanted = list(batches.loader(part, csr, seed=3))
+    known = part_of(csr).update(found)
+    with mock.patch.object(type(batches), "precompute", side_effect=AssertionError("once is enough")):
+        assert same(batches.loader(known, csr, seed=3), wanted)
+    for field, value in found.items():
+        assert not same(batches.loader(known.clone().update({field: value.flip(0)}), csr, seed=3), wanted), field
+        with pytest.raises(InputError, match=f"{field} has 7 values for {len(value)}"):
+            batches.loader(known.clone().update({field: value[:7]}), csr, seed=3)
+    assert batches.precompute(part_of(csr, train_every=0), csr, seed=3) == {}
 
 
 @pytest.mark.parametrize("name", ["neighbors", "in-order", "clusters", "metis"])
