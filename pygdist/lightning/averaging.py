@@ -46,7 +46,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     Validation, checkpoints and the model that is left behind are of the averaged model. Between two averages it is made
     for them, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every`` to save that.
-    A run that is resumed from a checkpoint made between two averages starts from that average.
+    A run that is resumed from a checkpoint made between two averages starts from that average; in the middle of an
+    epoch it goes on with the parts, or mini-batches, that are left of it.
 
     Args:
         sync_every: Average after so many epochs, or steps.

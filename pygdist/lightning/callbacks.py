@@ -63,7 +63,14 @@ class ExchangeMonitor(pl.Callback):
                 csv.writer(file).writerow(["epoch", "rank", *_RANK_COLUMNS])
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(pl_module)  # no epoch starts where a run goes on in the middle of one
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(pl_module)
+
+    def _begin(self, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, GraphModule):
             _synchronize(pl_module.device)
             pl_module.communicator.meter.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from pygdist.backends.overflow import writable
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
-from pygdist.lightning.parts import PartBatch, PartLoader
+from pygdist.lightning.parts import PartBatch, PartLoader, Resumable
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
@@ -31,19 +31,28 @@ __all__ = ["FullGraphLoader", "GraphDataModule"]
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
 
-class FullGraphLoader:
+class FullGraphLoader(Resumable):
     """Yields the shard once per epoch: a full-graph epoch is one step.
 
     It is no ``DataLoader`` on purpose: Lightning would put a distributed sampler into one, and each rank would see
     another rank's data.
+
+    Args:
+        shard: What a rank holds.
+        made: As for :class:`~pygdist.lightning.parts.Resumable`.
+        dealt: The same.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(
+        self, shard: Shard, *, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(made, dealt)
         self.shard = shard
 
     def __iter__(self) -> Iterator[Shard]:
         yield self.shard
 
+    @override
     def __len__(self) -> int:
         return 1
 
@@ -342,9 +351,12 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> FullGraphLoader | PartLoader:
+        trainer, dealt = self.trainer, {"parts": self.num_parts_in_all}
+        if trainer is not None:
+            dealt["ranks"] = trainer.world_size
+        made = partial(_steps_made, trainer)
         if not self._hops:
-            return FullGraphLoader(self.shard)
-        trainer = self.trainer
+            return FullGraphLoader(self.shard, made=made, dealt=dealt)
         assert trainer is not None, "its module's backend asks for surroundings"
         weights = self.part_weights
         if not sum(weights):
@@ -356,6 +368,8 @@ class GraphDataModule(pl.LightningDataModule):
             self.open_part,
             cut=None if self.batches is None else self._cut,
             epoch=lambda: trainer.current_epoch,
+            made=made,
+            dealt=dealt,
         )
         module: Any = trainer.lightning_module
         loader.num_steps = int(module.communicator.gather([float(loader.num_batches)]).max())
@@ -409,6 +423,14 @@ class GraphDataModule(pl.LightningDataModule):
     def _model_dtype(self) -> torch.dtype:
         parameters = () if self.trainer is None else self.trainer.lightning_module.parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)
+
+
+def _steps_made(trainer: pl.Trainer | None) -> int:
+    """Steps that were made of the epoch under way, in this run or the one that it resumes; 0 between epochs."""
+    if trainer is None:
+        return 0
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return 0 if progress.is_last_batch else int(progress.current.ready)
 
 
 def _in_type(sample: Data, dtype: torch.dtype) -> Data:

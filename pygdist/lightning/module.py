@@ -192,6 +192,10 @@ class GraphModule(pl.LightningModule):
         torch.manual_seed(torch.initial_seed() + self.global_rank)
 
     @override
+    def on_train_start(self) -> None:
+        self.communicator.epoch = self.current_epoch  # no epoch starts where a run goes on in the middle of one
+
+    @override
     def on_train_epoch_start(self) -> None:
         self.communicator.epoch = self.current_epoch
 

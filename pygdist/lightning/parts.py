@@ -6,15 +6,20 @@ as many as the one with most, and are idle in those for which they have nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from torch_geometric.data import Data
+from typing_extensions import override
 
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.sampler import BatchLoader
 
-__all__ = ["PartBatch", "PartLoader", "sampled_graph"]
+__all__ = ["PartBatch", "PartLoader", "Resumable", "sampled_graph"]
 
 
 class PartBatch:
@@ -42,7 +47,43 @@ class PartBatch:
         return None if self.part is None or self._open is None else self._open(self.part)
 
 
-class PartLoader:
+class Resumable:
+    """What Lightning asks of a loader so that a run may go on in the middle of an epoch.
+
+    Lightning counts the steps itself; a checkpoint says here what they were steps of. Both are the same on all ranks,
+    of which Lightning keeps what rank 0 says.
+
+    Args:
+        made: Steps that were made of the epoch that goes on; 0 between epochs.
+        dealt: What a step depends on, such as the number of ranks.
+    """
+
+    def __init__(self, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None) -> None:
+        self._made, self._dealt = made, dict(dealt or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an epoch is made of here."""
+        return {"steps": len(self), **self._dealt}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with an epoch that was begun in another run.
+
+        Raises:
+            InputError: On all ranks, if that run dealt parts in another way, so that nobody knows what is left.
+        """
+        made, own = self._made(), self.state_dict()
+        if made and state != own:
+            then, now = (", ".join(f"{value} {name}" for name, value in one.items()) for one in (state, own))
+            raise InputError(
+                f"the checkpoint was made after {made} steps of an epoch with {then}, and here are {now}: resume it "
+                "with the same, or take a checkpoint from the end of an epoch"
+            )
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class PartLoader(Resumable):
     """Goes over parts, one after the other; one is open at a time.
 
     It is no ``DataLoader``, for the reason that :class:`~pygdist.lightning.datamodule.FullGraphLoader` is none.
@@ -52,6 +93,8 @@ class PartLoader:
         open_part: Gives a part, which may let go of the one before.
         cut: Gives a part's mini-batches; ``None`` to take each part whole.
         epoch: The epoch that begins, by which mini-batches differ.
+        made: As for :class:`Resumable`: so many steps of an epoch are passed over.
+        dealt: As for :class:`Resumable`.
     """
 
     def __init__(
@@ -61,38 +104,44 @@ class PartLoader:
         *,
         cut: Callable[[int, Shard], BatchLoader] | None = None,
         epoch: Callable[[], int] = lambda: 0,
+        made: Callable[[], int] = lambda: 0,
+        dealt: Mapping[str, int] | None = None,
     ) -> None:
+        super().__init__(made, dealt)
         self._parts = list(parts)
         self._open, self._cut, self._epoch = open_part, cut, epoch
         self._samples: tuple[int, BatchLoader] | None = None  # of the part that is open
-        self._num_batches: int | None = None
         self.num_steps: int | None = None  # of every rank, where that is more than this one has batches
 
     @property
     def num_batches(self) -> int:
         """Steps of an epoch in which this rank has something to do."""
-        if self._num_batches is None:
-            self._num_batches = (
-                len(self._parts) if self._cut is None else sum(len(self._samples_of(part)) for part in self._parts)
-            )
-        return self._num_batches
+        return sum(self._batches_by_part.values())
 
+    @cached_property
+    def _batches_by_part(self) -> dict[int, int]:
+        return {part: 1 if self._cut is None else len(self._samples_of(part)) for part in self._parts}
+
+    @override
     def __len__(self) -> int:
         return self.num_batches if self.num_steps is None else self.num_steps
 
     def __iter__(self) -> Iterator[PartBatch]:
-        for part in self._parts:
-            yield from self._batches_of(part)
-        for _ in range(len(self) - self.num_batches):
+        made = self._made()  # when the first batch is asked for: Lightning makes iterators that it does not use
+        for part, count in self._batches_by_part.items():
+            if made < count:
+                yield from self._batches_of(part, made)
+            made = max(made - count, 0)
+        for _ in range(len(self) - self.num_batches - made):
             yield PartBatch()
 
-    def _batches_of(self, part: int) -> Iterator[PartBatch]:
+    def _batches_of(self, part: int, made: int) -> Iterator[PartBatch]:
         if self._cut is None:
             yield PartBatch(part, self._open)
             return
         samples = self._samples_of(part)
         samples.set_epoch(self._epoch())
-        batches, left = iter(samples), len(samples)
+        batches, left = itertools.islice(samples, made, None), len(samples) - made
         del samples
         for sample in batches:
             left -= 1

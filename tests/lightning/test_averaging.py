@@ -57,6 +57,8 @@ class Classifier(NodeClassifier):
         self.trained_on.append([])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.trained_on:  # no epoch starts where a run goes on in the middle of one
+            self.trained_on.append([])
         shard = batch.shard if isinstance(batch, PartBatch) else batch
         sample = getattr(batch, "sample", None)
         if sample is not None:
@@ -95,7 +97,8 @@ def _train(rank: int, world_size: int, folder: str, store: str, job: dict[str, A
     data = GraphDataModule(store=store, num_parts=job.get("num_parts"), batches=job.get("batches"))
     callbacks = [history, *job.get("callbacks", [])]
     if job.get("keep"):
-        callbacks.append(ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1))
+        when = job["keep"] if isinstance(job["keep"], dict) else {"filename": "{epoch}"}
+        callbacks.append(ModelCheckpoint(dirpath=folder, save_top_k=-1, **when))
     averaging = job.get("averaging", {})
     settings = {"callbacks": callbacks, "enable_checkpointing": bool(job.get("keep")), "num_sanity_val_steps": 0}
     if averaging is not None:
@@ -442,6 +445,47 @@ def test_a_run_resumed_between_two_averages_begins_with_that_average(pool: RankP
     pool.run(_train, 2, str(tmp_path / "b"), store, {**job, "options": {"max_epochs": 6}})
     saved = [torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=True)["state_dict"] for name in "ab"]
     _assert_same(saved[0], saved[1], 1e-12)
+
+
+MIDDLE = {"keep": {"filename": "{step}", "every_n_train_steps": 4}, "options": {"max_epochs": 2}}
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_trains_the_parts_that_are_left(pool: RankPool, tmp_path: Path) -> None:
+    """Of five parts on two ranks an epoch has three steps, so one step of the second has been made."""
+    data, owner, store = runs.graph(), torch.from_numpy(_owners(5)), _store(tmp_path, 5)
+    job: dict[str, Any] = {"num_parts": 5, **MIDDLE}
+    pool.run(_train, 2, str(tmp_path / "a"), store, job)
+    place = str(tmp_path / "a" / "step=4.ckpt")
+    answers = pool.run(_train, 2, str(tmp_path / "b"), store, {**job, "resume": place})
+    left = data.train_mask & (owner >= 2)
+    assert sorted(node for ours in answers for node in ours["trained_on"][0]) == left.nonzero().squeeze(1).tolist()
+    net = _model("gcn").double()
+    saved = torch.load(place, weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    loss = _loss(net, data, left) * int(left.sum()) / int(data.train_mask.sum())  # the others stay where they are
+    loss.backward()
+    _optimizer("sgd", net.parameters()).step()
+    for ours in answers:
+        _assert_same(ours["state"], net.state_dict(), 1e-10)
+    elsewhere = {"num_parts": 2, "averaging": None, "backend": "comm", "resume": place}
+    for world_size, parts, other in ((1, store, {**job, "resume": place}), (2, _store(tmp_path, 2), elsewhere)):
+        for message in pool.run(_said, world_size, str(tmp_path / "c"), parts, other):
+            assert "made after 1 steps of an epoch with 3 steps, 5 parts, 2 ranks, and here are" in message
+
+
+@pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
+def test_a_run_resumed_in_the_middle_of_an_epoch_draws_the_batches_that_are_left(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    counts = np.bincount(_owners(4)[runs.graph().train_mask.numpy()])
+    job = {"num_parts": 4, "hops": 1, "batches": NeighborBatches([4, 4], 8), **MIDDLE, "options": {"max_epochs": 1}}
+    store = _store(tmp_path, 4)
+    whole = pool.run(_train, 2, str(tmp_path / "a"), store, job)
+    resumed = {**job, "resume": str(tmp_path / "a" / "step=4.ckpt")}
+    for rank, ours in enumerate(pool.run(_train, 2, str(tmp_path / "b"), store, resumed)):
+        sizes = [min(8, count - made) for count in counts[rank::2] for made in range(0, count, 8)]
+        assert len(sizes) > 4 > -(-counts[rank] // 8), "the second part is begun"
+        assert ours["trained_on"] == [whole[rank]["trained_on"][0][sum(sizes[:4]) :]]
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
