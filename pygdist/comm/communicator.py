@@ -271,6 +271,7 @@ class Communicator:
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         self.meter.sent(num_bytes)
         self.meter.received(num_bytes)
+        self.meter.total.summed_bytes[label] += num_bytes
         self.done()
 
     # -- order, place, loss ---------------------------------------------------------------------------------------

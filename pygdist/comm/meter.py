@@ -8,6 +8,7 @@ is meaningful only after the device was synchronised (:class:`pygdist.lightning.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Traffic:
         sent_messages: Point-to-point messages sent (a pair of ranks without rows exchanges none).
         calls: Collective calls, counted once per rank whatever the number of messages.
         exchange_s: Seconds blocked in them.
+        summed_bytes: Of the bytes sent, those of sums over all ranks, by their label.
     """
 
     sent_bytes: int = 0
@@ -34,6 +36,7 @@ class Traffic:
     sent_messages: int = 0
     calls: int = 0
     exchange_s: float = 0.0
+    summed_bytes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass

@@ -27,12 +27,15 @@ from pygdist.errors import InputError
 from pygdist.lightning.optimizer_states import average, by_parameter, copied, gathered
 from pygdist.lightning.strategies import GraphDDPStrategy
 
-__all__ = ["ModelAveragingStrategy"]
+__all__ = ["FOR_CHECKPOINT", "FOR_VALIDATION", "ModelAveragingStrategy"]
 
 OptimizerState: TypeAlias = Literal["local", "average", "reset"]
 SyncUnit: TypeAlias = Literal["epoch", "step"]
 
 _SAVED = "model_averaging"  # in a checkpoint
+
+FOR_VALIDATION, FOR_CHECKPOINT = "models for validation", "models for a checkpoint"
+"""How averages that nobody trains on are called where traffic is counted and recorded."""
 
 
 class ModelAveragingStrategy(GraphDDPStrategy):
@@ -45,7 +48,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     ``sync_every`` is: validation, checkpoints and schedules by epochs mean the same with any number of ranks.
 
     Validation, checkpoints and the model that is left behind are of the averaged model. Between two averages it is made
-    for them, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every`` to save that.
+    for them, once for both, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every``
+    to save that.
     A run that is resumed from a checkpoint made between two averages starts from that average; in the middle of an
     epoch it goes on with the parts, or mini-batches, that are left of it.
 
@@ -98,6 +102,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._steps = 0
         self._equal = True  # no step since the last average
         self._own: list[Tensor] | None = None  # what the module held before an average was put there to be looked at
+        self._looked_at: list[Tensor] | None = None  # that average, until the next step
         self._restored: Mapping[str, Any] | None = None
 
     @override
@@ -187,7 +192,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         # a rank that has no batch left takes part in averages, and changes nothing
         out = closure() if self._idle else super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1
-        self._equal = False
+        self._equal, self._looked_at = False, None
         if self._due():
             self._average()
         return out
@@ -255,7 +260,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     def _average(self) -> None:
         """Average the models of all parts into all of them; every rank makes the call."""
-        averaged = self._mean()
+        averaged = self._mean("models")
         if self.optimizer_state_policy != "local":
             self._average_states()
         self._assign(averaged)
@@ -265,7 +270,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             self._averaged = averaged
         self._equal = True
 
-    def _mean(self) -> list[Tensor]:
+    def _mean(self, label: str) -> list[Tensor]:
         """The mean of the parts' models, weighted by their training nodes; every rank makes the call."""
         held = self._tensors()
         mean = [torch.zeros_like(value, dtype=None if _is_real(value) else torch.float64) for value in held]
@@ -273,7 +278,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             in_module = part == self._current or self._current is None
             for total, value in zip(mean, held if in_module else self._values_of(part), strict=True):
                 total.add_(value.to(total.dtype), alpha=share)
-        self._sum_over_ranks(mean, "models")
+        self._sum_over_ranks(mean, label)
         return [
             total if _is_real(value) else total.round().to(value.dtype) for total, value in zip(mean, held, strict=True)
         ]
@@ -299,19 +304,20 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 average(optimizer, states, self._shares, self.communicator)
 
     @contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _looking(self, label: str) -> Iterator[None]:
         """The averaged model is in the module meanwhile; every rank makes the call."""
-        self._show()
+        self._show(label)
         try:
             yield
         finally:
             self._hide()
 
-    def _show(self) -> None:
+    def _show(self, label: str) -> None:
         if not self._equal and self._own is None:
-            mean = self._mean()
+            if self._looked_at is None:
+                self._looked_at = self._mean(label)
             self._own = _copies(self._tensors())
-            self._assign(mean)
+            self._assign(self._looked_at)
 
     def _hide(self) -> None:
         own, self._own = self._own, None
@@ -321,7 +327,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._show()
+        self._show(FOR_VALIDATION)
 
     @override
     def on_validation_end(self) -> None:
@@ -335,7 +341,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         """The averaged model; every rank makes the call, as Lightning does."""
         if self._equal or self._own is not None:
             return super().lightning_module_state_dict()
-        with self._looking():
+        with self._looking(FOR_CHECKPOINT):
             return {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in super().lightning_module_state_dict().items()

@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
+from pygdist.comm import Traffic
 from pygdist.graph.store import peak_rss_bytes
+from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAveragingStrategy
 from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
 
@@ -38,6 +40,8 @@ class ExchangeMonitor(pl.Callback):
     ``sent_messages_{min,max}``    point-to-point messages sent by it
     ``sent_bytes_total``           payload bytes sent by all ranks
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
+    ``unused_model_bytes``         payload bytes that a rank sends to average models that are validated or saved, and
+                                   trained on no further (strategy ``model_averaging``, between two averages)
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     ``expected_epoch_s``           what a backend that plans (``hybrid``) expected of ``epoch_s``
@@ -45,7 +49,9 @@ class ExchangeMonitor(pl.Callback):
     =============================  ==================================================================
 
     The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
-    slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph.
+    slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph. What travels after
+    an epoch's training, in validation, is in none of these but ``unused_model_bytes``; the bytes of a checkpoint that
+    is saved when an epoch has ended are in the next one's.
 
     Args:
         ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by epoch.
@@ -54,6 +60,8 @@ class ExchangeMonitor(pl.Callback):
     def __init__(self, ranks: str | Path | None = None) -> None:
         self.ranks = None if ranks is None else Path(ranks)
         self._start = 0.0
+        self._unused = 0  # bytes of an epoch's last checkpoint, which is made after all is logged
+        self._logged = 0
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,6 +72,7 @@ class ExchangeMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logged = 0
         self._begin(pl_module)  # no epoch starts where a run goes on in the middle of one
 
     @override
@@ -73,7 +82,8 @@ class ExchangeMonitor(pl.Callback):
     def _begin(self, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, GraphModule):
             _synchronize(pl_module.device)
-            pl_module.communicator.meter.reset()
+            self._unused = _unused_bytes(pl_module.communicator.meter.reset()) - self._logged
+            self._logged = 0
             self._start = time.perf_counter()
 
     @override
@@ -116,6 +126,14 @@ class ExchangeMonitor(pl.Callback):
         for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
             figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         # figures about ranks, reduced already: rank 0 logs them as they are
+        pl_module.log_dict(figures, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(pl_module, GraphModule) or not isinstance(trainer.strategy, ModelAveragingStrategy):
+            return
+        self._logged = _unused_bytes(pl_module.communicator.meter.read())
+        figures = {"unused_model_bytes": float(self._unused + self._logged)}
         pl_module.log_dict(figures, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
 
@@ -170,6 +188,10 @@ class PredictionWriter(BasePredictionWriter):
             module.communicator.receive_from(rank, [ids, part], label="predictions")
             rows[ids.cpu().numpy()] = part.cpu().numpy()
         rows.flush()
+
+
+def _unused_bytes(traffic: Traffic) -> int:
+    return traffic.summed_bytes[FOR_VALIDATION] + traffic.summed_bytes[FOR_CHECKPOINT]
 
 
 def _gradient_bytes(module: torch.nn.Module, world_size: int) -> float:

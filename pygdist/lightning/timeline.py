@@ -31,7 +31,8 @@ class Timeline(pl.Callback):
 
     A rank *packs* the rows that it sends, *sends* (hands them to the transport), *waits* until all of its own and
     others' rows are through, and *unpacks* gradients that come back; it *aggregates* what needs no rows or has them;
-    the rest of an epoch is *compute*, DDP's averaging of gradients included. On a thin line below stands what goes on
+    the rest of an epoch is *compute*, DDP's averaging of gradients included. Of a validation only the average of models
+    for it is recorded (strategy ``model_averaging``, between two averages). On a thin line below stands what goes on
     meanwhile and costs the rank no time: rows *travel*, and in ring order another thread *sends* them. Times are those
     of each machine's monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host,
     which runs ahead of the device.
@@ -55,6 +56,7 @@ class Timeline(pl.Callback):
         self._offset = 0
         self._start = 0
         self._spans: list[Span] = []
+        self._validates = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,19 +66,42 @@ class Timeline(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        wanted = self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
-        if isinstance(pl_module, GraphModule) and wanted:
+        if isinstance(pl_module, GraphModule) and self._wants(trainer):
             pl_module.communicator.recorder = Recorder()
             self._start = time.monotonic_ns()
 
+    def _wants(self, trainer: pl.Trainer) -> bool:
+        return self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
+
+    def _recorded(self, module: GraphModule) -> list[Span] | None:
+        recorder, module.communicator.recorder = module.communicator.recorder, None
+        return None if recorder is None else recorder.spans
+
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, GraphModule) or pl_module.communicator.recorder is None:
+        if not isinstance(pl_module, GraphModule) or not trainer.is_last_batch:
             return
-        spans = pl_module.communicator.recorder.spans
-        pl_module.communicator.recorder = None
+        spans = self._recorded(pl_module)
+        if spans is None:
+            return
         epoch = f"epoch {trainer.current_epoch}"
         self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
+
+    # a strategy averages models between these two
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(pl_module, GraphModule) or trainer.sanity_checking or not self._wants(trainer):
+            return
+        self._validates = pl_module.communicator.recorder is None  # else it is in the middle of an epoch
+        if self._validates:
+            pl_module.communicator.recorder = Recorder()
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(pl_module, GraphModule) and self._validates:
+            self._spans += self._recorded(pl_module) or []
+            self._validates = False
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

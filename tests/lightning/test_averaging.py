@@ -351,8 +351,9 @@ def _sent(rank: int, world_size: int, folder: str, num_nodes: int, num_parts: in
     data = GraphDataModule(
         "sbm", {"num_nodes": num_nodes, "num_features": 12, "num_classes": 4}, num_parts=num_parts, cache_dir=folder
     )
+    callbacks = [ExchangeMonitor(), history, *options.pop("callbacks", ())]
     trainer = runs.trainer(
-        rank, world_size, folder, callbacks=[ExchangeMonitor(), history], precision="32-true", max_epochs=10,
+        rank, world_size, folder, callbacks=callbacks, precision="32-true", max_epochs=10,
         strategy=ModelAveragingStrategy(sync_every=every), num_sanity_val_steps=0, **options,
     )  # fmt: skip
     trainer.fit(NodeClassifier(net, backend="replica"), datamodule=data)
@@ -365,14 +366,30 @@ def test_bytes_are_those_of_the_model_whatever_the_graph(every: int, pool: RankP
     found = []
     for num_nodes, num_parts in ((60, 3), (400, 5)):
         # of validation, which is of the whole graph, the rows travel after the epoch's training
-        for options in ({"limit_val_batches": 0}, {"check_val_every_n_epoch": every}):
+        for options in ({"limit_val_batches": 0}, *({"check_val_every_n_epoch": epochs} for epochs in {1, every})):
             (held, history), *_ = pool.run(_sent, 3, str(tmp_path), num_nodes, num_parts, every, options)
-            expected = [2 * 2 / 3 * held * (epoch % every == 0) for epoch in range(1, 11)]
+            model = 2 * 2 / 3 * held
+            averaged = [epoch % every == 0 for epoch in range(1, 11)]
             for name in ("sent_bytes_min", "sent_bytes_max"):
-                assert [epoch[name] for epoch in history] == pytest.approx(expected, abs=4)
+                assert [epoch[name] for epoch in history] == pytest.approx([model * on for on in averaged], abs=4)
+            # validated between two averages
+            unused = [model * (not on and options.get("check_val_every_n_epoch") == 1) for on in averaged]
+            assert [epoch["unused_model_bytes"] for epoch in history] == pytest.approx(unused, abs=4)
             assert all("gradient_bytes" not in epoch for epoch in history)
             found.append([epoch["sent_bytes_total"] for epoch in history])
     assert all(one == found[0] for one in found)
+
+
+def test_models_that_are_only_saved_are_counted_and_not_averaged_twice(pool: RankPool, tmp_path: Path) -> None:
+    saved = [ModelCheckpoint(dirpath=str(tmp_path), save_top_k=-1, save_on_train_epoch_end=True)]
+    for validated in (False, True):
+        options = {"callbacks": saved, "limit_val_batches": float(validated), "enable_checkpointing": True}
+        (held, history), *_ = pool.run(_sent, 2, str(tmp_path), 60, 2, 5, options)
+        model = 2 * 1 / 2 * held
+        # a checkpoint comes when the epoch is over, and takes what was made for the validation
+        unused = [model * (epoch % 5 != 0 if validated else epoch % 5 != 1) for epoch in range(1, 11)]
+        unused[0] *= validated
+        assert [epoch["unused_model_bytes"] for epoch in history] == pytest.approx(unused, abs=4)
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------

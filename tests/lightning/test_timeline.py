@@ -11,7 +11,8 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from pygdist.comm import Span
-from pygdist.lightning import Timeline
+from pygdist.lightning import ModelAveragingStrategy, Timeline
+from pygdist.lightning.averaging import FOR_VALIDATION
 from pygdist.lightning.timeline import with_compute
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -49,6 +50,26 @@ def test_spans_of_all_ranks_fill_the_epochs(pool: RankPool, tmp_path: Path) -> N
         for one, following in itertools.pairwise([event for event in mine if event["tid"] == 0]):
             assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
+
+
+def _averaged(rank: int, world_size: int, folder: str) -> None:
+    classifier, data = runs.module(folder, backend="replica")
+    data.num_parts = 3
+    timeline = Timeline(Path(folder) / "out" / "timeline.json", first_epoch=1, epochs=2)
+    strategy = ModelAveragingStrategy(sync_every=3)
+    runs.trainer(rank, world_size, folder, callbacks=[timeline], strategy=strategy).fit(classifier, datamodule=data)
+
+
+def test_models_that_are_averaged_are_seen(pool: RankPool, tmp_path: Path) -> None:
+    """Also for a validation, and in the last of an epoch's steps: a rank has two parts."""
+    pool.run(_averaged, 2, str(tmp_path))
+    events = json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
+    for rank in range(2):
+        mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] == 0]
+        mine.sort(key=lambda event: event["ts"])
+        assert [event["args"]["of"] for event in mine if event["name"] == "reduce"] == [FOR_VALIDATION, "models"]
+        for one, following in itertools.pairwise(mine):
+            assert one["ts"] + one["dur"] <= following["ts"] + 1e-3
 
 
 def test_gaps_are_compute() -> None:
