@@ -100,7 +100,14 @@ class Shard:
         return self.n_id[: self.num_owned]
 
     @staticmethod
-    def load(folder: str | Path, rank: int, *, num_parts: int | None = None, verify: bool = True) -> Shard:
+    def load(
+        folder: str | Path,
+        rank: int,
+        *,
+        num_parts: int | None = None,
+        verify: bool = True,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Shard:
         """Map one part of an on-disk store (:mod:`pygdist.graph.store`); features stay memory-mapped.
 
         Args:
@@ -108,12 +115,14 @@ class Shard:
             rank: Which part.
             num_parts: World size of the run, if the store must have been made for it.
             verify: Read the files once and compare their checksums; who opens a part again need not.
+            meta: What :func:`~pygdist.graph.read_meta` gave, for who opens many parts.
 
         Raises:
             InputError: If the store is missing, corrupted, or was made for another number of parts.
         """
-        arrays = open_part(folder, rank, num_parts=num_parts, verify=verify)
-        return Shard.from_arrays(arrays, read_meta(folder), rank, folder=Path(folder))
+        meta = read_meta(folder) if meta is None else meta
+        arrays = open_part(folder, rank, num_parts=num_parts, verify=verify, meta=meta)
+        return Shard.from_arrays(arrays, meta, rank, folder=Path(folder))
 
     @staticmethod
     def from_arrays(

@@ -287,7 +287,12 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
 
 
 def open_part(
-    folder: str | Path, part: int, *, num_parts: int | None = None, verify: bool = True
+    folder: str | Path,
+    part: int,
+    *,
+    num_parts: int | None = None,
+    verify: bool = True,
+    meta: Mapping[str, Any] | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Map the arrays of one part; no other part's files are touched.
 
@@ -296,6 +301,7 @@ def open_part(
         part: Which part.
         num_parts: World size of the run, if the store must have been made for it.
         verify: Read the files once and compare their checksums. Sizes, types and shapes are compared always.
+        meta: What :func:`read_meta` gave, for who opens many parts.
 
     Returns:
         The arrays by name (see the module's docstring), memory-mapped copy-on-write: they may be changed, which no
@@ -305,7 +311,7 @@ def open_part(
         InputError: If the store is missing or was made for another number of parts, or a file is missing or damaged.
     """
     folder = Path(folder)
-    meta = read_meta(folder)
+    meta = read_meta(folder) if meta is None else meta
     if num_parts is not None and meta["num_parts"] != num_parts:
         raise InputError(
             f"{folder}: made for {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "

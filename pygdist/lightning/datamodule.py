@@ -137,6 +137,7 @@ class GraphDataModule(pl.LightningDataModule):
         self.store = None if store is None else Path(store)
         self.cache_dir = Path(cache_dir).expanduser()
         self._folder: Path | None = self.store
+        self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
         self._shard: Shard | None = None
         self._moved: Shard | None = None
@@ -159,8 +160,10 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the store's ``meta.json`` says."""
-        return read_meta(self.folder)
+        """What the store's ``meta.json`` says; read once in a run."""
+        if self._meta is None or self._meta[0] != self.folder:
+            self._meta = self.folder, read_meta(self.folder)
+        return self._meta[1]
 
     def load(self) -> tuple[Data, list[str]]:
         """The whole graph, checked and preprocessed, and what was done to it; for one process."""
@@ -170,7 +173,7 @@ class GraphDataModule(pl.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Load, preprocess, partition and write the store, unless it is in the cache. Runs on one process a machine."""
-        self._error = None
+        self._error = self._meta = None
         if self.store is not None:
             return
         try:
@@ -219,7 +222,7 @@ class GraphDataModule(pl.LightningDataModule):
         if self._strategy is not None:
             self._folder = Path(self._strategy.broadcast(str(self._folder)))
         rank = 0 if self._alone else self.trainer.global_rank  # type: ignore[union-attr]
-        error = None
+        self._meta = error = None
         try:
             self._set_up(rank)
         except InputError as problem:
@@ -243,7 +246,7 @@ class GraphDataModule(pl.LightningDataModule):
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
         shard: Shard
         for part in reversed(self._parts):
-            shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None)
+            shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None, meta=self.meta)
         if self.batches is not None and not self._hops:
             raise InputError(
                 "batches: mini-batches are drawn from parts that stand by themselves; use them with backend replica"
@@ -288,7 +291,8 @@ class GraphDataModule(pl.LightningDataModule):
             if hasattr(module, "let_go"):
                 module.let_go()
             self._shard = self._moved = shard = None
-            shard = self._shard = Shard.load(self.folder, part, verify=False)  # setup() has read them all
+            # setup() has read them all
+            shard = self._shard = Shard.load(self.folder, part, verify=False, meta=self.meta)
         return self.here(shard)
 
     def here(self, shard: Shard) -> Shard:

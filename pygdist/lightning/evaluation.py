@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,17 @@ from pygdist.graph import Shard
 
 __all__ = ["WholeGraphEvaluation"]
 
+_PLAIN = (bool, int, float, str)
+
 
 class WholeGraphEvaluation:
-    """One evaluation of a model, from its making to :meth:`close`; every rank makes one at the same time.
+    """Evaluations of a model, from its making to :meth:`close`; every rank makes one at the same time.
+
+    With one part on a rank the part stays bound in between, and what is the same in every evaluation is kept: degrees,
+    and sums over features. With several nothing is held of the graph after :meth:`finish`.
 
     Args:
-        model: The model, which may be distributed; it stays as it is.
+        model: The model, which may be distributed; it stays as it is, and its tensors are used, not copied.
         communicator: The ranks.
         savings: Which work need not be done.
         in_turns: Parts run one after another, by :meth:`run`; without, each rank has one, for :meth:`place`.
@@ -43,12 +49,20 @@ class WholeGraphEvaluation:
         if in_turns:  # each part is passed once
             savings = replace(savings, first_hop=False)
         distribute(self.model, backend=self._backend, savings=savings)
+        self._of = _Contents.of(model)
+        self._bound: Shard | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._outputs: dict[int, Tensor] = {}
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether :attr:`model` is still what a new one would be: somebody may have changed the other."""
+        return self._of == _Contents.of(model)
+
     def place(self, shard: Shard) -> None:
         """Run on a rank's one part."""
-        self._backend.bind(shard, self._communicator)
+        if shard is not self._bound:
+            self._backend.bind(shard, self._communicator)
+            self._bound = shard
 
     def run(
         self, parts: Sequence[int], num_parts: int, open_part: Callable[[int], Shard], call: Callable[[Shard], Tensor]
@@ -87,11 +101,42 @@ class WholeGraphEvaluation:
 
     def close(self) -> None:
         """Let go of the graph and remove the files."""
+        self.finish()
         self._backend.unbind()
+        self._bound = None
+
+    def finish(self) -> None:
+        """Remove what one evaluation has left."""
         self._outputs.clear()
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """What a copy of a model that shares its tensors takes over."""
+
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[Tensor, ...]
+    options: list[dict[str, Any]]  # of each module, as far as they are plain values
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Contents:
+        modules = tuple(model.modules())
+        options = [
+            {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
+            for module in modules
+        ]
+        return cls(modules, (*model.parameters(), *model.buffers()), options)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Contents)
+            and self.options == other.options
+            and [id(one) for one in (*self.modules, *self.tensors)]
+            == [id(one) for one in (*other.modules, *other.tensors)]
+        )
 
 
 class _WholeHops(CommBackend):

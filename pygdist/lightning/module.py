@@ -53,7 +53,9 @@ class GraphModule(pl.LightningModule):
         self.savings = savings
         self.exact_evaluation = exact_evaluation
         self._bound: Shard | None = None  # what the backend works on
-        self._evaluation: WholeGraphEvaluation | None = None  # under way, where the backend does not evaluate itself
+        # where the backend does not evaluate itself
+        self._evaluation: WholeGraphEvaluation | None = None  # under way
+        self._kept_evaluation: WholeGraphEvaluation | None = None  # for the next one
         self.metrics = nn.ModuleDict()
 
     @override
@@ -70,6 +72,7 @@ class GraphModule(pl.LightningModule):
             )
         # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
+        self._forget_evaluation()
         undistribute(self.model)  # a run that failed half-way left it distributed
         fill_in_sizes(self.model, shard)
         self.communicator = communicator
@@ -103,7 +106,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        self._end_evaluation()
+        self._forget_evaluation()
         undistribute(self.model)
         self.backend.unbind()
 
@@ -144,9 +147,11 @@ class GraphModule(pl.LightningModule):
         if not self.exact_evaluation or self.backend.placement != "replicas":
             return
         data = self._datamodule()
-        self._evaluation = WholeGraphEvaluation(
-            self.model, self.communicator, self.savings, in_turns=data.num_parts_in_all > self.communicator.world_size
-        )
+        if self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model):
+            self._forget_evaluation()
+            in_turns = data.num_parts_in_all > self.communicator.world_size
+            self._kept_evaluation = WholeGraphEvaluation(self.model, self.communicator, self.savings, in_turns=in_turns)
+        self._evaluation = self._kept_evaluation
         with torch.inference_mode(False):
             if self._evaluation.in_turns:
                 with self.trainer.precision_plugin.forward_context():
@@ -157,7 +162,13 @@ class GraphModule(pl.LightningModule):
     def _end_evaluation(self) -> None:
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
-            evaluation.close()
+            evaluation.finish()
+
+    def _forget_evaluation(self) -> None:
+        self._end_evaluation()
+        kept, self._kept_evaluation = self._kept_evaluation, None
+        if kept is not None:
+            kept.close()
 
     # not where an evaluation starts: then a strategy that averages models has not put the average there
     @override

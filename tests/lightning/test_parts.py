@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch_geometric.nn import GCN
 from typing_extensions import override
 
 from pygdist import GraphDataModule, NodeClassifier
-from pygdist.graph import Shard, degree_corrected_sbm
+from pygdist.graph import Shard, degree_corrected_sbm, read_meta
 from pygdist.kernels import CSR
 from pygdist.lightning import ModelAveragingStrategy
 from pygdist.lightning.precomputed import Precomputed
@@ -55,7 +56,7 @@ class Noted(ClusterBatches):
 
 def _opened(
     rank: int, world_size: int, folder: str, batches: MiniBatches | None
-) -> tuple[list[tuple[int, list[int]]], list[int]]:
+) -> tuple[list[tuple[int, list[int]]], list[int], int]:
     data = Counting(
         degree_corrected_sbm(200, num_classes=4, num_features=8), num_parts=4, cache_dir=Path(folder) / "cache",
         batches=batches,
@@ -65,11 +66,15 @@ def _opened(
     trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=2)
     gc.disable()  # nothing may wait for it
     try:
-        trainer.fit(module, datamodule=data)
-        trainer.test(module, datamodule=data, verbose=False)
+        with (
+            mock.patch("pygdist.lightning.datamodule.read_meta", side_effect=read_meta) as read,
+            mock.patch("pygdist.graph.shard.read_meta", side_effect=AssertionError("read again for a part")),
+        ):
+            trainer.fit(module, datamodule=data)
+            trainer.test(module, datamodule=data, verbose=False)
     finally:
         gc.enable()
-    return data.opened, Noted.looked
+    return data.opened, Noted.looked, read.call_count
 
 
 BATCHES = {
@@ -84,9 +89,10 @@ BATCHES = {
 def test_one_part_is_held_at_a_time(name: str, pool: RankPool, tmp_path: Path) -> None:
     if name != "whole" and load() is None:
         pytest.skip("the sampler is in the native library")
-    for rank, (opened, looked) in enumerate(pool.run(_opened, 2, str(tmp_path), BATCHES[name])):
+    for rank, (opened, looked, read) in enumerate(pool.run(_opened, 2, str(tmp_path), BATCHES[name])):
         assert {part for part, _ in opened} == {rank, rank + 2}
         assert [(part, others) for part, others in opened if others] == []
+        assert read == 2, "once to train and once to test"
         assert len(looked) == (2 if name == "clusters" else 0), "once for each part, not in each epoch"
     assert not list(tmp_path.glob("cache/*/pygdist-batches-*")), "files go with the run"
 
