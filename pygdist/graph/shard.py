@@ -14,7 +14,7 @@ from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store import open_part, read_meta
-from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, rows_and_edges
+from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, rows_and_edges
 
 __all__ = ["Shard"]
 
@@ -174,8 +174,7 @@ class Shard:
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
         floats = {
             name: value.to(dtype) if (piece := self._piece(name, around)) is None else piece
-            for name in ("x", "y", *EDGE_FIELDS)
-            if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
+            for name, value in floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype).items()
         }
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.kernels.csr import CSR, narrowest
 
-__all__ = ["Surroundings", "as_tensor", "first_hop", "rows_and_edges"]
+__all__ = ["Surroundings", "as_tensor", "first_hop", "floats_unlike", "rows_and_edges"]
 
 
 class Surroundings:
@@ -78,16 +78,22 @@ class Surroundings:
 
     def astype(self, dtype: torch.dtype) -> Surroundings:
         """Features and edge inputs in ``dtype``; itself if they are. ``in_degree`` stays exact."""
-        floats = {
-            name: value.to(dtype)
-            for name in ("x", *EDGE_FIELDS)
-            if (value := getattr(self, name)) is not None and value.is_floating_point() and value.dtype != dtype
-        }
-        return self.replace(**floats) if floats else self
+        floats = floats_unlike(self, ("x", *EDGE_FIELDS), dtype)
+        return self.replace(**{name: value.to(dtype) for name, value in floats.items()}) if floats else self
 
     def replace(self, **changes: Any) -> Surroundings:
         """A shallow copy with some attributes changed."""
         return Surroundings(**{**vars(self), **changes})
+
+
+def floats_unlike(graph: Any, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The fields of a graph, of those that it has, which are floating point numbers of another type than ``dtype``."""
+    found = {name: getattr(graph, name, None) for name in names}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value.is_floating_point() and value.dtype != dtype
+    }
 
 
 def rows_and_edges(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

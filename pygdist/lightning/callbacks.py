@@ -163,7 +163,7 @@ class PredictionWriter(BasePredictionWriter):
         assert isinstance(pl_module, GraphModule)
         n_id, out = (torch.cat(values) for values in zip(*predictions, strict=True))  # of each part
         # not the backend's: an evaluation part by part leaves that with none
-        shard, communicator = pl_module._shard(), pl_module.communicator
+        shard, communicator = pl_module.shard, pl_module.communicator
         if self.output == "label" and not isinstance(pl_module, LinkPredictor):
             out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
         out = out.float() if out.dtype == torch.bfloat16 else out
@@ -180,7 +180,7 @@ class PredictionWriter(BasePredictionWriter):
             temporary.unlink(missing_ok=True)
 
     def _write(self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: GraphModule) -> None:
-        shape = (module._shard().num_nodes, *out.shape[1:])
+        shape = (module.shard.num_nodes, *out.shape[1:])
         rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
         rows[n_id.cpu().numpy()] = out.cpu().numpy()
         for rank, count in enumerate(counts[1:], start=1):

@@ -74,7 +74,7 @@ class NodeClassifier(GraphModule):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        shard = self._shard()
+        shard = self.shard
         self.metrics = nn.ModuleDict({
             f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
             for name in ("train", "val", "test")
@@ -154,7 +154,7 @@ class NodeClassifier(GraphModule):
 
     def _idle(self) -> Tensor:
         """A step of a rank that has nothing to train while others have: it takes part in what all ranks do."""
-        shard = self._shard()
+        shard = self.shard
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
         self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")

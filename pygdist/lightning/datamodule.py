@@ -20,6 +20,7 @@ from pygdist.backends.overflow import writable
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.parts import PartBatch, PartLoader, Resumable
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.nn.inputs import fill_in_sizes
@@ -420,7 +421,9 @@ class GraphDataModule(pl.LightningDataModule):
     ) -> Shard | PartBatch:
         if isinstance(batch, PartBatch):  # open_part() has put the part there
             if batch.sample is not None:
-                batch.sample = _in_type(batch.sample.to(device), self._model_dtype())
+                dtype, sample = self._model_dtype(), batch.sample.to(device)
+                floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
+                batch.sample = sample.update({name: value.to(dtype) for name, value in floats.items()})
             return batch
         return self.here(batch)  # the graph is the same in every epoch
 
@@ -435,12 +438,3 @@ def _steps_made(trainer: pl.Trainer | None) -> int:
         return 0
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return 0 if progress.is_last_batch else int(progress.current.ready)
-
-
-def _in_type(sample: Data, dtype: torch.dtype) -> Data:
-    """A mini-batch whose features and edge inputs are in the type of the model."""
-    for name in ("x", *EDGE_FIELDS):
-        value = sample.get(name)
-        if value is not None and value.is_floating_point():
-            sample[name] = value.to(dtype)
-    return sample

@@ -113,7 +113,7 @@ class LinkPredictor(GraphModule):
         super().setup(stage)
         if self.decoder is not None:
             self.trainer.precision_plugin.convert_module(self.decoder)
-        shard = self._shard()
+        shard = self.shard
         with torch.inference_mode(False):
             self._directory = NodeDirectory(
                 shard.owned_id.to(self.communicator.device), shard.num_nodes, self.communicator

@@ -60,7 +60,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        shard, communicator = self._shard(), self._communicator()
+        shard, communicator = self.shard, self._communicator()
         accumulated = [self.trainer.accumulate_grad_batches]
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientAccumulationScheduler):
@@ -221,7 +221,13 @@ class GraphModule(pl.LightningModule):
             strategy.loss_scale(count, count_here) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count
         )
 
-    def _shard(self) -> Shard:
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds of the graph, inside a run: its part, or of several the one that is open.
+
+        Raises:
+            InputError: If the run has no :class:`~pygdist.lightning.GraphDataModule`.
+        """
         return self._datamodule().shard
 
     def _datamodule(self) -> GraphDataModule:

@@ -180,8 +180,11 @@ def test_a_look_at_one_part_does_not_stick(pool: RankPool, tmp_path: Path) -> No
 
 def test_a_classifier_without_its_data_module_says_so(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_epochs=1)
+    classifier = NodeClassifier(runs.model())
     with pytest.raises(InputError, match="takes its graph from a GraphDataModule"):
-        trainer.fit(NodeClassifier(runs.model()), train_dataloaders=[1])
+        trainer.fit(classifier, train_dataloaders=[1])
+    with pytest.raises(InputError, match="takes its graph from a GraphDataModule"):
+        _ = classifier.shard
 
 
 def test_a_stage_without_labelled_nodes_says_so(tmp_path: Path) -> None:
