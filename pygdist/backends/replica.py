@@ -7,6 +7,7 @@ here, not from all their neighbours, unless the halo reaches as far as the model
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,11 @@ from typing_extensions import override
 
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
+from pygdist.backends.layers import layer_name
 from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.backends.rehearsal import Call, Kind
 from pygdist.backends.replicas import Rows, leading
+from pygdist.backends.sampled import EDGE_NORM, EdgeNorm
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
@@ -62,6 +65,7 @@ class ReplicaBackend(RecomputingBackend):
         if hops < 0:
             raise InputError(f"hops is {hops}, expected 0 or more")
         self.hops = hops
+        self._told: set[str] = set()  # layers that somebody was warned of
 
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
@@ -118,6 +122,8 @@ class ReplicaBackend(RecomputingBackend):
         self._models = known
         self._kept: _Kept | None = None
         self._sampled: int | None = None  # rows of the mini-batch that the model runs on
+        self._norm: EdgeNorm | None = None  # of its edges
+        self._is_weighted = False  # whether the model is given weights of them
         self._weights: set[int] = set()  # where the graph's own edge weights begin in memory
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -132,12 +138,14 @@ class ReplicaBackend(RecomputingBackend):
         # a mini-batch of the part is a graph of its own
         rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         self._sampled = 0 if rows is None else rows.size(0)
+        self._norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
+        self._is_weighted = kwargs.get("edge_weight") is not None
         return args, kwargs
 
     @override
     def end_forward(self) -> None:
         super().end_forward()
-        self._sampled = None
+        self._sampled = self._norm = None
 
     @override
     def run_layer(
@@ -152,8 +160,25 @@ class ReplicaBackend(RecomputingBackend):
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         if self._sampled is not None:
-            return inner(edge_index, size=size, **kwargs)
+            return inner(self._normed(layer, edge_index, kwargs), size=size, **kwargs)
         return super().propagate(layer, inner, edge_index, size, kwargs)
+
+    def _normed(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The edges of a mini-batch, with what makes up for how they were sampled if the layer can take it."""
+        if self._norm is None:
+            return edge_index
+        weighted = self._norm.on(layer, edge_index, kwargs)
+        if weighted is not None:
+            return weighted
+        name = layer_name(layer)
+        if not self._is_weighted and name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"GraphSAINT's normalisation of sums over neighbours is left out of {name}: it is for sums and means "
+                "of rows, and for layers that the model gives edge_weight",
+                stacklevel=2,
+            )
+        return edge_index
 
     @override
     def edge_updater(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torchmetrics import MeanMetric, Metric
@@ -17,7 +16,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.parts import PartBatch, sampled_graph
-from pygdist.nn.inputs import call_model, edge_inputs
+from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
@@ -125,11 +124,6 @@ class NodeClassifier(GraphModule):
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
-        if sample.get("edge_norm") is not None and "edge_weight" not in edge_inputs(self.model, graph):
-            rank_zero_warn(
-                f"{type(self.model).__name__} takes no edge_weight, so GraphSAINT's normalisation of sums is left out; "
-                "GraphConv takes it as it is"
-            )
         out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
         weight = graph.get("node_norm")
         total, count = self._noted(out, graph.y, graph.train_mask, "train", weight)

@@ -14,6 +14,7 @@ from typing import Any
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from pygdist.backends.sampled import EDGE_NORM, EdgeNorm
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
@@ -160,19 +161,22 @@ class PartLoader(Resumable):
 def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
     """A mini-batch as a model is called with it: edges sorted by destination, so that layers take our kernels.
 
-    ``edge_norm`` of GraphSAINT becomes the edges' weight, or a factor of it.
+    ``edge_norm`` of GraphSAINT becomes the edges' weight, or a factor of it; where a layer takes no weights the backend
+    finds it with the edges.
     """
-    graph, edges = Data(**{name: value for name, value in sample.items() if name not in EDGE_FIELDS}), sample.edge_index
-    fields = {name: sample[name] for name in EDGE_FIELDS if sample.get(name) is not None}
-    if (norm := sample.get("edge_norm")) is not None:
-        weight = fields.get("edge_weight")
-        fields["edge_weight"] = norm if weight is None else norm * weight
+    given = (*EDGE_FIELDS, "edge_norm")
+    graph, edges = Data(**{name: value for name, value in sample.items() if name not in given}), sample.edge_index
+    fields = {name: sample[name] for name in given if sample.get(name) is not None}
     num_nodes = int(sample.num_nodes)
     if bool((edges[1, 1:] >= edges[1, :-1]).all()):
         adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)
     else:
         adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
         fields = {name: value.index_select(0, perm) for name, value in fields.items()}
+    if (norm := fields.pop("edge_norm", None)) is not None:
+        adjacency.derived[EDGE_NORM] = EdgeNorm.of(norm, adjacency.csr(), graph.get("in_degree"))
+        weight = fields.get("edge_weight")
+        fields["edge_weight"] = norm if weight is None else norm * weight
     for name, value in fields.items():
         graph[name] = value
     return graph, adjacency

@@ -23,7 +23,7 @@ from pygdist.sampler.epoch import SharedEpoch
 
 __all__ = ["BatchLoader", "MiniBatches", "check_at_least", "check_part", "induced", "load_all"]
 
-_ROW_FIELDS = ("x", "y", "train_mask", "node_norm")
+_ROW_FIELDS = ("x", "y", "train_mask", "node_norm", "in_degree")
 _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 
 
@@ -70,7 +70,8 @@ class MiniBatches(ABC):
     - ``edge_index``: its edges, in places of ``n_id``; ``e_id``: the same in the caller's order of edges; and their
       ``edge_weight``, ``edge_attr`` and ``edge_type``
     - ``train_mask``: the rows whose loss counts
-    - perhaps ``node_norm``, a weight of each row's loss, and ``edge_norm``, a weight of each edge in the aggregation
+    - perhaps ``node_norm``, a weight of each row's loss, and ``edge_norm``, a weight of each edge in the aggregation,
+      with ``in_degree``, the edges into each row in the whole part
     - of sampled neighbourhoods ``batch_size``, the seeds, which are the first rows, and PyG's ``num_sampled_nodes`` and
       ``num_sampled_edges``, by hop
     """

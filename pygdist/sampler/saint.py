@@ -83,6 +83,8 @@ class _SaintBatches(MiniBatches):
             return BatchLoader(part, [], epoch)
         if not ("node_norm" in part and "edge_norm" in part):
             part = copy.copy(part).update(self.precompute(part, csr, seed=seed))
+        if "edge_norm" in part:
+            part = copy.copy(part).update({"in_degree": csr.indptr.diff()})
         batches = _Subgraphs(csr, self._draw(csr), self.num_steps, seed, epoch)
         return BatchLoader(part, load_all(batches, num_workers), epoch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from pygdist.backends import CommBackend, ReplicaBackend, distribute, undistribu
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard, write_store
+from pygdist.lightning.parts import sampled_graph
+from pygdist.native import load
+from pygdist.sampler import SaintNodeBatches
 from pygdist.testing import LAYERS, RankError, RankPool, assert_exact, random_graph
 from pygdist.testing.layers import build
 from tests.backends.test_exactness import OF_A_PART
@@ -321,6 +325,77 @@ def test_mini_batches_and_the_whole_part_take_turns(tmp_path: Path) -> None:
             ours(x[:, :2], edge_index)  # a batch that fails leaves nothing behind
         torch.testing.assert_close(ours(x, edge_index), plain(x, edge_index), rtol=0, atol=1e-12)
         assert torch.equal(ours(shard.x, shard.adjacency), whole)
+
+
+def _layer(conv: nn.Module, h: Tensor, messages: Tensor, target: Tensor, degree: Tensor) -> Tensor:
+    """By hand, with messages that are weighted already."""
+    summed = torch.zeros_like(h).index_add(0, target, messages)
+    if isinstance(conv, pyg.GINConv):
+        return conv.nn((1 + conv.eps) * h + summed)  # type: ignore[no-any-return]
+    if isinstance(conv, pyg.GraphConv):
+        return conv.lin_rel(summed) + conv.lin_root(h)  # type: ignore[no-any-return]
+    mean = summed / degree.clamp(min=1)[:, None] if conv.aggr == "mean" else summed
+    return conv.lin_l(mean) + conv.lin_r(h)  # type: ignore[no-any-return,operator]
+
+
+@pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
+@pytest.mark.parametrize("name", ["GraphSAGE-mean", "GraphSAGE-sum", "GIN", "GraphConv", "GAT", "GraphSAGE-max"])
+def test_how_edges_were_sampled_is_made_up_for(name: str, tmp_path: Path) -> None:
+    """Also in layers that take no edge weights, if they are sums or means; PyG's models of these take none."""
+    data, part = _graph()
+    data.train_mask = torch.ones(NUM_NODES, dtype=torch.bool)
+    shard, backend = _bound(_store(data, part, tmp_path / "parts", 1))
+    graph, csr = backend.part_graph(shard)
+    batch = next(iter(SaintNodeBatches(12, num_steps=1, sample_coverage=5).loader(graph, csr, seed=0)))
+    batch.edge_norm = batch.edge_norm.double()
+    assert torch.equal(batch.in_degree, csr.indptr.diff()[batch.n_id])
+    assert batch.edge_norm.unique().numel() > 2
+    torch.manual_seed(0)
+    kind, _, aggr = name.partition("-")
+    if kind == "GraphConv":
+        plain: nn.Module = pyg.Sequential(
+            "x, edge_index",
+            [(pyg.GraphConv(5, 8), "x, edge_index -> x"), nn.ReLU(), (pyg.GraphConv(8, 3), "x, edge_index -> x")],
+        )
+        convs = [plain[0], plain[2]]  # type: ignore[index]
+    else:
+        plain = getattr(pyg, kind)(5, 8, num_layers=2, out_channels=3, **({"aggr": aggr} if aggr else {}))
+        convs = list(plain.convs)  # type: ignore[arg-type]
+    plain = plain.double()
+    ours = distribute(copy.deepcopy(plain), backend=backend)
+    sample, edges = sampled_graph(batch)
+    if name in ("GAT", "GraphSAGE-max"):
+        backend._told.clear()
+        with pytest.warns(UserWarning, match=f"left out of {type(convs[0]).__name__}: it is for sums and means"):
+            out = ours(sample.x, edges)
+        torch.testing.assert_close(out, plain(batch.x, batch.edge_index), rtol=0, atol=1e-12)
+        with warnings.catch_warnings(action="error"):  # once
+            ours(sample.x, edges)
+        return
+    source, target = batch.edge_index
+    h = batch.x
+    for conv in convs:
+        h = h if conv is convs[0] else h.relu()
+        h = _layer(conv, h, batch.edge_norm[:, None] * h[source], target, batch.in_degree)
+    _assert_same(_step(ours, ours(sample.x, edges)), _step(plain, h))
+    assert float((plain(batch.x, batch.edge_index) - h).detach().abs().max()) > 1e-3, "not the same without"
+
+
+def test_weights_that_a_model_gives_its_layers_are_not_applied_twice(tmp_path: Path) -> None:
+    data, part = _graph()
+    _, backend = _bound(_store(data, part, tmp_path / "parts", 1))
+    plain = pyg.GraphConv(5, 3).double()
+    ours = distribute(copy.deepcopy(plain), backend=backend)
+    x, edge_index = torch.randn(6, 5).double(), torch.tensor([[1, 2, 3, 3], [0, 0, 2, 4]])
+    batch = Data(x=x, edge_index=edge_index, num_nodes=6, edge_norm=torch.tensor([2.0, 3.0, 0.5, 4.0]).double())
+    sample, edges = sampled_graph(batch)
+    with warnings.catch_warnings(action="error"):
+        out = ours(sample.x, edges, edge_weight=sample.edge_weight)
+    torch.testing.assert_close(out, plain(x, edge_index, batch.edge_norm), rtol=0, atol=1e-12)
+    mean = distribute(pyg.SAGEConv(5, 3).double(), backend=backend)
+    backend._told.clear()  # others ran on it
+    with pytest.warns(UserWarning, match="left out of SAGEConv"):  # nobody knows how many neighbours there are
+        mean(sample.x, edges)
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
