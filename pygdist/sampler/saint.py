@@ -10,7 +10,8 @@ estimated beforehand, from :math:`N` subgraphs with counts :math:`C_v` and :math
   sum on average
 
 PyG's ``GraphSAINTSampler`` needs torch_sparse. It divides by all nodes where this divides by those that train, has
-:math:`C_u` in place of :math:`C_v`, and its edge sampler prefers edges between large degrees, not small ones.
+:math:`C_u` in place of :math:`C_v`, gives an edge that was never sampled a norm of 10,000, with which it outweighs all
+others in the first batch that has it, and its edge sampler prefers edges between large degrees, not small ones.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def norms(csr: CSR, draw: Draw, sample_coverage: int, *, num_train: int, seed: i
         seed: Of the subgraphs.
 
     Returns:
-        ``node_norm`` of shape ``(n,)`` and ``edge_norm`` of shape ``(E,)`` in the caller's order of edges; float32. As
-        in PyG, what was never sampled counts as a tenth of a time, and no edge gets more than 10,000.
+        ``node_norm`` of shape ``(n,)`` and ``edge_norm`` of shape ``(E,)`` in the caller's order of edges; float32.
+        What was never sampled counts as once: so often it is when it is used.
     """
     node_count = torch.zeros(csr.num_rows, dtype=torch.int64)
     edge_count = torch.zeros(csr.num_entries, dtype=torch.int32)
@@ -182,12 +183,13 @@ def norms(csr: CSR, draw: Draw, sample_coverage: int, *, num_train: int, seed: i
         edge_count[_native.induce(entries, nodes).edge] += 1
         held += nodes.numel()
         num_samples += 1
-    edge_norm = (node_count[entries.row_index().long()] / edge_count).clamp_(0, 1e4).nan_to_num_(nan=0.1)
+    node_count.clamp_(min=1)
+    edge_norm = node_count[entries.row_index().long()] / edge_count.clamp_(min=1)
     if csr.perm is not None:
         in_order = torch.empty_like(edge_norm)
         in_order[csr.perm.long()] = edge_norm
         edge_norm = in_order
-    return num_samples / node_count.clamp(min=0.1) / num_train, edge_norm
+    return num_samples / node_count / num_train, edge_norm
 
 
 class _Subgraphs(Dataset[Data]):
