@@ -14,14 +14,13 @@ from typing import Any, Literal
 import numpy as np
 from torch_geometric.data import Data
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.progress import enter_stage
 from pygdist.graph.store import placement_of
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
-from pygdist.partition.sizing import DeviceMemory, GraphBytes
+from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
 
 __all__ = ["partition_graph"]
 
@@ -77,8 +76,6 @@ def partition_graph(
         >>> PartitionMetrics.from_meta(meta).summary()
     """
     placement = placement_of(num_hops, placement)
-    if num_hops > 1 and isinstance(num_parts, DeviceMemory):
-        raise InputError("num_parts: what fits the devices is known for halos of one hop; state a number for more")
     chosen = resolve_partitioner(partitioner, **args)
     job = _Job(chosen, num_parts, num_hops, placement)
     wanted = {
@@ -174,7 +171,12 @@ def _fit(graph: WholeGraph, job: _Job, memory: DeviceMemory) -> tuple[int, Assig
     def largest_of(num_parts: int) -> int:
         found = _assign(edges, job.partitioner, num_parts)
         enter_stage(edges.progress, "measuring")
-        largest = size.largest(measure(edges, found[0].part, num_parts), with_rim=with_rim)
+        part = found[0].part
+        if job.num_hops > 1:
+            rows, num_edges = surroundings(edges, part, num_parts, job.num_hops)
+            largest = size.largest_around(np.bincount(part, minlength=num_parts), rows, num_edges)
+        else:
+            largest = size.largest(measure(edges, part, num_parts), with_rim=with_rim)
         if largest <= memory.budget:
             fitting.clear()  # a later one that fits has fewer parts
             fitting[num_parts] = found

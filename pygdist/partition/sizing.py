@@ -7,16 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph import WholeGraph
+from pygdist.graph import EdgeStream, WholeGraph
 from pygdist.graph.part_files import stored_type
 from pygdist.partition.metrics import PartitionMetrics
 
-__all__ = ["DeviceMemory", "GraphBytes"]
+__all__ = ["DeviceMemory", "GraphBytes", "surroundings"]
 
 _GIB = 2**30
+_TABLE_BYTES = 1 << 28
 _DEGREE_BYTES = 5 * 8  # of a row of `in_degree`
 _LEAST_GROWTH = 1.25  # of the number of parts from one try to the next
 _LEAST_GAIN = 0.9  # of what is too much; where less goes so often in a row, more parts do not help
@@ -55,7 +57,7 @@ class GraphBytes:
         Args:
             metrics: The parts.
             with_rim: In the placement *replicas*: the edges into the halo too, the cut edges seen from the other side.
-                How many a part has is taken to go by its halo.
+                How many a part has is taken to go by its halo. For more hops see :meth:`largest_around`.
         """
         num_halo, num_edges = metrics.num_halo, metrics.num_edges.astype(float)
         found = metrics.num_nodes * self.per_node + num_halo * self.per_halo
@@ -63,6 +65,54 @@ class GraphBytes:
             found = found + (metrics.num_nodes + num_halo) * _DEGREE_BYTES
             num_edges += metrics.edge_cut * num_halo / max(num_halo.sum(), 1)
         return int((found + num_edges * self.per_edge).max())
+
+    def largest_around(self, num_nodes: NDArray[np.int64], num_rows: NDArray[np.int64], num_edges: NDArray[Any]) -> int:
+        """The bytes of the largest part in the placement *replicas*, with a halo of any number of hops.
+
+        Args:
+            num_nodes: Owned nodes of each part.
+            num_rows: All rows of each, as :func:`surroundings` counts them.
+            num_edges: All edges of each.
+        """
+        rows = num_nodes * self.per_node + (num_rows - num_nodes) * self.per_halo + num_rows * _DEGREE_BYTES
+        return int((rows + num_edges * self.per_edge).max())
+
+
+def surroundings(
+    edges: EdgeStream, part: NDArray[Any], num_parts: int, num_hops: int, *, table_bytes: int = _TABLE_BYTES
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many rows and edges each part has with all that is ``num_hops`` around it.
+
+    Counted, not estimated: a pass over the edges for each hop and one for the edges at the rim, which are those from
+    nearer rows, and self-loops (:class:`~pygdist.graph.surroundings.Surroundings`).
+
+    Args:
+        edges: The graph.
+        part: Owner of each node, integers of shape ``(N,)``.
+        num_parts: Number of parts, P.
+        num_hops: How far the rows reach, at least 1.
+        table_bytes: Memory for the tables of which node is near which part. Where ``2 N P`` bytes are more, the stream
+            is read again for each group of parts that fits.
+
+    Returns:
+        Rows, the owned ones included, and edges; int64 of shape ``(P,)``.
+    """
+    num_rows, num_edges = np.zeros((2, num_parts), dtype=np.int64)
+    width = max(1, min(num_parts, table_bytes // max(2 * edges.num_nodes, 1)))
+    for first in range(0, num_parts, width):
+        group = np.arange(first, min(first + width, num_parts))
+        reached = inner = part == group[:, None]
+        for _ in range(num_hops):
+            inner, reached = reached, reached.copy()
+            for source, target in edges.chunks():
+                for held, found in zip(inner, reached, strict=True):
+                    found[source[held[target]]] = True
+        num_rows[group] = reached.sum(axis=1)
+        for source, target in edges.chunks():
+            loop = source == target
+            for number, held, found in zip(group, inner, reached, strict=True):
+                num_edges[number] += np.count_nonzero(held[target] | (found[target] & (held[source] | loop)))
+    return num_rows, num_edges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,19 @@ from hypothesis import strategies as st
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, WholeGraph
-from pygdist.partition import DeviceMemory, PartitionMetrics, measure, partition_graph, resolve_partitioner
-from pygdist.partition.sizing import GraphBytes
+from pygdist.partition import DeviceMemory, Partitioner, PartitionMetrics, measure, partition_graph, resolve_partitioner
+from pygdist.partition.sizing import GraphBytes, surroundings
+
+
+class Given(Partitioner):
+    """Parts that are known."""
+
+    def __init__(self, part: np.ndarray) -> None:
+        self._part = part  # no argument: it would be written with the parts
+
+    def assign(self, edges: EdgeStream, num_parts: int) -> np.ndarray:
+        return self._part
+
 
 MEMORY = DeviceMemory(devices=2, bytes=300)  # a budget of 100
 
@@ -84,3 +96,41 @@ def test_what_is_written_fits(budget: int, name: str, tmp_path_factory: pytest.T
     part = resolve_partitioner(name).assign(edges, meta["num_parts"])
     assert found.num_nodes.tolist() == np.bincount(part, minlength=meta["num_parts"]).tolist()
     assert size.largest(found) <= budget
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3])
+@pytest.mark.parametrize("table_bytes", [1, 1 << 20])
+def test_surroundings_are_counted_as_they_are_written(num_hops: int, table_bytes: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(num_hops)
+    ends = rng.integers(0, 120, (2, 260))
+    ends[1, :9] = ends[0, :9]  # self-loops, at the rim too
+    graph = WholeGraph(edges=EdgeStream(ends, num_nodes=120), fields={"x": rng.random((120, 4))}, num_classes=0)
+    part = rng.integers(0, 4, 120)
+    part[part == 2] = 0  # a part without nodes
+    meta = partition_graph(
+        graph, tmp_path / "store", num_parts=4, num_hops=num_hops, placement="replicas", partitioner=Given(part)
+    )
+    rows, num_edges = surroundings(graph.edges, part, 4, num_hops, table_bytes=table_bytes)
+    files = [one["files"] for one in meta["parts"]]
+    assert rows.tolist() == [one["n_id"]["shape"][0] for one in files]
+    assert num_edges.tolist() == [one["src"]["shape"][0] for one in files]
+    assert (rows[2], num_edges[2]) == (0, 0)
+
+
+def test_as_many_parts_as_fit_with_halos_of_two_hops(tmp_path: Path) -> None:
+    ring = np.arange(300)
+    edges = EdgeStream(np.stack([ring, (ring + 1) % 300]), num_nodes=300)
+    graph = WholeGraph(edges=edges, fields={"x": np.zeros((300, 32), np.float32)}, num_classes=0)
+    size, budget = GraphBytes.of(graph), 20_000
+    memory = DeviceMemory(devices=2, bytes=budget, reserve=0)
+    meta = partition_graph(graph, tmp_path / "store", num_parts=memory, num_hops=2)
+    own = -(-300 // meta["num_parts"])
+    needed = [
+        count * size.per_node + 2 * size.per_halo + (count + 2) * 40 + (count + 1) * size.per_edge
+        for count in (own, own + 1)
+    ]
+    assert needed[0] <= budget
+    assert own > 20
+    part = resolve_partitioner("chunk").assign(edges, meta["num_parts"] - 1)
+    fewer = size.largest_around(np.bincount(part), *surroundings(edges, part, meta["num_parts"] - 1, 2))
+    assert fewer > budget, "one part fewer does not fit"
