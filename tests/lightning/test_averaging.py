@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.data import Data
@@ -584,6 +591,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "fewer-parts-than-ranks": (1, {}, ["has 1 parts", "2 ranks"]),
     # one rank has two parts, the other one
     "gradients-of-parts-in-turn": (3, {"averaging": None}, ["3 parts on 2 ranks", "use strategy 'model_averaging'"]),
+    "statistics-of-parts-with-gradients": (
+        2,
+        {"averaging": None, "net": "norm"},
+        ["BatchNorm1d: with backend replica a norm takes the statistics of a part", "use strategy model_averaging"],
+    ),
     "batches-in-turn-by-steps": (
         3,
         {"averaging": {"sync_unit": "step"}, "batches": NeighborBatches([4, 4], 8)},
@@ -599,6 +611,32 @@ def test_what_cannot_be_is_refused_on_all_ranks(name: str, pool: RankPool, tmp_p
         pytest.skip("the sampler is in the native library")
     for message in pool.run(_said, 2, str(tmp_path), _store(tmp_path, num_parts), job):
         assert [words for words in said if words not in message] == []
+
+
+def _checked(callbacks: list[Any], num_parts: int = 1, interval: str = "epoch") -> None:
+    """What a fit checks first, with as many ranks as this process is: one."""
+    strategy = ModelAveragingStrategy()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(_model("gcn").parameters(), lr=0.1))
+    strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval=interval)]
+    trainer = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=True), callbacks=callbacks,
+        datamodule=SimpleNamespace(part_weights=[1] * num_parts), check_val_every_n_epoch=1, enable_validation=True,
+    )  # fmt: skip
+    strategy._check(trainer)  # type: ignore[arg-type]
+
+
+def test_callbacks_that_average_one_model_are_refused() -> None:
+    _checked([ModelCheckpoint()])
+    for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)):
+        with pytest.raises(InputError, match=f"{type(callback).__name__} averages the steps of one model"):
+            _checked([ModelCheckpoint(), callback])
+
+
+def test_schedules_by_steps_are_refused_where_parts_are_trained_in_turn() -> None:
+    _checked([], num_parts=2)
+    _checked([], interval="step")
+    with pytest.raises(InputError, match=r"a learning rate that changes with each step.*change it by epochs"):
+        _checked([], num_parts=2, interval="step")
 
 
 class Manual(Classifier):

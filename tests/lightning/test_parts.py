@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric import nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GCN
 from typing_extensions import override
 
 from pygdist import GraphDataModule, NodeClassifier
@@ -62,7 +62,7 @@ def _opened(
         batches=batches,
     )  # fmt: skip
     Noted.looked.clear()
-    module = NodeClassifier(GCN(8, 8, num_layers=2, out_channels=4), backend="replica")
+    module = NodeClassifier(nn.GCN(8, 8, num_layers=2, out_channels=4), backend="replica")
     trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=2)
     gc.disable()  # nothing may wait for it
     try:
@@ -109,3 +109,61 @@ def test_what_is_kept_of_a_part_is_in_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.npy"))) == 2
     kept.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def _mixed(rank: int, world_size: int, folder: str, batches: MiniBatches, name: str) -> tuple[dict[str, float], float]:
+    """What the last epoch logged, and the loss of the trained model on the whole graph, by itself."""
+    graph, history = runs.graph(), runs.History()
+    graph.x, graph.edge_weight = graph.x.float(), None
+    torch.manual_seed(7)
+    net = getattr(nn, name)(12, 16, num_layers=2, out_channels=4)
+    data = GraphDataModule(graph, partitioner="hash", num_parts=4, batches=batches, cache_dir=Path(folder) / "cache")
+    trainer = runs.trainer(
+        rank, world_size, folder, strategy=ModelAveragingStrategy(), precision="bf16-mixed", max_epochs=4,
+        callbacks=[history], num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(NodeClassifier(net, backend="replica"), datamodule=data)
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+    with torch.no_grad():
+        out = net.eval()(graph.x, graph.edge_index)
+    loss = torch.nn.functional.cross_entropy(out[graph.val_mask], graph.y[graph.val_mask])
+    return history.epochs[-1], float(loss)
+
+
+@pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [("GraphSAGE", SaintNodeBatches(60, num_steps=3, sample_coverage=5)), ("GAT", NeighborBatches([4, 4], 16))],
+    ids=["saint", "neighbours"],
+)
+def test_half_precision_in_mini_batches_and_evaluation(
+    name: str, batches: MiniBatches, pool: RankPool, tmp_path: Path
+) -> None:
+    for logged, loss in pool.run(_mixed, 2, str(tmp_path), batches, name):
+        assert logged["val_loss"] == pytest.approx(loss, rel=0.02)
+        assert loss != logged["val_loss"], "that was in half precision"
+        assert logged["train_loss"] < 1.5
+
+
+def _fitted(rank: int, world_size: int, folder: str, gib: float) -> tuple[dict[str, Any], list[int], float]:
+    data = GraphDataModule(
+        "sbm", {"num_nodes": 400, "num_features": 64}, partitioner="chunk", num_parts="auto", memory_gib=gib,
+        reserve=0.5, cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    net = nn.GCN(64, 8, num_layers=2, out_channels=data.load()[0].y.max().item() + 1)
+    trainer = runs.trainer(
+        rank, world_size, folder, strategy=ModelAveragingStrategy(), precision="32-true", max_epochs=2
+    )
+    trainer.fit(NodeClassifier(net, backend="replica"), datamodule=data)
+    return dict(data.meta), data.parts, float(trainer.callback_metrics["train_loss"])
+
+
+def test_as_many_parts_as_the_memory_asks_for(pool: RankPool, tmp_path: Path) -> None:
+    budget = 150 * 2**10
+    answers = pool.run(_fitted, 2, str(tmp_path), 2 * budget / 2**30)
+    meta = answers[0][0]
+    assert meta["num_parts"] > 2
+    assert sorted(part for _, parts, _ in answers for part in parts) == list(range(meta["num_parts"]))
+    for part in meta["parts"]:  # what is estimated is about what is written
+        assert sum(file["bytes"] for file in part["files"].values()) < 1.2 * budget
+    assert answers[0][2] == answers[1][2] < 5

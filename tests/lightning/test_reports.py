@@ -196,6 +196,15 @@ def test_a_stage_without_labelled_nodes_says_so(tmp_path: Path) -> None:
         trainer.test(NodeClassifier(runs.model()), datamodule=data)
 
 
+@pytest.mark.parametrize("backend", ["comm", "replica"])
+def test_a_fit_without_training_nodes_says_so(backend: str, tmp_path: Path) -> None:
+    graph = runs.graph()
+    graph.train_mask = torch.zeros_like(graph.train_mask)
+    data = GraphDataModule(graph, cache_dir=tmp_path)
+    with pytest.raises(InputError, match=r"no labelled nodes for stage 'train' \(train_mask\)"):
+        _alone(tmp_path, num_sanity_val_steps=0).fit(NodeClassifier(runs.model(), backend=backend), datamodule=data)
+
+
 def test_the_data_module_alone(tmp_path: Path) -> None:
     data = GraphDataModule(runs.graph(), num_parts=3, partitioner="chunk", cache_dir=tmp_path)
     data.prepare_data()
