@@ -1,0 +1,66 @@
+"""Parts in turn on a GPU, whole and in mini-batches, with a step in which there is nothing to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from pygdist import GraphDataModule, NodeClassifier
+from pygdist.lightning import ModelAveragingStrategy
+from pygdist.lightning.parts import PartLoader
+from pygdist.native import load
+from pygdist.sampler import MiniBatches, NeighborBatches, SaintNodeBatches
+from pygdist.testing import run_ranks
+from tests.lightning import runs
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+class Longer(GraphDataModule):
+    """As if another rank had one step more."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        assert isinstance(loader, PartLoader)
+        loader.num_steps = len(loader) + 1
+        return loader
+
+
+def _fit(
+    rank: int, world_size: int, folder: str, accelerator: str, batches: MiniBatches | None
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    history, net = runs.History(), runs.model(norm="batch_norm")
+    data = Longer(runs.graph(), partitioner="hash", num_parts=3, batches=batches, cache_dir=folder)
+    trainer = runs.trainer(
+        rank, world_size, folder, accelerator=accelerator, strategy=ModelAveragingStrategy(sync_every=2),
+        callbacks=[history],
+    )  # fmt: skip
+    trainer.fit(NodeClassifier(net, backend="replica"), datamodule=data)
+    return history.epochs, {name: value.cpu() for name, value in net.state_dict().items()}
+
+
+BATCHES = {
+    "whole": None,
+    "neighbours": NeighborBatches([4, 4], 16),
+    "saint": SaintNodeBatches(60, num_steps=3, sample_coverage=5),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_gpu_trains_as_the_host_does(name: str, tmp_path: Path) -> None:
+    if name != "whole" and load() is None:
+        pytest.skip("the sampler is in the native library")
+    (expected, wanted), (logged, found) = (
+        run_ranks(_fit, 1, str(tmp_path), accelerator, BATCHES[name])[0] for accelerator in ("cpu", "gpu")
+    )
+    for epoch, like in zip(logged, expected, strict=True):
+        assert epoch == pytest.approx(like, rel=1e-5)
+    for name, value in wanted.items():
+        if name not in ("convs.0.bias", "norms.0.module.running_mean"):  # a norm cancels it: its gradient is rounding
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7, msg=lambda said, of=name: f"{of}: {said}")
