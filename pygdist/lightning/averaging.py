@@ -268,7 +268,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             local.values = None
         if self._averaged is not None:
             self._averaged = averaged
-        self._equal = True
+        self._equal, self._looked_at = True, None
 
     def _mean(self, label: str) -> list[Tensor]:
         """The mean of the parts' models, weighted by their training nodes; every rank makes the call."""

@@ -7,6 +7,7 @@ as many as the one with most, and are idle in those for which they have nothing.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -48,7 +49,7 @@ class PartBatch:
         return None if self.part is None or self._open is None else self._open(self.part)
 
 
-class Resumable:
+class Resumable(ABC):
     """What Lightning asks of a loader so that a run may go on in the middle of an epoch.
 
     Lightning counts the steps itself; a checkpoint says here what they were steps of. Both are the same on all ranks,
@@ -80,8 +81,9 @@ class Resumable:
                 "with the same, or take a checkpoint from the end of an epoch"
             )
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Steps of an epoch, the same on all ranks."""
 
 
 class PartLoader(Resumable):

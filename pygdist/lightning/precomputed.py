@@ -21,10 +21,10 @@ class Precomputed:
     """Tensors of each part by name, until :meth:`close`.
 
     Args:
-        folder: Where a folder for the files is made, which goes with this object.
+        folder: Where a folder for the files is made, which goes with this object; by default that for temporary files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pygdist-batches-", dir=folder)
         self._names: dict[int, list[str]] = {}
 
