@@ -69,7 +69,9 @@ def test_every_layer_equals_one_process_at_any_depth(
     graphs = ("directed", "empty-part", "power-law")
     layers = SOME_LAYERS.get(backend, list(LAYERS))
     long = backend == "replica" or backend.startswith("hybrid")  # which plans each, where costs are measured
-    if ((long and num_layers > 1) or backend in ("hybrid-0.0", "hybrid-0.7", "hybrid-1.0")) and not request.config.getoption("--exhaustive"):
+    if (
+        (long and num_layers > 1) or backend in ("hybrid-0.0", "hybrid-0.7", "hybrid-1.0")
+    ) and not request.config.getoption("--exhaustive"):
         layers = [name for name in SOME if name in layers]
     found = assert_exact(
         DEEP[backend], layers=layers, world_sizes=[world_size], graphs=graphs[num_layers - 1 : num_layers],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -56,14 +57,22 @@ class Noted(ClusterBatches):
 
 def _opened(
     rank: int, world_size: int, folder: str, batches: MiniBatches | None
-) -> tuple[list[tuple[int, list[int]]], list[int], int]:
+) -> tuple[list[tuple[int, list[int]]], list[int], int, int]:
     data = Counting(
         degree_corrected_sbm(200, num_classes=4, num_features=8), num_parts=4, cache_dir=Path(folder) / "cache",
         batches=batches,
     )  # fmt: skip
     Noted.looked.clear()
     module = NodeClassifier(nn.GCN(8, 8, num_layers=2, out_channels=4), backend="replica")
-    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=2)
+    kept = []
+
+    class Kept(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            kept.append(module.backend.kept_bytes)
+
+    trainer = runs.trainer(
+        rank, world_size, folder, strategy=ModelAveragingStrategy(), max_epochs=2, callbacks=[Kept()]
+    )
     gc.disable()  # nothing may wait for it
     try:
         with (
@@ -74,7 +83,7 @@ def _opened(
             trainer.test(module, datamodule=data, verbose=False)
     finally:
         gc.enable()
-    return data.opened, Noted.looked, read.call_count
+    return data.opened, Noted.looked, read.call_count, max(kept)
 
 
 BATCHES = {
@@ -89,9 +98,10 @@ BATCHES = {
 def test_one_part_is_held_at_a_time(name: str, pool: RankPool, tmp_path: Path) -> None:
     if name != "whole" and load() is None:
         pytest.skip("the sampler is in the native library")
-    for rank, (opened, looked, read) in enumerate(pool.run(_opened, 2, str(tmp_path), BATCHES[name])):
+    for rank, (opened, looked, read, kept) in enumerate(pool.run(_opened, 2, str(tmp_path), BATCHES[name])):
         assert {part for part, _ in opened} == {rank, rank + 2}
         assert [(part, others) for part, others in opened if others] == []
+        assert kept == 0, "sums over features that go with the part"
         assert read == 2, "once to train and once to test"
         assert len(looked) == (2 if name == "clusters" else 0), "once for each part, not in each epoch"
     assert not list(tmp_path.glob("cache/*/pygdist-batches-*")), "files go with the run"
