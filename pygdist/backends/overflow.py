@@ -22,7 +22,7 @@ __all__ = ["Overflow", "beyond_memory", "writable"]
 
 log = logging.getLogger(__name__)
 
-_TRAVEL_SHARE = 8  # of the budget, for what a rank sends at a time; as much arrives
+_TRAVEL_SHARE = 8  # of the budget, for what a rank sends at a time; as much arrives, and two such pieces may travel
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class Overflow:
             return tensor if rows is None else rows.to(tensor.device, non_blocking=True)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def rows_at_a_time(self, row_bytes: int, num_tensors: int = 1) -> int:
+        """How many rows of each rank travel at once, of each of so many tensors that travel side by side.
+
+        Args:
+            row_bytes: Of all that a rank sends of a row, or gets of one row of each rank.
+            num_tensors: How many.
+        """
+        return max(1, self.budget // (_TRAVEL_SHARE * num_tensors * max(row_bytes, 1)))
 
     @property
     def elsewhere(self) -> Elsewhere:

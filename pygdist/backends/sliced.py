@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.overflow import Overflow
-from pygdist.backends.pipeline import SlicePlan, aggregate_slices, chunks_within
-from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks
+from pygdist.backends.pipeline import aggregate_slices
+from pygdist.backends.slice_plan import SlicePlan, chunks_within, known_plan
+from pygdist.backends.sliced_chunks import hop_in_chunks
+from pygdist.backends.waiting import Ranks, Taken, Waiting
 from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.graph import Adjacency
@@ -24,7 +26,6 @@ from pygdist.kernels import CSR, transpose
 __all__ = ["SlicedAdjacency", "SlicedEdges", "sum_of_slices"]
 
 _CHUNKS, _LARGE = 4, 4 << 20  # by default, of slices of so many bytes: smaller ones travel in no time
-_SPLIT_SHARE = 8  # of the budget, for the rows of a rank that are split at a time; two are, and arrive as others leave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class SlicedEdges:
         counts: How many rows each rank has.
         communicator: The ranks.
         weights_of_all: The weights of all ranks' edges in a dtype, from those of this rank's.
+        kept_weights_of_all: The same of weights that stay as they are from pass to pass; nothing of others.
         factors_of_all: A factor for each row, whose products are these weights, if there are such; ``(N, 1)``.
         num_chunks: In how many chunks sources are split and sums are gathered; chosen by default.
         overlap: While others are aggregated.
@@ -47,6 +49,7 @@ class SlicedEdges:
     counts: tuple[int, ...]
     communicator: Communicator
     weights_of_all: Callable[[Tensor, torch.dtype], Tensor]
+    kept_weights_of_all: Callable[[Tensor, torch.dtype], Tensor | None] = lambda value, dtype: None
     factors_of_all: Callable[[Tensor], Tensor | None]
     num_chunks: int | None = None
     overlap: bool = True
@@ -110,16 +113,8 @@ class SlicedEdges:
         weight_bytes = 0 if value is None else value.element_size()
         facts = (way, x.size(1), x.element_size(), weight_bytes, self.num_chunks)
         if facts not in known:
-            edges, most_rows = csr(), None
-            if self.overflow is not None:
-                row_bytes = max(x.size(1) * x.element_size(), 1)
-                most_rows = max(1, self.overflow.budget // (_SPLIT_SHARE * row_bytes))
-            num_chunks = self.num_chunks or self._chunks(edges, x, weight_bytes)
-            cut = (way, num_chunks, most_rows)
-            if cut not in known:
-                with torch.inference_mode(False):
-                    known[cut] = SlicePlan(edges, self.counts, num_chunks, overflow=self.overflow, most_rows=most_rows)
-            known[facts] = known[cut]
+            num_chunks = self.num_chunks or self._chunks(csr(), x, weight_bytes)
+            known[facts] = known_plan(self.edges, way, csr, self.counts, num_chunks, overflow=self.overflow)
         return known[facts]
 
     def _chunks(self, csr: CSR, x: Tensor, weight_bytes: int) -> int:
@@ -161,10 +156,10 @@ class SlicedAdjacency(Adjacency):
         sliced, value = self._sliced, self.value if input_value is None else input_value
         if reduce not in ("max", "min") and sliced.sums(other, value):
             return sum_of_slices(other, sliced, label=self._label, value=value, mean=reduce == "mean")
-        every = None if value is None else sliced.weights_of_all(value, value.dtype)
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
         if sliced.overflow is not None:
-            return self._in_chunks(sliced.overflow, other.movedim(dim, 0), every, reduce).movedim(0, dim)
+            return self._in_chunks(sliced.overflow, other.movedim(dim, 0), reduce, value).movedim(0, dim)
+        every = None if value is None else sliced.weights_of_all(value, value.dtype)
         part = with_phantom_column(sliced.split(other if dim == 0 else other.movedim(dim, 0), self._label))
         part = sliced.edges.with_value(every).matmul(part.movedim(0, dim), reduce=reduce).movedim(dim, 0)
         ranks, width = sliced.communicator, other.size(-1)
@@ -173,24 +168,25 @@ class SlicedAdjacency(Adjacency):
         out = gather_columns(part, sliced.counts, width, ranks, label=self._label)
         return out.movedim(0, dim)
 
-    def _in_chunks(self, overflow: Overflow, rows: Tensor, every: Tensor | None, reduce: Reduce) -> Tensor:
+    def _in_chunks(self, overflow: Overflow, rows: Tensor, reduce: Reduce, value: Tensor | None) -> Tensor:
         """The same within a budget."""
-        sliced, ranks, label, elsewhere = self._sliced, self._sliced.communicator, self._label, overflow.elsewhere
-        own = columns_of(rows.size(-1), ranks.rank, ranks.world_size)
+        sliced, communicator = self._sliced, self._sliced.communicator
+        own = columns_of(rows.size(-1), communicator.rank, communicator.world_size)
         stacked = rows.dim() == 3
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
             assert taken[0].source is not None
-            part, weights = with_phantom_column(taken[0].source), taken[1].edge if every is not None else None
+            part, weights = with_phantom_column(taken[0].source), taken[1].edge if value is not None else None
             part = edges.with_value(weights).matmul(part.transpose(0, 1) if stacked else part, reduce=reduce)
             return (part.transpose(0, 1) if stacked else part)[..., : own.stop - own.start]
 
-        part = split_columns(rows, sliced.counts, ranks, label=label, elsewhere=elsewhere)
-        waiting = [Waiting(rows=part, source=True)] + ([] if every is None else [Waiting(rows=every)])
-        out = hop_in_chunks(run, waiting, sliced.edges, overflow)
-        return gather_columns(
-            out, sliced.counts, rows.size(-1), ranks, label=label, device=rows.device, elsewhere=elsewhere
-        )
+        waiting = [Waiting(rows=rows, source=True, way="split")]
+        if value is not None:
+            every = sliced.kept_weights_of_all(value, value.dtype)
+            waiting.append(Waiting(rows=value, way="share") if every is None else Waiting(rows=every))
+        ranks = Ranks(communicator=communicator, counts=sliced.counts, overflow=overflow, overlap=sliced.overlap)
+        (out,) = hop_in_chunks(run, waiting, sliced.edges, ranks, label=self._label, width=rows.size(-1))
+        return out
 
 
 def sum_of_slices(

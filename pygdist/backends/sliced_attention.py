@@ -11,8 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks, repeated
+from pygdist.backends.sliced_chunks import hop_in_chunks, repeated
 from pygdist.backends.topology import Everyone, Topology
+from pygdist.backends.waiting import Ranks, Taken, Waiting
 from pygdist.comm import Communicator
 from pygdist.comm.slices import (
     columns_of,
@@ -117,12 +118,10 @@ def sum_of_values(
 def attention_in_chunks(
     value: Tensor,
     edges: Adjacency,
-    everyone: Everyone,
-    communicator: Communicator,
+    ranks: Ranks,
     *,
     weights: Tensor | None = None,
     scores: tuple[Tensor, Tensor] | None = None,
-    counts: tuple[int, ...] = (),
     negative_slope: float = 0.0,
     label: str,
     rounds: int = 1,
@@ -130,15 +129,15 @@ def attention_in_chunks(
     r"""Sum values over in-edges so many times within a budget, by weights of this rank's edges or scores of its rows.
 
     From scores each chunk computes the weights that it needs, in every round, so that there are never those of all.
+    Values, and scores or weights, travel with the chunks of the first round, and results with those of the last one
+    (NeutronTP, Sec. 4.2.2).
 
     Args:
         value: This rank's rows.
         edges: The edges of all ranks.
-        everyone: Their rows.
-        communicator: The ranks.
+        ranks: The ranks.
         weights: Of this rank's edges.
         scores: Of its rows as sources and as destinations.
-        counts: How many edges each rank has.
         negative_slope: Of the leaky ReLU of scores.
         label: Named when something goes wrong.
         rounds: How many hops.
@@ -146,10 +145,9 @@ def attention_in_chunks(
     Shapes:
         ``value`` and the result are :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`, scores are :math:`(n, H)`.
     """
-    overflow, elsewhere, width = everyone.overflow, everyone.elsewhere, value.size(-1)
-    assert overflow is not None
-    own = columns_of(width, communicator.rank, communicator.world_size)
-    held, most = own.stop - own.start, -(-width // communicator.world_size)  # no phantom column
+    width, size = value.size(-1), ranks.communicator.world_size
+    own = columns_of(width, ranks.communicator.rank, size)
+    held, most = own.stop - own.start, -(-width // size)  # no phantom column
 
     def weighted(part: Adjacency, taken: list[Taken]) -> Tensor:
         rows, of_edges = taken[0].source, taken[1].edge
@@ -165,23 +163,27 @@ def attention_in_chunks(
         dtype = torch.promote_types(rows.dtype, source.dtype)  # they differ under autocast
         return part.attend(rows.to(dtype), source.to(dtype), target.to(dtype), negative_slope)[..., :held]
 
-    rows = split_columns(value, everyone.counts, communicator, label=f"{label}, value", elsewhere=elsewhere)
-    if scores is None:
-        assert weights is not None
-        shared = share_rows(weights, counts, communicator, label=f"{label}, weights", elsewhere=elsewhere)
-    else:
-        both = torch.cat(scores, dim=1)
-        shared = share_rows(both, everyone.counts, communicator, label=f"{label}, scores", elsewhere=elsewhere)
     ends = scores is not None
-    for one in repeated(shared, rounds):
-        waiting = [
-            Waiting(rows=rows, source=True, most_columns=most), Waiting(rows=one, source=ends, target=ends)
-        ]  # fmt: skip
-        made = value.size(1) * one.element_size() if ends else 0
-        rows = hop_in_chunks(attended if ends else weighted, waiting, edges, overflow, weight_bytes=made)
-    return gather_columns(
-        rows, everyone.counts, width, communicator, label=label, device=value.device, elsewhere=elsewhere
-    )
+    by = weights if scores is None else torch.cat(scores, dim=1)
+    assert by is not None
+    made = value.size(1) * by.element_size() if ends else 0
+    first = [
+        Waiting(rows=value, source=True, way="split"),
+        Waiting(rows=by, source=ends, target=ends, way="share", kept=rounds > 1),
+    ]
+
+    def hop(waiting: list[Waiting], *, last: bool) -> tuple[Tensor, ...]:
+        run = attended if ends else weighted
+        return hop_in_chunks(
+            run, waiting, edges, ranks, label=label, width=width if last else None, device=value.device,
+            weight_bytes=made,
+        )  # fmt: skip
+
+    rows, *kept = hop(first, last=rounds == 1)
+    for number, one in enumerate(repeated(kept[0], rounds - 1) if rounds > 1 else (), start=2):
+        later = [Waiting(rows=rows, source=True, most_columns=most), Waiting(rows=one, source=ends, target=ends)]
+        (rows,) = hop(later, last=number == rounds)
+    return rows
 
 
 def propagate_attention(
@@ -189,6 +191,7 @@ def propagate_attention(
     everyone: Everyone,
     communicator: Communicator,
     *,
+    overlap: bool = True,
     label: str,
     x: Tensor,
     edge_index: Adjacency,
@@ -204,8 +207,11 @@ def propagate_attention(
     by_edge = (layer.training and layer.dropout > 0) or not scores_are_fewer(everyone, topology.counts)
     if everyone.overflow is not None:
         by_edge = by_edge or layer.negative_slope < 0  # the kernel that computes weights where it sums takes none
+        ranks = Ranks(
+            communicator=communicator, counts=everyone.counts, overflow=everyone.overflow, overlap=overlap
+        )  # fmt: skip
         return attention_in_chunks(
-            x, edges, everyone, communicator, counts=topology.counts, negative_slope=layer.negative_slope,
+            x, edges, ranks, negative_slope=layer.negative_slope,
             weights=layer.edge_updater(edge_index, alpha=(source, target)) if by_edge else None,
             scores=None if by_edge else (source, target), label=label, rounds=rounds,
         )  # fmt: skip

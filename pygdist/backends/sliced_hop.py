@@ -18,8 +18,9 @@ from pygdist.backends.blocks import read_names
 from pygdist.backends.columns import Columns, Kind
 from pygdist.backends.layers import layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow
-from pygdist.backends.sliced_chunks import Taken, Waiting, hop_in_chunks
+from pygdist.backends.sliced_chunks import hop_in_chunks
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
+from pygdist.backends.waiting import Ranks, Taken, Waiting
 from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
 from pygdist.errors import InputError
@@ -64,6 +65,7 @@ class SlicedHop:
         edge_tensors: What all ranks have of their edges' tensors.
         check_rows: Complains of an argument that does not have this rank's rows.
         fused_attention: A kernel may stand for the hop.
+        overlap: By chunks, rows travel while others are computed with.
         label: Named when something goes wrong.
     """
 
@@ -76,6 +78,7 @@ class SlicedHop:
     edge_tensors: EdgeTensors
     check_rows: Callable[[MessagePassing, str, Tensor], None]
     fused_attention: bool
+    overlap: bool
     label: str
 
     def run(self, kwargs: Mapping[str, Any]) -> Tensor:
@@ -116,14 +119,13 @@ class SlicedHop:
 
     def _of_all(self, name: str, value: Tensor, kind: Kind) -> Tensor:
         """What this rank needs of all ranks' rows, these first."""
-        label, elsewhere = f"{self.label}, {name}", self.everyone.elsewhere
+        label = f"{self.label}, {name}"
         if kind == "edges":
-            tensors, topology = self.edge_tensors, self.topology
-            return tensors.of_all(self.layer, name, value, topology, label=label, elsewhere=elsewhere)
+            return self.edge_tensors.of_all(self.layer, name, value, self.topology, label=label)
         if kind == "edge columns":
-            return split_columns(value, self.topology.counts, self.communicator, label=label, elsewhere=elsewhere)
+            return split_columns(value, self.topology.counts, self.communicator, label=label)
         rows, travel = value.movedim(self.layer.node_dim, 0), split_columns if kind == "columns" else share_rows
-        return travel(rows, self.everyone.counts, self.communicator, label=label, elsewhere=elsewhere)
+        return travel(rows, self.everyone.counts, self.communicator, label=label)
 
     def _as_read(self, rows: Tensor, kind: Kind) -> Tensor:
         """Such rows as the layer has them."""
@@ -187,7 +189,7 @@ class SlicedHop:
             if kind == "same":
                 return None
             if (id(value), kind) not in known:
-                known[id(value), kind] = _Known(len(known), self._of_all(name, value, kind), set())
+                known[id(value), kind] = _Known(len(known), name, value, set())
             found = known[id(value), kind]
             found.ends.add(end)
             return found.number, end, kind
@@ -226,29 +228,34 @@ class SlicedHop:
                 out = self._compute(edges, (edges.num_src, edges.num_dst), given)
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
 
-        waiting = [
-            Waiting(
-                rows=one.rows,
-                source="source" in one.ends,
-                target="target" in one.ends,
-                most_columns=-(-width // communicator.world_size) if "columns" in kind else None,
-            )
-            for (_, kind), one in known.items()
-        ]
-        edges = cast(Adjacency, self.topology.edges)
+        ranks = Ranks(communicator=communicator, counts=counts, overflow=overflow, overlap=self.overlap)
         distinct = {id(one): one for one in others if isinstance(one, Tensor) and one.requires_grad}
-        out = hop_in_chunks(run, waiting, edges, overflow, others=distinct.values(), messages=messages)
-        whole = gather_columns(
-            out, counts, width, communicator, label=self.label, device=device, elsewhere=overflow.elsewhere
-        )
+        (whole,) = hop_in_chunks(
+            run, [self._waiting(one, kind) for (_, kind), one in known.items()],
+            cast(Adjacency, self.topology.edges), ranks, label=self.label, width=width, device=device,
+            others=distinct.values(), messages=messages,
+        )  # fmt: skip
         return whole.flatten(-2).movedim(0, layer.node_dim)
+
+    def _waiting(self, known: _Known, kind: Kind) -> Waiting:
+        """How all ranks come by what a hop reads of an argument."""
+        value = known.value
+        if kind in ("nodes", "columns"):
+            rows, source, target = value.movedim(self.layer.node_dim, 0), "source" in known.ends, "target" in known.ends
+            return Waiting(rows=rows, source=source, target=target, way="split" if kind == "columns" else "share")
+        if kind == "edge columns":
+            return Waiting(rows=value, way="split")
+        label, elsewhere, tensors = f"{self.label}, {known.name}", self.everyone.elsewhere, self.edge_tensors
+        every = tensors.kept_of_all(self.layer, known.name, value, self.topology, label=label, elsewhere=elsewhere)
+        return Waiting(rows=value, way="share") if every is None else Waiting(rows=every)
 
 
 class _Known(NamedTuple):
-    """What all ranks have of an argument, and where a chunk reads it."""
+    """An argument, or one end of it, and where a chunk reads it."""
 
     number: int
-    rows: Tensor
+    name: str
+    value: Tensor
     ends: set[str]
 
 

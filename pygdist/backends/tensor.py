@@ -34,6 +34,7 @@ from pygdist.backends.sliced_attention import (
 )
 from pygdist.backends.sliced_hop import SlicedHop, gathered
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
+from pygdist.backends.waiting import Ranks
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
@@ -54,16 +55,17 @@ class TensorBackend(FetchingBackend):
     Args:
         num_chunks: In how many chunks of destinations sums are made (Sec. 4.2.1); a few by default, where slices are
             large, or as many as memory asks for.
-        overlap: Split the sources of one chunk and gather the sums of another while a third is aggregated
+        overlap: Split the sources of one chunk and gather the results of another while a third is computed
             (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
             partitioned graph. No limit by default on the host; on a GPU half of what is free, if edges and slices of
             the features need more.
-            It bounds sums and means by weights without gradient, which are pipelined, and all other hops, whose chunks
-            are computed once more in the backward pass; what messages of a layer's own take is an estimate. What a rank
-            has of its own rows and edges is not counted: its part of the graph, weights that it computes for its own
-            edges, and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their sources.
+            It bounds sums and means by weights without gradient, and all other hops (attention, maxima, messages of a
+            layer's own), whose chunks are computed once more in the backward pass; what such messages take is an
+            estimate. What a rank has of its own rows and edges is not counted: its part of the graph, weights that it
+            computes for its own edges, and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their
+            sources.
         device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
             memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
             their own are refused, as their parameters are where the model is.
@@ -128,7 +130,9 @@ class TensorBackend(FetchingBackend):
         if isinstance(layer, AttentionPropagation) and not self._alone:
             given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             if isinstance(given["edge_index"], Adjacency):
-                return propagate_attention(layer, self._everyone, self.communicator, label=layer_name(layer), **given)
+                return propagate_attention(
+                    layer, self._everyone, self.communicator, overlap=self.overlap, label=layer_name(layer), **given
+                )
         if self._slicing or self._alone or not self._runs_on_slices(layer, forward, args, kwargs):
             self._splits = {}
             try:
@@ -182,21 +186,25 @@ class TensorBackend(FetchingBackend):
         """How a hop runs over the edges of all ranks, if it is one sparse product."""
         everyone = self._everyone
 
+        label, tensors = f"{layer_name(layer)}, edge weights", self._edge_tensors
+        facts: dict[str, Any] = {"label": label, "elsewhere": everyone.elsewhere}
+
         def weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor:
-            label, elsewhere = f"{layer_name(layer)}, edge weights", everyone.elsewhere
-            return self._edge_tensors.of_all(
-                layer, "edge_weight", value, topology, label=label, dtype=dtype, elsewhere=elsewhere
-            )
+            return tensors.of_all(layer, "edge_weight", value, topology, dtype=dtype, **facts)
+
+        def kept_weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor | None:
+            return tensors.kept_of_all(layer, "edge_weight", value, topology, dtype=dtype, **facts)
 
         def factors_of_all(value: Tensor) -> Tensor | None:
             label = f"{layer_name(layer)}, factors of edge weights"
-            return self._edge_tensors.factors_of_all(layer, value, own, topology, everyone, label=label)
+            return tensors.factors_of_all(layer, value, own, topology, everyone, label=label)
 
         return SlicedEdges(
             edges=cast(Adjacency, topology.edges),
             counts=everyone.counts,
             communicator=self.communicator,
             weights_of_all=weights_of_all,
+            kept_weights_of_all=kept_weights_of_all,
             factors_of_all=factors_of_all,
             num_chunks=self.num_chunks,
             overlap=self.overlap,
@@ -277,6 +285,7 @@ class TensorBackend(FetchingBackend):
             edge_tensors=self._edge_tensors,
             check_rows=self._check_rows,
             fused_attention=self.savings.fused_attention,
+            overlap=self.overlap,
             label=self._label(layer),
         )
         return hop.run(kwargs)
@@ -335,8 +344,8 @@ class TensorBackend(FetchingBackend):
         everyone, ranks, label = self._everyone, self.communicator, self._label(layer)
         edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
         if everyone.overflow is not None:
-            scores = alpha.source, alpha.target
-            return attention_in_chunks(value, edges, everyone, ranks, scores=scores, negative_slope=slope, label=label)
+            scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
+            return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
         rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
         out = edges.attend(rows, source, target, slope)
         own = columns_of(value.size(-1), ranks.rank, ranks.world_size)
@@ -359,13 +368,17 @@ class TensorBackend(FetchingBackend):
         weights, extra = parts(layer, adjacency, query, self._fetch(layer, {"key": key})["key"], edge_attr)
         edges, width, ranks = cast(Adjacency, topology.edges), value.size(-1), self.communicator
         if everyone.overflow is not None:
-            out = attention_in_chunks(
-                value, edges, everyone, ranks, weights=weights, counts=topology.counts, label=label
-            )
+            chunked = self._in_chunks(everyone.overflow)
+            out = attention_in_chunks(value, edges, chunked, weights=weights, label=label)
         else:
             rows, weights = split_with_weights(value, weights, topology, everyone, ranks, label=label)
             out = sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
         return out if extra is None else out + extra
+
+    def _in_chunks(self, overflow: Overflow) -> Ranks:
+        """Who runs a hop by chunks."""
+        counts = self._everyone.counts
+        return Ranks(communicator=self.communicator, counts=counts, overflow=overflow, overlap=self.overlap)
 
     def _label(self, layer: MessagePassing) -> str:
         return f"hop {self._hop} of {layer_name(layer)}"

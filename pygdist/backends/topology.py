@@ -157,14 +157,41 @@ class EdgeTensors:
             dtype: Of the result.
             elsewhere: Where it is; on the rank's device by default.
         """
+        found = self._of_all(layer, name, value, topology, label, dtype, elsewhere, anew=True)
+        assert found is not None
+        return found
 
+    def kept_of_all(
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Tensor,
+        topology: Topology,
+        *,
+        label: str,
+        dtype: torch.dtype | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> Tensor | None:
+        """:meth:`of_all` of what stays the same from pass to pass; nothing of what would travel in each."""
+        return self._of_all(layer, name, value, topology, label, dtype, elsewhere, anew=False)
+
+    def _of_all(
+        self,
+        layer: MessagePassing,
+        name: str,
+        value: Tensor,
+        topology: Topology,
+        label: str,
+        dtype: torch.dtype | None,
+        elsewhere: Elsewhere | None,
+        *,
+        anew: bool,
+    ) -> Tensor | None:
         def share() -> Tensor:
             given = value if dtype is None else value.to(dtype)
             return share_rows(given, topology.counts, self._communicator, label=label, elsewhere=elsewhere)
 
-        found = self._kept(layer, name, value, topology, dtype, share)
-        assert found is not None
-        return found
+        return self._kept(layer, name, value, topology, dtype, share, anew=anew)
 
     def factors_of_all(
         self,
@@ -212,14 +239,17 @@ class EdgeTensors:
         topology: Topology,
         what: object,
         find: Callable[[], Tensor | None],
+        *,
+        anew: bool = True,
     ) -> Tensor | None:
+        """What ``find`` gives, or has given; of what is not kept, nothing unless it is to be found ``anew``."""
         key = *identity_of(value), id(topology), what
         known = fixable(value) and key in self._known
         if min(topology.counts) == 0:  # torch may give back the same empty tensor where other ranks have a new one
             known = not self._communicator.gather([float(not known)]).any()
         if not known:
             if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew
-                return find()
+                return find() if anew else None
             with torch.inference_mode(False), torch.no_grad():
                 self._known[key] = value.detach(), topology, find()
         self._readers[layer, name] = key

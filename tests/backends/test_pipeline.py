@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -12,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from pygdist.backends.pipeline import SlicePlan
+from pygdist.backends.slice_plan import SlicePlan
 from pygdist.backends.sliced import SlicedEdges, sum_of_slices
-from pygdist.comm import Communicator, Recorder, Transfer
+from pygdist.comm import Communicator, Recorder
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import spmm_into
 from pygdist.testing import RankPool
+from tests.backends.schedule import noted
 
 COUNTS = (11, 0, 17)
 CHUNKS = 4
@@ -49,10 +47,10 @@ def test_chunks_have_every_row_once(num_chunks: int) -> None:
     if num_chunks == 1:
         return
     here: set[int] = set()
-    for chunk in plan.chunks:
-        (pieces,) = chunk.pieces
-        assert pieces is not None
-        for rank, fresh in enumerate(pieces):
+    for chunk, pieces in zip(plan.chunks, plan.queue(), strict=True):
+        (piece,) = pieces
+        for rank, fresh in enumerate(piece):
+            assert isinstance(fresh, Tensor)
             assert all(plan.starts[rank] <= row < plan.starts[rank + 1] for row in fresh.tolist())
             assert not here & set(fresh.tolist())
             here |= set(fresh.tolist())
@@ -127,37 +125,11 @@ def _sliced(communicator: Communicator, overlap: bool) -> SlicedEdges:
     )  # fmt: skip
 
 
-class _Order(Recorder):
-    """What the main thread does, in order: exchanges that it begins and has finished, and chunks that it sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    @override
-    def span(self, kind: str, label: str = "", *, aside: bool = False) -> AbstractContextManager[None]:
-        if kind == "aggregate":
-            self.found.append(f"sums, {label}")
-        return super().span(kind, label, aside=aside)
-
-
 def _order(rank: int, world_size: int, overlap: bool) -> list[str]:
-    communicator, order = Communicator(dist.new_group()), _Order()
-    communicator.recorder = order
-
-    class Noted(Transfer):
-        def __init__(self, communicator: Communicator, incoming: Sequence[Tensor], label: str, **options: bool) -> None:
-            super().__init__(communicator, incoming, label, **options)
-            order.found.append(f"begins {label.rpartition(', ')[2]}")
-
-        @override
-        def finish(self) -> None:
-            super().finish()
-            order.found.append(f"has {self._label.rpartition(', ')[2]}")
-
-    with mock.patch("pygdist.backends.pipeline.Transfer", Noted):
+    communicator = Communicator(dist.new_group())
+    with noted(communicator) as found:
         sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
-    return order.found
+    return found
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -165,7 +137,7 @@ def test_a_chunk_is_summed_between_the_sources_of_the_next_and_the_sums_of_the_l
     overlap: bool, pool: RankPool
 ) -> None:
     for found in pool.run(_order, 3, overlap):
-        sums = [number for number, said in enumerate(found) if said.startswith("sums")]
+        sums = [number for number, said in enumerate(found) if said.startswith("computes")]
         assert len(sums) == 3 * CHUNKS  # of every rank's rows
         for chunk in range(CHUNKS):
             first, last = sums[3 * chunk], sums[3 * chunk + 2]

@@ -35,8 +35,9 @@ from typing_extensions import override
 
 from pygdist.backends import TensorBackend, distribute
 from pygdist.backends.overflow import Overflow
-from pygdist.backends.pipeline import SlicePlan, chunks_within
-from pygdist.backends.sliced_chunks import Waiting, repeated
+from pygdist.backends.slice_plan import SlicePlan, chunks_within, length_of
+from pygdist.backends.sliced_chunks import repeated
+from pygdist.backends.waiting import Waiting
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -87,13 +88,12 @@ def test_chunks_are_as_few_as_fit() -> None:
 
 def test_no_more_than_so_many_rows_travel_at_a_time() -> None:
     csr = CSR(torch.arange(0, 1001, 10), torch.arange(1000, dtype=torch.int32) % 100, 100)
-    plan = SlicePlan(csr, (60, 40), 3, most_rows=7)
+    plan = SlicePlan(csr, (60, 40), 3)
     rows: list[int] = []
-    for chunk in plan.chunks:
-        for piece in chunk.pieces:
-            assert piece is not None
-            assert max(part.numel() for part in piece) <= 7
-            rows += torch.cat(piece).tolist()
+    for pieces in plan.queue(most_rows=7):
+        for piece in pieces:
+            assert max(length_of(part) for part in piece) <= 7
+            rows += torch.cat([part for part in piece if isinstance(part, Tensor)]).tolist()
     assert sorted(rows) == list(range(100))
 
 
@@ -357,5 +357,7 @@ def test_rows_that_are_read_in_two_ways_are_refused(tmp_path: Path) -> None:
 def test_all_ranks_make_the_same_chunks() -> None:
     """Though the first has more columns than the last."""
     first, last = (Waiting(rows=torch.zeros(9, 3, held), source=True, most_columns=2) for held in (2, 0))
-    assert first.row_bytes == last.row_bytes == 3 * 2 * 4
-    assert Waiting(rows=torch.zeros(0, 5), target=True).row_bytes == 20
+    assert first.row_bytes(4) == last.row_bytes(4) == 3 * 2 * 4
+    assert Waiting(rows=torch.zeros(0, 5), target=True).row_bytes(3) == 20
+    assert Waiting(rows=torch.zeros(0, 5), target=True, way="share").row_bytes(3) == 20
+    assert Waiting(rows=torch.zeros(0, 3, 5), source=True, way="split").row_bytes(3) == 3 * 2 * 4
