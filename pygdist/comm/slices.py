@@ -2,8 +2,8 @@ r"""All columns of some rows, or some columns of all rows: the exchanges of tens
 
 :func:`split_columns` turns a rank's rows into its slice of everyone's columns, :func:`gather_columns` turns that back;
 each is the other's backward pass. :func:`share_rows` gives every rank the rows of all, and :func:`split_and_share` does
-both at once. The rows of all ranks stand one rank after the other. They may be :class:`Elsewhere` than a rank's own;
-then a few travel at a time.
+both at once. The rows of all ranks stand one rank after the other. Those that are shared may be :class:`Elsewhere` than
+a rank's own; then a few travel at a time.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def columns_of(width: int, rank: int, world_size: int) -> slice:
     return slice(-(-width * rank // world_size), -(-width * (rank + 1) // world_size))
 
 
-def split_columns(
-    x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str, elsewhere: Elsewhere | None = None
-) -> Tensor:
+def split_columns(x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str) -> Tensor:
     r"""This rank's columns of all rows, from all columns of its own; one exchange, its backward is one.
 
     Args:
@@ -63,28 +61,18 @@ def split_columns(
         counts: How many rows each rank has.
         communicator: The ranks; each makes the call.
         label: Named when something goes wrong.
-        elsewhere: Where the result is, and what needs its gradient has that; on the device of ``x`` by default.
 
     Shapes:
         ``x`` is :math:`(n, *, C)`, the result :math:`(N, *, c)` where :math:`c` is the rank's share of the columns
         (:func:`columns_of`). A rank sends :math:`n (C - c)` values for each of the dimensions between.
     """
-    if communicator.world_size == 1 and elsewhere is None:
+    if communicator.world_size == 1:
         return x
-    out: Tensor = _Split.apply(x, tuple(counts), communicator, label, elsewhere)  # type: ignore[no-untyped-call]
+    out: Tensor = _Split.apply(x, tuple(counts), communicator, label)  # type: ignore[no-untyped-call]
     return out
 
 
-def gather_columns(
-    x: Tensor,
-    counts: Sequence[int],
-    width: int,
-    communicator: Communicator,
-    *,
-    label: str,
-    device: torch.device | None = None,
-    elsewhere: Elsewhere | None = None,
-) -> Tensor:
+def gather_columns(x: Tensor, counts: Sequence[int], width: int, communicator: Communicator, *, label: str) -> Tensor:
     r"""All columns of this rank's rows, from its columns of all rows: the inverse of :func:`split_columns`.
 
     Args:
@@ -93,18 +81,14 @@ def gather_columns(
         width: How many columns all ranks have together.
         communicator: The ranks; each makes the call.
         label: Named when something goes wrong.
-        device: Of the result; that of ``x`` by default.
-        elsewhere: Where ``x`` is, and its gradient.
 
     Shapes:
         ``x`` is :math:`(N, *, c)`, the result :math:`(n, *, C)`. A rank sends :math:`(N - n) c` values for each of the
         dimensions between.
     """
-    if communicator.world_size == 1 and elsewhere is None:
+    if communicator.world_size == 1:
         return x
-    out: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        x, tuple(counts), width, communicator, label, device or x.device, elsewhere
-    )
+    out: Tensor = _Gather.apply(x, tuple(counts), width, communicator, label)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -170,43 +154,29 @@ def with_phantom_column(x: Tensor) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        counts: tuple[int, ...],
-        communicator: Communicator,
-        label: str,
-        elsewhere: Elsewhere | None,
-    ) -> Tensor:
-        ctx.back = counts, x.size(-1), communicator, f"{label}, backward of split", x.device, elsewhere
-        return _split(x.detach(), counts, communicator, f"{label}, split, {describe_rows(x)}", elsewhere)
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str) -> Tensor:
+        ctx.back = counts, x.size(-1), communicator, f"{label}, backward of split"
+        return _split(x.detach(), counts, communicator, f"{label}, split, {describe_rows(x)}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, *ctx.back), None, None, None, None
+        return _gather(grad, *ctx.back), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        counts: tuple[int, ...],
-        width: int,
-        communicator: Communicator,
-        label: str,
-        device: torch.device,
-        elsewhere: Elsewhere | None,
+        ctx: Any, x: Tensor, counts: tuple[int, ...], width: int, communicator: Communicator, label: str
     ) -> Tensor:
-        ctx.counts, ctx.communicator, ctx.label, ctx.elsewhere = counts, communicator, label, elsewhere
-        return _gather(x.detach(), counts, width, communicator, f"{label}, gather", device, elsewhere)
+        ctx.counts, ctx.communicator, ctx.label = counts, communicator, label
+        return _gather(x.detach(), counts, width, communicator, f"{label}, gather")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = f"{ctx.label}, backward of gather, {describe_rows(grad)}"
-        return _split(grad, ctx.counts, ctx.communicator, label, ctx.elsewhere), *[None] * 6
+        return _split(grad, ctx.counts, ctx.communicator, label), None, None, None, None
 
 
 class _Share(torch.autograd.Function):
@@ -221,7 +191,8 @@ class _Share(torch.autograd.Function):
     ) -> Tensor:
         ctx.back = counts, communicator, f"{label}, backward of share", x.device, elsewhere
         x = x.detach().contiguous()
-        out = _memory((sum(counts), *x.shape[1:]), x, elsewhere)
+        shape = (sum(counts), *x.shape[1:])
+        out = x.new_empty(shape) if elsewhere is None else elsewhere.empty(shape, x.dtype)
         incoming = out.split(list(counts))
         label = f"{label}, share, {describe_rows(x)}"
         _swap([x] * len(counts), incoming, communicator, label, x.device, _at_a_time(incoming, elsewhere))
@@ -312,35 +283,20 @@ def _exchange_pairs(
             place.copy_(rows.view(place.shape))
 
 
-def _split(
-    x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str, elsewhere: Elsewhere | None
-) -> Tensor:
+def _split(x: Tensor, counts: tuple[int, ...], communicator: Communicator, label: str) -> Tensor:
     size = communicator.world_size
     parts = [x[..., columns_of(x.size(-1), peer, size)] for peer in range(size)]
-    out = _memory((sum(counts), *parts[communicator.rank].shape[1:]), x, elsewhere)
-    _swap(parts, out.split(list(counts)), communicator, label, x.device, _at_a_time(parts, elsewhere))
+    out = x.new_empty((sum(counts), *parts[communicator.rank].shape[1:]))
+    _swap(parts, out.split(list(counts)), communicator, label, x.device)
     return out
 
 
-def _gather(
-    x: Tensor,
-    counts: tuple[int, ...],
-    width: int,
-    communicator: Communicator,
-    label: str,
-    device: torch.device,
-    elsewhere: Elsewhere | None,
-) -> Tensor:
+def _gather(x: Tensor, counts: tuple[int, ...], width: int, communicator: Communicator, label: str) -> Tensor:
     rank, size = communicator.rank, communicator.world_size
-    out = torch.empty((counts[rank], *x.shape[1:-1], width), dtype=x.dtype, device=device)
+    out = x.new_empty((counts[rank], *x.shape[1:-1], width))
     parts = [out[..., columns_of(width, peer, size)] for peer in range(size)]
-    outgoing = x.contiguous().split(list(counts))
-    _swap(outgoing, parts, communicator, label, device, _at_a_time(parts, elsewhere))
+    _swap(x.contiguous().split(list(counts)), parts, communicator, label, x.device)
     return out
-
-
-def _memory(shape: tuple[int, ...], like: Tensor, elsewhere: Elsewhere | None) -> Tensor:
-    return like.new_empty(shape) if elsewhere is None else elsewhere.empty(shape, like.dtype)
 
 
 def _at_a_time(parts: Sequence[Tensor], elsewhere: Elsewhere | None) -> int | None:
@@ -361,7 +317,7 @@ def _swap(
     communicator: Communicator,
     label: str,
     device: torch.device,
-    at_a_time: int | None,
+    at_a_time: int | None = None,
 ) -> None:
     """Give each rank its rows and put those of each into their place, wherever they are; they travel on ``device``."""
     longest = max(part.size(0) for part in (*outgoing, *incoming))

@@ -31,30 +31,32 @@ def _check(rank: int, world_size: int, width: int, piecewise: bool) -> None:
     mine = columns_of(width, rank, world_size)
 
     communicator.meter.reset()
-    sliced = split_columns(own, COUNTS, communicator, label="test", elsewhere=elsewhere)
+    sliced = split_columns(own, COUNTS, communicator, label="test")
     assert torch.equal(sliced, whole[..., mine])
     held = mine.stop - mine.start
     assert communicator.meter.read().sent_bytes == 8 * 2 * COUNTS[rank] * (width - held)
 
     communicator.meter.reset()
-    back = gather_columns(sliced, COUNTS, width, communicator, label="test", elsewhere=elsewhere)
+    back = gather_columns(sliced, COUNTS, width, communicator, label="test")
     assert torch.equal(back, own)
     assert communicator.meter.read().sent_bytes == 8 * 2 * (sum(COUNTS) - COUNTS[rank]) * held
-    assert communicator.meter.read().calls == 1  # however many pieces it came in
+    assert communicator.meter.read().calls == 1
 
     # a rank's loss weighs what it sees of everybody's rows; each row's gradient is the sum over ranks
     weight = torch.rand(whole.shape, generator=generator, dtype=torch.float64)
-    (split_columns(own, COUNTS, communicator, label="test", elsewhere=elsewhere) * weight[..., mine]).sum().backward()
+    (split_columns(own, COUNTS, communicator, label="test") * weight[..., mine]).sum().backward()
     assert own.grad is not None
     assert torch.equal(own.grad, weight.split(list(COUNTS))[rank])
     own.grad = None
     leaf = sliced.detach().requires_grad_()
-    (gather_columns(leaf, COUNTS, width, communicator, label="test", elsewhere=elsewhere) * 2).sum().backward()
+    (gather_columns(leaf, COUNTS, width, communicator, label="test") * 2).sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.full_like(sliced, 2))
 
+    communicator.meter.reset()
     everyone = share_rows(own, COUNTS, communicator, label="test", elsewhere=elsewhere)
     assert torch.equal(everyone, whole)
+    assert communicator.meter.read().calls == 1  # however many pieces it came in
     (everyone * weight * (rank + 1)).sum().backward()
     factor = sum(one + 1 for one in range(world_size))
     assert torch.allclose(own.grad, weight.split(list(COUNTS))[rank] * factor, rtol=0, atol=1e-12)
