@@ -183,7 +183,9 @@ class SlicedAdjacency(Adjacency):
         waiting = [Waiting(rows=rows, source=True, way="split")]
         if value is not None:
             every = sliced.kept_weights_of_all(value, value.dtype)
-            waiting.append(Waiting(rows=value, way="share") if every is None else Waiting(rows=every))
+            waiting.append(
+                Waiting(rows=value, name="edge weights", way="share") if every is None else Waiting(rows=every)
+            )
         ranks = Ranks(communicator=communicator, counts=sliced.counts, overflow=overflow, overlap=sliced.overlap)
         (out,) = hop_in_chunks(run, waiting, sliced.edges, ranks, label=self._label, width=rows.size(-1))
         return out

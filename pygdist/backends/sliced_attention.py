@@ -168,8 +168,8 @@ def attention_in_chunks(
     assert by is not None
     made = value.size(1) * by.element_size() if ends else 0
     first = [
-        Waiting(rows=value, source=True, way="split"),
-        Waiting(rows=by, source=ends, target=ends, way="share", kept=rounds > 1),
+        Waiting(rows=value, name="value", source=True, way="split"),
+        Waiting(rows=by, name="scores" if ends else "weights", source=ends, target=ends, way="share", kept=rounds > 1),
     ]
 
     def hop(waiting: list[Waiting], *, last: bool) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -239,15 +239,16 @@ class SlicedHop:
 
     def _waiting(self, known: _Known, kind: Kind) -> Waiting:
         """How all ranks come by what a hop reads of an argument."""
-        value = known.value
+        value, name = known.value, known.name
         if kind in ("nodes", "columns"):
             rows, source, target = value.movedim(self.layer.node_dim, 0), "source" in known.ends, "target" in known.ends
-            return Waiting(rows=rows, source=source, target=target, way="split" if kind == "columns" else "share")
+            way: Literal["split", "share"] = "split" if kind == "columns" else "share"
+            return Waiting(rows=rows, name=name, source=source, target=target, way=way)
         if kind == "edge columns":
-            return Waiting(rows=value, way="split")
-        label, elsewhere, tensors = f"{self.label}, {known.name}", self.everyone.elsewhere, self.edge_tensors
-        every = tensors.kept_of_all(self.layer, known.name, value, self.topology, label=label, elsewhere=elsewhere)
-        return Waiting(rows=value, way="share") if every is None else Waiting(rows=every)
+            return Waiting(rows=value, name=name, way="split")
+        label, elsewhere, tensors = f"{self.label}, {name}", self.everyone.elsewhere, self.edge_tensors
+        every = tensors.kept_of_all(self.layer, name, value, self.topology, label=label, elsewhere=elsewhere)
+        return Waiting(rows=value, name=name, way="share") if every is None else Waiting(rows=every)
 
 
 class _Known(NamedTuple):

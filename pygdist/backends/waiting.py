@@ -49,6 +49,7 @@ class Waiting:
 
     Attributes:
         rows: One for each node; for each edge if neither end is read.
+        name: Named when something goes wrong.
         source: A chunk reads those of its edges' sources.
         target: A chunk reads those of its destinations.
         way: How all ranks come by what they read: ``split``, each its columns, or ``share``, all whole rows, where
@@ -59,6 +60,7 @@ class Waiting:
     """
 
     rows: Tensor
+    name: str = "rows"
     source: bool = False
     target: bool = False
     way: Literal["split", "share", "here"] = "here"
@@ -183,7 +185,7 @@ class ChunkedHop:
         )
         return Freight(
             own=own, every=every, columns=columns, start=starts[self.ranks.communicator.rank], queue=queue,
-            label=f"{self.label}, {number}",
+            label=f"{self.label}, {one.name}",
         )  # fmt: skip
 
     def result(self, own: Tensor, queue: Queue, every: Tensor | None = None) -> Freight:

@@ -29,7 +29,7 @@ def noted(communicator: Communicator) -> Iterator[list[str]]:
     """What happens inside, in order: exchanges by chunk that the main thread begins and has finished, and computations.
 
     An exchange is called by the last part of its label, and by the tensor if a hop reads several: ``begins split 1``
-    or ``has 0, split 1``.
+    or ``has value, split 1``.
     """
     communicator.recorder = order = _Order()
 
@@ -51,4 +51,4 @@ def noted(communicator: Communicator) -> Iterator[list[str]]:
 def _name(label: str) -> str:
     """Without the hop, and what rows are like."""
     *_, tensor, _, what = f", , {label}".split(", ")
-    return f"{tensor}, {what}" if tensor.isdigit() else what
+    return what if tensor in ("forward", "backward", "result") else f"{tensor}, {what}"
