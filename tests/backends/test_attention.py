@@ -185,10 +185,10 @@ def test_dropout_keeps_the_mean(cls: Any, graph: tuple[Data, Shard]) -> None:
     model = single(_layer(cls, heads=2, dropout=0.5), shard)
     torch.manual_seed(0)
     with torch.no_grad():
-        mean = torch.stack([model(shard.x, shard.adjacency) for _ in range(4000)]).mean(dim=0)
+        mean = torch.stack([model(shard.x, shard.adjacency) for _ in range(1000)]).mean(dim=0)
         model.eval()
         expected = model(shard.x, shard.adjacency)
-    assert (mean - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (mean - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("plainly", ["propagate", "edge_updater", "both"])

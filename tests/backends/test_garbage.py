@@ -45,6 +45,7 @@ def _left(rank: int, world_size: int, folder: str, backend: str) -> dict[str, li
         for _ in range(2):
             model(shard.x, shard.adjacency).sum().backward()
         gc.collect()
+        gc.freeze()  # what is there already need not be looked through again
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             model(shard.x, shard.adjacency).sum().backward()
@@ -53,6 +54,7 @@ def _left(rank: int, world_size: int, folder: str, backend: str) -> dict[str, li
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
+            gc.unfreeze()
         if left:
             found[name] = left
     return found

@@ -78,7 +78,7 @@ def test_devices_that_make_no_sense(options: dict[str, float]) -> None:
 
 
 @given(budget=st.integers(3_000, 60_000), name=st.sampled_from(["hash", "chunk"]))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_what_is_written_fits(budget: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     rng = np.random.default_rng(0)
     edges = EdgeStream(rng.integers(0, 200, (2, 1000)), num_nodes=200)
