@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.layers import BASE, hooked
+from pygdist.backends.reached import leaves_of
 from pygdist.errors import InputError
 
 __all__ = ["TRIED_WITH", "Columns", "acts_on_columns", "columns_of_hops"]
@@ -43,11 +44,13 @@ class Columns:
         kinds: What each argument of ``propagate`` is, by name.
         fold: The result has so many blocks of columns, each as wide as the rows that go in.
         repeated: The layer reads the same rows in several hops, one for each relation, say.
+        reads: Names of the layer's parameters, and of other tensors that are its attributes, which it computes with.
     """
 
     kinds: Mapping[str, Kind]
     fold: int
     repeated: bool = False
+    reads: frozenset[str] = frozenset()
 
 
 class _RefusedError(Exception):
@@ -73,7 +76,7 @@ class _Memory(Generic[T]):
             key = _key(layer)
             alike = {} if key is None else self.of_class.setdefault(_own(layer), {})
             if key not in alike:
-                with torch.device("cpu"):
+                with torch.device("cpu"), torch.inference_mode(False):  # gradients tell what a hop reads
                     alike[key] = self.find(layer)
             self.of_layer[layer] = alike[key]
         return self.of_layer[layer]
@@ -345,6 +348,7 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
             )
         columns = _shared_out(layer, run, edge_index.size(1), kwargs, whole)
         known = found.setdefault(names, columns)
+        found[names] = known = replace(known, reads=known.reads | _read(layer, run, kwargs))
         if (known.kinds, known.fold) != (columns.kinds, columns.fold):
             raise _RefusedError(f"makes hops with the same arguments that are not alike ({_called(names)})")
         rows = [kwargs[name] for name, kind in known.kinds.items() if kind == "columns"]
@@ -354,6 +358,26 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
         return whole
 
     return propagate
+
+
+def _read(layer: MessagePassing, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Names of the layer's parameters and tensors that a hop computes with, however its code comes by them."""
+    attributes = vars(layer)
+    before, read = dict(attributes), {}
+    for name, value in before.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            read[name] = value.detach().requires_grad_()
+    for name, parameter in layer.named_parameters():
+        if parameter.is_floating_point():
+            read[name] = parameter.requires_grad_()
+    with torch.enable_grad():
+        attributes.update({name: read[name].clone() for name in before if name in read})  # it may write into them
+        try:
+            reached = {id(one) for one in leaves_of(run(**kwargs))}
+        finally:
+            attributes.clear()
+            attributes.update(before)
+    return frozenset(name for name, one in read.items() if id(one) in reached)
 
 
 def _called(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ Every rank runs the same chunks in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ def hop_in_chunks(
     label: str,
     width: int | None,
     device: torch.device | None = None,
-    others: Iterable[Tensor] = (),
+    others: Mapping[Tensor, Tensor] | None = None,
     messages: bool = False,
     weight_bytes: int = 0,
 ) -> tuple[Tensor, ...]:
@@ -60,7 +60,8 @@ def hop_in_chunks(
         width: How many columns all ranks have together of the result, of which each then gets its rows; ``None`` to
             leave every rank its columns of all rows, which wait.
         device: Of a rank's rows of the result; that of the first that waits by default.
-        others: What else it may read that needs a gradient, such as parameters.
+        others: What else it may read that needs a gradient, such as parameters, with the leaf that ``run`` reads: the
+            same, or one that stands for what was computed.
         messages: It makes a message for each edge, as wide as what it reads.
         weight_bytes: Of the weights that it makes for each edge.
 
@@ -86,9 +87,11 @@ def hop_in_chunks(
         label=label,
         width=width,
         device=device or waiting[0].rows.device,
+        others=tuple((others or {}).values()),
     )
-    graded = [one for one in others if one.requires_grad]
-    out: tuple[Tensor, ...] = _Chunks.apply(hop, *(one.rows for one in waiting), *graded)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Chunks.apply(  # type: ignore[no-untyped-call]
+        hop, torch.is_grad_enabled(), *(one.rows for one in waiting), *(others or ())
+    )
     return out
 
 
@@ -112,7 +115,7 @@ def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int) -> Sl
 
 class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hop: ChunkedHop, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hop: ChunkedHop, graded: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         kind, plan = hop.ranks.overflow.device.type, hop.plan
         ctx.hop, ctx.autocast = hop, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.own = [(tuple(one.shape), one.dtype, one.device) for one in tensors[: len(hop.waiting)]]
@@ -130,7 +133,10 @@ class _Chunks(torch.autograd.Function):
         for number, chunk in enumerate(plan.chunks):
             there.take(number + 1)
             with hop.computing(number):
-                found = hop.run(hop.edges(chunk), hop.take(chunk, rows))
+                taken = hop.take(chunk, rows)
+                # the first one tells what else it is computed from
+                with torch.set_grad_enabled(graded and number == 0):
+                    found = hop.check(hop.run(hop.edges(chunk), taken)).detach()
             results.add(chunk, found)
         ctx.save_for_backward(*rows, *tensors[len(hop.waiting) :])
         return results.finish(), *(rows[number] for number in travelling if hop.waiting[number].kept)
@@ -139,9 +145,9 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *of_kept: Tensor) -> tuple[Tensor | None, ...]:
         hop, tensors = ctx.hop, ctx.saved_tensors
-        rows, others = tensors[: len(hop.waiting)], tensors[len(hop.waiting) :]
-        gradients = _Gradients(hop, rows, ctx.own, ctx.needs_input_grad[1:], of_kept)
-        of_others: list[Tensor | None] = [None] * len(others)
+        rows = tensors[: len(hop.waiting)]
+        gradients = _Gradients(hop, rows, ctx.own, ctx.needs_input_grad[2:], of_kept)
+        of_others: list[Tensor | None] = [None] * len(hop.others)
         kind, dtype, enabled = ctx.autocast
         for number, chunk, given in _gradients_of_results(hop, grad):
             with hop.computing(number):
@@ -150,11 +156,12 @@ class _Chunks(torch.autograd.Function):
                 with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
                     out = hop.run(hop.edges(chunk), taken)
                 wanted = [part for _, _, part in leaves]
+                hop.check(out, wanted)
                 # of a chunk without edges, say, nothing may need a gradient
                 found = (
-                    torch.autograd.grad(out, wanted + list(others), given.to(out.device), allow_unused=True)
+                    torch.autograd.grad(out, [*wanted, *hop.others], given.to(out.device), allow_unused=True)
                     if out.requires_grad
-                    else (None,) * (len(wanted) + len(others))
+                    else (None,) * (len(wanted) + len(hop.others))
                 )
                 for (end, gradient, _), one in zip(leaves, found, strict=False):
                     if one is not None:
@@ -163,7 +170,7 @@ class _Chunks(torch.autograd.Function):
                 known = of_others[place]
                 of_others[place] = known if one is None else one if known is None else known + one
             gradients.complete(number)
-        return None, *gradients.finish(), *of_others
+        return None, None, *gradients.finish(), *of_others
 
 
 class _Results:

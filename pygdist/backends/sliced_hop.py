@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.attention import attention_hop
@@ -178,11 +178,9 @@ class SlicedHop:
         # by argument, for each end: which of what is known, where a chunk reads it, and its kind
         read: dict[str, list[tuple[int, str, Kind] | None]] = {}
         layer_class: Any = type(layer)
+        # what its code says, and what trials have seen, which need not be all that code may do
         attributes = read_names(layer_class, ("message", "aggregate", "message_and_aggregate", "update"))
-        others: list[Any] = []
-        for name in attributes:
-            value = getattr(layer, name, None)
-            others += value.parameters() if isinstance(value, nn.Module) else tree_leaves(value)
+        others = _Others(layer, self.columns.reads | attributes)
 
         def place(name: str, value: Any, end: str) -> tuple[int, str, Kind] | None:
             kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
@@ -202,22 +200,17 @@ class SlicedHop:
                 read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
             elif kind in ("edges", "edge columns") and value is not None:
                 read[name] = [place(name, value, "edge")]
-            else:
-                others += tree_leaves(value)
             if f"{name}_j" in layer._user_args and name in layer._user_args and not isinstance(value, (tuple, list)):
                 raise InputError(
                     f"{self.label}: reads '{name}' at the ends of edges and as it is, which a chunk of edges does not "
                     "have; leave memory_gib out, or use 'comm' with halo_gib"
                 )
-        # what earlier passes left on the layer must not be held by this one
-        state = {
-            name: value
-            for name, value in vars(layer).items()
-            if name in attributes or not (isinstance(value, Tensor) and value.grad_fn is not None)
-        }
+        state = others.state()
+        # the rows themselves must not be held for the backward pass
+        same = {name: others.leaves(value) for name, value in kwargs.items() if name not in read}
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
-            given = dict(kwargs)
+            given = dict(same)
             for name, places in read.items():
                 parts = [
                     None if one is None else self._as_read(getattr(taken[one[0]], one[1]), one[2]) for one in places
@@ -229,11 +222,10 @@ class SlicedHop:
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
 
         ranks = Ranks(communicator=communicator, counts=counts, overflow=overflow, overlap=self.overlap)
-        distinct = {id(one): one for one in others if isinstance(one, Tensor) and one.requires_grad}
         (whole,) = hop_in_chunks(
             run, [self._waiting(one, kind) for (_, kind), one in known.items()],
             cast(Adjacency, self.topology.edges), ranks, label=self.label, width=width, device=device,
-            others=distinct.values(), messages=messages,
+            others=others.known, messages=messages,
         )  # fmt: skip
         return whole.flatten(-2).movedim(0, layer.node_dim)
 
@@ -258,6 +250,46 @@ class _Known(NamedTuple):
     name: str
     value: Tensor
     ends: set[str]
+
+
+class _Others:
+    """What a hop reads beside rows of nodes and edges, of which some needs a gradient.
+
+    What was computed is read by chunks as a leaf that stands for it: the way back from there is taken once, after all
+    chunks, and is not part of any.
+
+    Args:
+        layer: The layer.
+        names: Of its attributes, parameters and modules that the hop reads.
+
+    Attributes:
+        known: What needs a gradient, with the leaf that is read.
+    """
+
+    def __init__(self, layer: MessagePassing, names: frozenset[str]) -> None:
+        self.known: dict[Tensor, Tensor] = {}
+        self._layer, self._names = layer, names
+        children = [module for name, module in layer.named_children() if name in names]
+        self.leaves([one for name, one in layer.named_parameters() if name in names])
+        self.leaves([one for module in children for one in module.parameters()])
+
+    def leaves(self, value: Any) -> Any:
+        """The same with leaves in the place of what was computed."""
+        graded = [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]
+        for one in graded:
+            if one not in self.known:
+                self.known[one] = one if one.is_leaf else one.detach().requires_grad_()
+        # containers that hold nothing of the kind stay themselves
+        return tree_map_only(Tensor, lambda one: self.known.get(one, one), value) if graded else value
+
+    def state(self) -> dict[str, Any]:
+        """The layer's attributes as its chunks see them."""
+        return {
+            name: self.leaves(value) if name in self._names else value
+            for name, value in vars(self._layer).items()
+            # what earlier passes left on the layer must not be held by this one
+            if name in self._names or not (isinstance(value, Tensor) and value.grad_fn is not None)
+        }
 
 
 @contextlib.contextmanager

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.overflow import Overflow
+from pygdist.backends.reached import leaves_of
 from pygdist.backends.slice_plan import AHEAD, Queue, SliceChunk, SlicePlan, length_of
 from pygdist.backends.travels import Freight, slices_of
 from pygdist.comm import Communicator
 from pygdist.comm.recorder import recorded
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
@@ -104,6 +106,7 @@ class ChunkedHop:
         width: How many columns all ranks have together of the result, of which each then gets its rows; ``None`` if
             every rank keeps its columns of all rows.
         device: Of a rank's rows of the result.
+        others: Leaves that it may read beside what waits, such as parameters.
     """
 
     run: ChunkRun
@@ -113,6 +116,19 @@ class ChunkedHop:
     label: str
     width: int | None
     device: torch.device
+    others: tuple[Tensor, ...] = ()
+
+    def check(self, out: Tensor, taken: Sequence[Tensor] = ()) -> Tensor:
+        """Complain of what a chunk was computed from if that would not get its gradient; the same on every rank."""
+        known = {id(one) for one in (*self.others, *taken)}
+        for leaf in leaves_of(out):
+            if id(leaf) not in known:
+                raise InputError(
+                    f"{self.label}: computes with a tensor of shape {tuple(leaf.shape)} that needs a gradient, and is "
+                    "neither an argument of propagate nor known to be a parameter or an attribute that the layer's "
+                    "hops read, so it would get none by chunks; make it one of these, or leave memory_gib out"
+                )
+        return out
 
     def edges(self, chunk: SliceChunk) -> Adjacency:
         """The edges of a chunk, from the rows that it reads to its destinations."""
