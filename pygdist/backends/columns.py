@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.layers import BASE, hooked
-from pygdist.backends.reached import leaves_of
+from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
 
-__all__ = ["TRIED_WITH", "Columns", "acts_on_columns", "columns_of_hops"]
+__all__ = ["TRIED_WITH", "Columns", "acts_on_columns", "columns_of_hops", "read_ends"]
 
 TRIED_WITH = ("x", "edge_index", "edge_weight", "edge_type", "edge_attr", "x_0")
 """Arguments of a layer's ``forward`` that a trial may give."""
@@ -45,12 +45,20 @@ class Columns:
         fold: The result has so many blocks of columns, each as wide as the rows that go in.
         repeated: The layer reads the same rows in several hops, one for each relation, say.
         reads: Names of the layer's parameters, and of other tensors that are its attributes, which it computes with.
+        needs_all_edges: Some of the destinations, with all edges into them, are not enough to get their rows right.
     """
 
     kinds: Mapping[str, Kind]
     fold: int
     repeated: bool = False
     reads: frozenset[str] = frozenset()
+    needs_all_edges: bool = False
+
+
+def read_ends(layer: MessagePassing, name: str) -> tuple[bool, bool]:
+    """Whether a layer reads an argument at the sources of edges, and at their destinations or as it is."""
+    asked = layer._user_args
+    return f"{name}_j" in asked, f"{name}_i" in asked or name in asked
 
 
 class _RefusedError(Exception):
@@ -348,7 +356,11 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
             )
         columns = _shared_out(layer, run, edge_index.size(1), kwargs, whole)
         known = found.setdefault(names, columns)
-        found[names] = known = replace(known, reads=known.reads | _read(layer, run, kwargs))
+        part = known.needs_all_edges or _needs_all_edges(
+            layer, partial(own, layer), edge_index, kwargs, known.kinds, whole
+        )
+        known = replace(known, reads=known.reads | tensors_read(layer, partial(run, **kwargs)), needs_all_edges=part)
+        found[names] = known
         if (known.kinds, known.fold) != (columns.kinds, columns.fold):
             raise _RefusedError(f"makes hops with the same arguments that are not alike ({_called(names)})")
         rows = [kwargs[name] for name, kind in known.kinds.items() if kind == "columns"]
@@ -360,24 +372,46 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
     return propagate
 
 
-def _read(layer: MessagePassing, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Names of the layer's parameters and tensors that a hop computes with, however its code comes by them."""
-    attributes = vars(layer)
-    before, read = dict(attributes), {}
-    for name, value in before.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            read[name] = value.detach().requires_grad_()
-    for name, parameter in layer.named_parameters():
-        if parameter.is_floating_point():
-            read[name] = parameter.requires_grad_()
-    with torch.enable_grad():
-        attributes.update({name: read[name].clone() for name in before if name in read})  # it may write into them
+def _needs_all_edges(
+    layer: MessagePassing,
+    run: Callable[..., Tensor],
+    edge_index: Tensor,
+    kwargs: dict[str, Any],
+    kinds: Mapping[str, Kind],
+    whole: Tensor,
+) -> bool:
+    """Whether a hop that gave ``whole`` gives half of the destinations something else if they are alone."""
+    dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
+    for span in (range(half), range(half, whole.size(dim))):
+        among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
+        if not among.any():  # many layers do not run on no edges
+            continue
+        sources, source = edge_index[0, among].unique(return_inverse=True)
+        rows = sources, torch.arange(span.start, span.stop)
+
+        def taken(name: str, value: Any, among: Tensor = among, rows: tuple[Tensor, Tensor] = rows) -> Any:
+            kind = kinds.get(name, "same")
+            if value is None or kind == "same":
+                return value
+            if kind in ("edges", "edge columns"):
+                return value[among]
+            ends = value if isinstance(value, (tuple, list)) else (value, value)
+            read = read_ends(layer, name)
+            parts = [
+                one.index_select(dim, place) if used and one is not None else None
+                for one, place, used in zip(ends, rows, read, strict=True)
+            ]
+            return tuple(parts) if read[0] else parts[1]
+
+        given = {name: taken(name, value) for name, value in kwargs.items()}
+        edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
         try:
-            reached = {id(one) for one in leaves_of(run(**kwargs))}
-        finally:
-            attributes.clear()
-            attributes.update(before)
-    return frozenset(name for name, one in read.items() if id(one) in reached)
+            found = run(edges, size=size, **given)
+        except Exception:  # whatever a layer says of some of its rows
+            return True
+        if not _same(found, whole.narrow(dim, span.start, len(span))):
+            return True
+    return False
 
 
 def _called(names: Iterable[str]) -> str:

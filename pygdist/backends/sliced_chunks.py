@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from pygdist.backends.slice_plan import SliceChunk, SlicePlan, chunks_within, known_plan, length_of
 from pygdist.backends.travels import Homeward, Outward, slices_of
 from pygdist.backends.waiting import ChunkedHop, ChunkRun, Ranks, Taken, Waiting, rows_of
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 
 __all__ = ["hop_in_chunks", "repeated"]
@@ -48,6 +49,7 @@ def hop_in_chunks(
     others: Mapping[Tensor, Tensor] | None = None,
     messages: bool = False,
     weight_bytes: int = 0,
+    all_edges: bool = False,
 ) -> tuple[Tensor, ...]:
     r"""A hop over the edges of all ranks.
 
@@ -64,9 +66,13 @@ def hop_in_chunks(
             same, or one that stands for what was computed.
         messages: It makes a message for each edge, as wide as what it reads.
         weight_bytes: Of the weights that it makes for each edge.
+        all_edges: It does not get some rows right without the edges of others.
 
     Returns:
         The result, then of all that is to be kept what arrived.
+
+    Raises:
+        InputError: If it needs all edges, which do not fit; on every rank.
 
     Shapes:
         The result is :math:`(n, *, C)`, or :math:`(N, *, c)` if it is left where it is.
@@ -78,11 +84,18 @@ def hop_in_chunks(
     )
     if messages:
         edge_bytes += _LIST_BYTES + _MESSAGES * nodes
+    plan = _plan(edges, ranks, _GRADED * nodes, edge_bytes)
+    if all_edges and len(plan.chunks) > 1:
+        raise InputError(
+            f"{label}: gave some destinations other numbers without the edges into others when it was tried on a few "
+            f"nodes, so it cannot run by chunks, and memory_gib asks for {len(plan.chunks)} of them; leave it out, or "
+            "give more"
+        )
     hop = ChunkedHop(
         run=run,
         # what travels need not be held for the backward pass beside what arrives
         waiting=tuple(replace(one, rows=torch.empty(0)) for one in waiting),
-        plan=_plan(edges, ranks, _GRADED * nodes, edge_bytes),
+        plan=plan,
         ranks=ranks,
         label=label,
         width=width,

@@ -15,8 +15,8 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Inner
 from pygdist.backends.blocks import read_names
-from pygdist.backends.columns import Columns, Kind
-from pygdist.backends.layers import layer_name, with_phantom_edge
+from pygdist.backends.columns import Columns, Kind, read_ends
+from pygdist.backends.layers import hooked, layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow
 from pygdist.backends.sliced_chunks import hop_in_chunks
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
@@ -132,11 +132,6 @@ class SlicedHop:
         rows = with_phantom_column(rows) if kind in ("columns", "edge columns") else rows
         return rows.movedim(0, self.layer.node_dim) if kind in ("nodes", "columns") else rows
 
-    def _read_ends(self, name: str) -> tuple[bool, bool]:
-        """Whether the layer reads an argument at the sources of edges, and at their destinations or as it is."""
-        asked = self.layer._user_args
-        return f"{name}_j" in asked, f"{name}_i" in asked or name in asked
-
     # -- all at once --------------------------------------------------------------------------------------------------
 
     def _given(self, kwargs: Mapping[str, Any], width: int) -> dict[str, Any]:
@@ -154,7 +149,7 @@ class SlicedHop:
         given: dict[str, Any] = {}
         for name, value in kwargs.items():
             if isinstance(value, (tuple, list)) and self.columns.kinds.get(name, "same") != "same":
-                read = self._read_ends(name)
+                read = read_ends(self.layer, name)
                 # who asks for both ends at once gets both
                 whole = name in self.layer._user_args
                 given[name] = tuple(
@@ -173,6 +168,11 @@ class SlicedHop:
             raise InputError(
                 f"{self.label}: its messages are computed where its parameters are, on {device}, not on "
                 f"{overflow.device}; leave device out, or the model there"
+            )
+        if hooked(layer, "propagate", "message", "aggregate", "message_and_aggregate"):
+            raise InputError(
+                f"{self.label}: has hooks on its hops, which would get chunks, and these once more in the backward "
+                "pass; remove them, or leave memory_gib out"
             )
         known: dict[tuple[int, Kind], _Known] = {}
         # by argument, for each end: which of what is known, where a chunk reads it, and its kind
@@ -196,7 +196,7 @@ class SlicedHop:
             kind = self.columns.kinds.get(name, "same")
             if kind in ("nodes", "columns"):
                 ends = value if isinstance(value, (tuple, list)) else (value, value)
-                used = zip(("source", "target"), ends, self._read_ends(name), strict=True)
+                used = zip(("source", "target"), ends, read_ends(self.layer, name), strict=True)
                 read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
             elif kind in ("edges", "edge columns") and value is not None:
                 read[name] = [place(name, value, "edge")]
@@ -216,7 +216,9 @@ class SlicedHop:
                     None if one is None else self._as_read(getattr(taken[one[0]], one[1]), one[2]) for one in places
                 ]
                 # a layer that looks at destinations alone gets theirs, others both
-                given[name] = parts[0] if len(parts) == 1 else tuple(parts) if self._read_ends(name)[0] else parts[1]
+                given[name] = (
+                    parts[0] if len(parts) == 1 else tuple(parts) if read_ends(self.layer, name)[0] else parts[1]
+                )
             with _attributes(layer, state):
                 out = self._compute(edges, (edges.num_src, edges.num_dst), given)
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
@@ -225,7 +227,7 @@ class SlicedHop:
         (whole,) = hop_in_chunks(
             run, [self._waiting(one, kind) for (_, kind), one in known.items()],
             cast(Adjacency, self.topology.edges), ranks, label=self.label, width=width, device=device,
-            others=others.known, messages=messages,
+            others=others.known, messages=messages, all_edges=self.columns.needs_all_edges,
         )  # fmt: skip
         return whole.flatten(-2).movedim(0, layer.node_dim)
 

@@ -279,6 +279,21 @@ def test_hops_are_tried_as_in_training_too() -> None:
         columns_of_hops(InTraining())
 
 
+class Centred(Hop):
+    only_in_training: bool
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j - x_j.mean(0) if self.training or not self.only_in_training else x_j
+
+
+def test_hops_that_look_beyond_a_destination_are_known() -> None:
+    def found(layer: MessagePassing) -> set[bool]:
+        return {one.needs_all_edges for one in columns_of_hops(layer).values()}
+
+    assert found(Centred(only_in_training=False)) == found(Centred(only_in_training=True)) == {True}
+    assert found(Scaled()) == {False}
+
+
 # -- what cannot be tried ----------------------------------------------------------------------------------------------
 
 

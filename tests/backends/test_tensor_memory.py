@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import itertools
 import re
@@ -19,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_geometric.data import Data
 from torch_geometric.nn import (
     GAT,
     GCN,
@@ -48,11 +46,10 @@ from pygdist.nn.decoupled import Decoupled, decouple
 from pygdist.testing import RankPool, Step, assert_exact, random_graph, supported_layers
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from tests.backends.memory import at_most, large_graph, private_bytes
-from tests.backends.training import epoch, one_rank, same
+from tests.backends.training import TINY, epoch, one_rank_in_little_memory, same
 
 NODES, DEGREE, WIDTH = 10_000, 300, 8
 BUDGET, LIMIT = 4 << 20, 16 << 20  # for edges and slices, and for all that a step takes
-TINY = 24 / 2**20  # GiB: 24 KiB
 TINIER = 8 / 2**20  # of which sums have enough
 SUMS = ["APPNP", "GCNConv", "GINConv", "GraphConv", "LGConv", "SAGEConv-mean", "SGConv", "SSGConv", "TAGConv"]
 #: What is no sum by weights without gradient, and takes chunks to the device that are computed again backward.
@@ -277,140 +274,16 @@ class KeepsThings(MessagePassing):
         return self.scale * x_j
 
 
-def _one_rank_in_little_memory(
-    layer: MessagePassing, folder: Path, memory_gib: float = TINY
-) -> tuple[nn.Module, Shard, Data]:
-    data, shard = one_rank(folder)
-    backend = TensorBackend(memory_gib=memory_gib)
-    backend.bind(shard, Communicator())
-    return distribute(copy.deepcopy(layer), backend=backend), shard, data
-
-
 def test_what_a_hop_reads_of_its_layer_has_a_gradient(tmp_path: Path) -> None:
     plain = KeepsThings().double()
-    model, shard, data = _one_rank_in_little_memory(plain, tmp_path)
+    model, shard, data = one_rank_in_little_memory(plain, tmp_path)
     for _ in range(2):
         same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
     assert any(parameter.grad is not None and parameter.grad.abs() > 0 for parameter in model.parameters())
 
 
-class Raw(MessagePassing):
-    """Multiplies messages by a parameter; subclasses say how they come by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raw, self.unread = nn.Parameter(torch.tensor([0.3])), nn.Parameter(torch.tensor([0.3]))
-
-    @override
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.propagate(edge_index, x=x)
-        return out
-
-
-class ByProperty(Raw):
-    @property
-    def scale(self) -> Tensor:
-        """Computed anew."""
-        return self.raw.sigmoid()
-
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return self.scale * x_j.tanh()
-
-
-class ByParametrization(Raw):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrize.register_parametrization(self, "raw", nn.Sigmoid())
-
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return self.raw * x_j.tanh()
-
-
-def _decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(function)
-    def inner(*args: Any) -> Tensor:
-        return function(*args)
-
-    return inner
-
-
-class ByDecorator(Raw):
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return self.made(x_j)
-
-    @_decorated
-    def made(self, x_j: Tensor) -> Tensor:
-        """A message."""
-        return self.raw * x_j.tanh()
-
-
-def _helper(layer: Raw, x_j: Tensor) -> Tensor:
-    return layer.raw * x_j.tanh()
-
-
-class ByFunction(Raw):
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return _helper(self, x_j)
-
-
-class ByAttribute(Raw):
-    """What was computed from the parameter is found where no code of the layer looks for it."""
-
-    kept: Tensor
-
-    @override
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        self.kept = self.raw.sigmoid()
-        return super().forward(x, edge_index)
-
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        scale: Tensor = vars(self)["kept"]
-        return scale * x_j.tanh()
-
-
-@pytest.mark.parametrize("layer", [ByProperty, ByParametrization, ByDecorator, ByFunction, ByAttribute])
-def test_a_parameter_has_its_gradient_however_a_hop_reads_it(layer: Callable[[], Raw], tmp_path: Path) -> None:
-    plain = layer().double()
-    model, shard, data = _one_rank_in_little_memory(plain, tmp_path)
-    for _ in range(2):
-        same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index))
-        gradients = [one.grad for name, one in model.named_parameters() if name != "unread"]
-        assert all(one is not None and one.abs() > 0 for one in gradients)
-        assert model.get_parameter("unread").grad is None
-    for one in model.parameters():
-        one.requires_grad_(one is model.unread)
-    assert not model(shard.x, shard.adjacency).requires_grad  # nothing is computed once more for what no hop reads
-
-
-OUTSIDE = {"factor": torch.ones(())}
-
-
-class ReadsOthers(Raw):
-    """Computes with something that is not its own."""
-
-    @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return OUTSIDE["factor"] * x_j
-
-
-@pytest.mark.parametrize("computed", [False, True])
-def test_what_would_get_no_gradient_is_refused(computed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, shard, _ = _one_rank_in_little_memory(ReadsOthers().double(), tmp_path)
-    leaf = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    monkeypatch.setitem(OUTSIDE, "factor", leaf.exp() if computed else leaf)
-    with pytest.raises(InputError, match=r"hop 1 of ReadsOthers: computes with a tensor of shape \(1,\) that needs a"):
-        model(shard.x, shard.adjacency)
-    with torch.no_grad():
-        model(shard.x, shard.adjacency)
-
-
 def test_passes_do_not_hold_each_other(tmp_path: Path) -> None:
-    model, shard, _ = _one_rank_in_little_memory(KeepsThings().double(), tmp_path)
+    model, shard, _ = one_rank_in_little_memory(KeepsThings().double(), tmp_path)
     seen: list[weakref.ref[Tensor]] = []
     for _ in range(3):
         x = shard.x.clone()
@@ -433,7 +306,7 @@ def test_passes_do_not_hold_each_other(tmp_path: Path) -> None:
 )
 def test_little_memory_is_several_chunks(layer: MessagePassing, memory_gib: float, tmp_path: Path) -> None:
     """The comparisons in little memory compare chunks with one process, not one chunk."""
-    model, shard, _ = _one_rank_in_little_memory(layer.double(), tmp_path, memory_gib)
+    model, shard, _ = one_rank_in_little_memory(layer.double(), tmp_path, memory_gib)
     made: list[int] = []
     own = SlicePlan.__init__
 
@@ -465,8 +338,37 @@ class ReadsBoth(MessagePassing):
 
 
 def test_rows_that_are_read_in_two_ways_are_refused(tmp_path: Path) -> None:
-    model, shard, _ = _one_rank_in_little_memory(ReadsBoth().double(), tmp_path)
+    model, shard, _ = one_rank_in_little_memory(ReadsBoth().double(), tmp_path)
     with pytest.raises(InputError, match="ReadsBoth: reads 'x' at the ends of edges and as it is"):
+        model(shard.x, shard.adjacency)
+
+
+class Centred(MessagePassing):
+    """Looks beyond the destination of a message."""
+
+    @override
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x)
+        return out
+
+    @override
+    def message(self, x_j: Tensor) -> Tensor:
+        return (x_j - x_j.mean(0)).tanh()
+
+
+def test_a_hop_that_needs_all_edges_is_not_cut(tmp_path: Path) -> None:
+    (cut, shard, _), plain = one_rank_in_little_memory(Centred(), tmp_path / "cut"), Centred()
+    with pytest.raises(InputError, match=r"hop 1 of Centred: gave some destinations other numbers .* asks for \d+ of"):
+        cut(shard.x, shard.adjacency)
+    model, shard, data = one_rank_in_little_memory(plain, tmp_path / "whole", 1.0)
+    assert torch.allclose(model(shard.x, shard.adjacency), plain(data.x, data.edge_index), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("hook", ["propagate_forward", "message_forward_pre", "aggregate_forward"])
+def test_hooks_do_not_see_chunks(hook: str, tmp_path: Path) -> None:
+    model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr="max").double(), tmp_path)
+    getattr(model, f"register_{hook}_hook")(lambda *_: None)
+    with pytest.raises(InputError, match="hop 1 of SAGEConv: has hooks on its hops, which would get chunks"):
         model(shard.x, shard.adjacency)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist import Shard, distribute
-from pygdist.backends import Backend, Savings, SingleBackend
+from pygdist.backends import Backend, Savings, SingleBackend, TensorBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.testing import random_graph
 
+TINY = 24 / 2**20  # GiB: 24 KiB
 #: Nothing is left undone.
 NOTHING = Savings(first_hop=False, cheaper_side=False, no_input_gradient=False, fused_attention=False, block_mib=0)
 
@@ -65,6 +67,16 @@ def one_rank(folder: Path, kind: str = "directed", **options: Any) -> tuple[Data
     data, part = random_graph(kind, **options)
     write_store(data, part[1], folder / "store", num_parts=1, method="test", arguments={})
     return data, Shard.load(folder / "store", 0)
+
+
+def one_rank_in_little_memory(
+    layer: nn.Module, folder: Path, memory_gib: float = TINY
+) -> tuple[nn.Module, Shard, Data]:
+    """A layer on slices within a budget, and the graph with and without the backend."""
+    data, shard = one_rank(folder)
+    backend = TensorBackend(memory_gib=memory_gib)
+    backend.bind(shard, Communicator())
+    return distribute(copy.deepcopy(layer), backend=backend), shard, data
 
 
 def stored(folder: Path, kind: str, world_size: int) -> tuple[Data, str]:
