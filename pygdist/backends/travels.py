@@ -177,7 +177,7 @@ class Homeward:
         Args:
             piece: Of each rank, its rows.
             rows_for: Gives what travels to a rank: contiguous, where the owner's rows are. It is called for each, the
-                own one last, and each goes when it is there.
+                own one last, and each goes when it is there. If it fails, NaN goes in place of what is missing.
             number: Of the freight.
         """
         if len(self._under_way) == self._window:  # its memory is used again
@@ -193,9 +193,19 @@ class Homeward:
         turn = self._sent[number]
         label = f"{freight.label}, {describe_rows(freight.own)}, {self._what} {turn}"
         transfer = Transfer(communicator, incoming, label, further=turn > 0)
-        for leg in transfer.targets:
-            transfer.give(leg, rows_for(leg.rank))
-        incoming[rank] = rows_for(rank)
+        missing = list(transfer.targets)
+        try:
+            while missing:
+                transfer.give(missing[0], rows_for(missing[0].rank))
+                del missing[0]
+            incoming[rank] = rows_for(rank)
+        except BaseException:
+            # the courier, and the others, wait for rows all the same, and would take those of the next exchange
+            mine = freight.part(rank)
+            for leg in missing:
+                shape = (length_of(piece[leg.rank]), *mine.shape[1:])
+                transfer.give(leg, mine.new_full(shape, torch.nan if mine.is_floating_point() else 0))
+            raise
         self._sent[number] += 1
         self._under_way.append(_Homecoming(transfer, incoming, freight, piece))
         if self._ahead == 1:

@@ -116,10 +116,10 @@ def test_fewer_columns_than_ranks(width: int, pool: RankPool) -> None:
     assert max(found[0] for found in pool.run(_sum, 3, 3, width, 2, True, True)) < 1e-10
 
 
-def _sliced(communicator: Communicator, overlap: bool) -> SlicedEdges:
-    _, csr = _edges(sum(COUNTS))
+def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] = COUNTS) -> SlicedEdges:
+    _, csr = _edges(sum(counts))
     return SlicedEdges(
-        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), counts=COUNTS, num_chunks=CHUNKS,
+        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), counts=counts, num_chunks=CHUNKS,
         communicator=communicator, weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
         overlap=overlap,
     )  # fmt: skip
@@ -177,3 +177,28 @@ def test_rows_travel_while_others_are_summed(overlap: bool, pool: RankPool) -> N
     sources, sums = zip(*pool.run(_travels, 3, overlap), strict=True)
     assert any(sources) == overlap
     assert any(sums) == overlap
+
+
+def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
+    """Whether sums are the same after a pass that failed, and how long they took."""
+    communicator = Communicator(dist.new_group(), timeout_s=20)
+    x, sliced, calls = torch.randn((11, 17)[rank], 300), _sliced(communicator, True, (11, 17)), iter(range(1000))
+    expected = sum_of_slices(x, sliced, label="test")
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) == turn:
+            raise ValueError("no memory")
+        spmm_into(*arguments)
+
+    with mock.patch("pygdist.backends.pipeline.spmm_into", failing), pytest.raises(ValueError, match="no memory"):
+        sum_of_slices(x, sliced, label="test")
+    start = time.monotonic()
+    found = sum_of_slices(x, sliced, label="test")
+    return torch.equal(found, expected), time.monotonic() - start
+
+
+@pytest.mark.parametrize("turn", [0, 1, 4])
+def test_a_pass_that_failed_leaves_nothing_that_the_next_waits_for(turn: int, pool: RankPool) -> None:
+    for equal, seconds in pool.run(_again, 2, turn):
+        assert equal
+        assert seconds < 10
