@@ -172,11 +172,11 @@ class SlicedAdjacency(Adjacency):
         """The same within a budget."""
         sliced, communicator = self._sliced, self._sliced.communicator
         own = columns_of(rows.size(-1), communicator.rank, communicator.world_size)
-        stacked = rows.dim() == 3
+        stacked, weighted = rows.dim() == 3, value is not None  # neither is held for the backward pass
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
             assert taken[0].source is not None
-            part, weights = with_phantom_column(taken[0].source), taken[1].edge if value is not None else None
+            part, weights = with_phantom_column(taken[0].source), taken[1].edge if weighted else None
             part = edges.with_value(weights).matmul(part.transpose(0, 1) if stacked else part, reduce=reduce)
             return (part.transpose(0, 1) if stacked else part)[..., : own.stop - own.start]
 

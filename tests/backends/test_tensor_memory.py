@@ -25,6 +25,7 @@ from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
     GCNConv,
+    GraphConv,
     GraphSAGE,
     MessagePassing,
     SAGEConv,
@@ -292,6 +293,24 @@ def test_passes_do_not_hold_each_other(tmp_path: Path) -> None:
         del x
     gc.collect()
     assert sum(one() is not None for one in seen) <= 1
+
+
+@pytest.mark.parametrize("what", ["rows", "weights"])
+def test_the_backward_pass_holds_nothing_that_has_travelled(what: str, tmp_path: Path) -> None:
+    layer = KeepsThings() if what == "rows" else GraphConv(5, 4)
+    model, shard, _ = one_rank_in_little_memory(layer.double(), tmp_path)
+    assert shard.edge_weight is not None
+    given = shard.x if what == "rows" else shard.edge_weight
+    leaf = given.clone().requires_grad_()
+    computed = 2 * leaf
+    arguments = (computed, shard.adjacency) if what == "rows" else (shard.x, shard.adjacency, computed)
+    out, seen = model(*arguments), weakref.ref(computed)
+    del computed, arguments
+    gc.collect()
+    assert seen() is None
+    out.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
