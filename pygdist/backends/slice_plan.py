@@ -179,7 +179,16 @@ def known_plan(
     return known[way, num_chunks]
 
 
-def chunks_within(budget: int, csr: CSR, counts: Sequence[int], width: int, value_bytes: int, weight_bytes: int) -> int:
+def chunks_within(
+    budget: int,
+    csr: CSR,
+    counts: Sequence[int],
+    width: int,
+    value_bytes: int,
+    weight_bytes: int,
+    *,
+    out_bytes: int | None = None,
+) -> int:
     """In how many chunks edges and rows take no more bytes at a time; the same on every rank.
 
     Args:
@@ -189,12 +198,15 @@ def chunks_within(budget: int, csr: CSR, counts: Sequence[int], width: int, valu
         width: Columns of all ranks.
         value_bytes: Of a value in a row.
         weight_bytes: Of an edge's weight; 0 if edges have none.
+        out_bytes: Of a row of the result on a rank; as many as of a row that is read by default.
 
     Raises:
         InputError: If the rows that one chunk reads do not fit, even if it has one row of each rank.
     """
     starts = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
     held = -(-width // len(counts)) * value_bytes
+    whole = width * value_bytes if out_bytes is None else out_bytes * len(counts)
+    made = held if out_bytes is None else out_bytes
     largest, most = 0, max(counts, default=0)
     num_chunks = 1
     while True:
@@ -205,9 +217,10 @@ def chunks_within(budget: int, csr: CSR, counts: Sequence[int], width: int, valu
             edges = sum(int(csr.indptr[span.stop]) - int(csr.indptr[span.start]) for span in spans)
             rows = sum(length_of(span) for span in spans)
             own = max(length_of(span) for span in spans)
-            travelling = AHEAD * (rows * held + own * width * value_bytes)
-            read = min(edges, csr.num_cols) * held
-            largest = max(largest, edges * (csr.index.element_size() + weight_bytes) + read + travelling)
+            travelling = AHEAD * (rows * made + own * whole)
+            read = min(edges, csr.num_cols) * (held + csr.index.element_size())  # and which these are
+            listed = edges * (csr.index.element_size() + weight_bytes) + rows * csr.indptr.element_size()
+            largest = max(largest, listed + read + travelling)
         if largest <= budget:
             return num_chunks
         if num_chunks >= most:

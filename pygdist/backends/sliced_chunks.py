@@ -49,6 +49,7 @@ def hop_in_chunks(
     others: Mapping[Tensor, Tensor] | None = None,
     messages: bool = False,
     weight_bytes: int = 0,
+    fold: int = 1,
     all_edges: bool = False,
 ) -> tuple[Tensor, ...]:
     r"""A hop over the edges of all ranks.
@@ -66,6 +67,7 @@ def hop_in_chunks(
             same, or one that stands for what was computed.
         messages: It makes a message for each edge, as wide as what it reads.
         weight_bytes: Of the weights that it makes for each edge.
+        fold: So many times as wide as the rows that it reads is the result.
         all_edges: It does not get some rows right without the edges of others.
 
     Returns:
@@ -84,7 +86,8 @@ def hop_in_chunks(
     )
     if messages:
         edge_bytes += _LIST_BYTES + _MESSAGES * nodes
-    plan = _plan(edges, ranks, _GRADED * nodes, edge_bytes)
+    made = fold * max(one.row_bytes(size) for one in waiting if not one.of_edges)
+    plan = _plan(edges, ranks, _GRADED * nodes, edge_bytes, _GRADED * max(made, nodes))
     if all_edges and len(plan.chunks) > 1:
         raise InputError(
             f"{label}: gave some destinations other numbers without the edges into others when it was tried on a few "
@@ -113,15 +116,17 @@ def repeated(x: Tensor, times: int) -> tuple[Tensor, ...]:
     return (x,) if times == 1 else tuple(_Repeated.apply(x, times))  # type: ignore[no-untyped-call]
 
 
-def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int) -> SlicePlan:
+def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int, out_bytes: int) -> SlicePlan:
     """Chunks that take no more than the budget; made once for what their rows and edges take."""
     known: dict[tuple[object, ...], SlicePlan] = edges.derived.setdefault("plans", {})
-    facts = "chunks", row_bytes, edge_bytes
+    facts = "chunks", row_bytes, edge_bytes, out_bytes
     if facts not in known:
         overflow, counts = ranks.overflow, ranks.counts
         width = row_bytes * len(counts)
         # the other half is for what travels
-        num_chunks = chunks_within(overflow.budget // 2, edges.csr(), counts, width, 1, edge_bytes)
+        num_chunks = chunks_within(
+            overflow.budget // 2, edges.csr(), counts, width, 1, edge_bytes, out_bytes=out_bytes
+        )  # fmt: skip
         known[facts] = known_plan(edges, "forward", edges.csr, counts, num_chunks, overflow=overflow)
     return known[facts]
 

@@ -228,6 +228,7 @@ class SlicedHop:
             run, [self._waiting(one, kind) for (_, kind), one in known.items()],
             cast(Adjacency, self.topology.edges), ranks, label=self.label, width=width, device=device,
             others=others.known, messages=messages, all_edges=self.columns.needs_all_edges,
+            fold=self.columns.fold,
         )  # fmt: skip
         return whole.flatten(-2).movedim(0, layer.node_dim)
 

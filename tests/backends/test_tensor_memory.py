@@ -81,8 +81,12 @@ def test_chunks_are_as_few_as_fit() -> None:
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
     assert sizes[-1] > 1
+    assert chunks_within(10_000, csr, counts, 8, 4, 4, out_bytes=160) > sizes[1]
+    lists = 20 * 4 + 2 * 8  # of the rows that a chunk of two destinations reads, and where edges of each begin
+    least = 20 * (4 + 4) + 20 * 16 + 2 * (2 * 16 + 1 * 32) + lists
+    assert chunks_within(least, csr, counts, 8, 4, 4) == 50
     with pytest.raises(InputError, match=r"memory_gib: .* GiB do not hold one row of each rank with its in-edges"):
-        chunks_within(10, csr, counts, 8, 4, 4)
+        chunks_within(least - 1, csr, counts, 8, 4, 4)
 
 
 def test_no_more_than_so_many_rows_travel_at_a_time() -> None:
@@ -337,6 +341,16 @@ def test_little_memory_is_several_chunks(layer: MessagePassing, memory_gib: floa
         model(shard.x, shard.adjacency).sum().backward()
     assert made
     assert min(made) > 1
+
+
+def test_wider_results_take_more_memory(tmp_path: Path) -> None:
+    taken = []
+    for number, aggr in enumerate((["max"], ["max", "std", "mean"])):
+        model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr=aggr).double(), tmp_path / str(number), 1.0)
+        with mock.patch("pygdist.backends.sliced_chunks.chunks_within", return_value=1) as asked:
+            model(shard.x, shard.adjacency)
+        taken.append(asked.call_args.kwargs["out_bytes"])
+    assert taken[1] == 3 * taken[0] > 0
 
 
 class ReadsBoth(MessagePassing):
