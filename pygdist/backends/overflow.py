@@ -84,7 +84,7 @@ class Overflow:
         return Elsewhere(self.empty, self.budget // _TRAVEL_SHARE)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, whatever the device.
+        """Memory of the host, whatever the device; of files if that is the host, but for small tensors.
 
         Raises:
             InputError: If there is no space for the file.
@@ -92,7 +92,7 @@ class Overflow:
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         size = math.prod(shape)
-        if size == 0:
+        if size * dtype.itemsize < max(self.small, 1):
             return torch.empty(shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix=".pygdist-", dir=self.folder) as file:

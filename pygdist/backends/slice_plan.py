@@ -73,11 +73,12 @@ class SlicePlan:
         if overflow is None:
             return
         index = overflow.empty(tuple(csr.index.shape), csr.index.dtype)
-        for number, chunk in enumerate(self.chunks):
+        sizes = [int(self._read_by(chunk).sum()) for chunk in self.chunks]
+        # one file for all chunks, of which there may be more than a process may map
+        every = overflow.empty((sum(sizes),), index.dtype).split(sizes)
+        for number, (chunk, sources) in enumerate(zip(self.chunks, every, strict=True)):
             read = self._read_by(chunk)
-            read_rows = read.nonzero().squeeze(1)
-            sources = overflow.empty(tuple(read_rows.shape), index.dtype)
-            sources.copy_(read_rows)
+            sources.copy_(read.nonzero().squeeze(1))
             place = read.cumsum(0, dtype=index.dtype) - 1
             for span in chunk.spans:
                 index[self.edges_of(span)] = place[csr.index[self.edges_of(span)].long()]
@@ -138,6 +139,8 @@ class SlicePlan:
     def _fresh(self, target: bool) -> list[list[Tensor]]:
         """Of each chunk and rank, the rows that no chunk before it reads."""
         found, unread = [], torch.ones(self.num_rows, dtype=torch.bool, device=self.csr.index.device)
+        every = None if self.overflow is None else self.overflow.empty((self.num_rows,), self.csr.index.dtype)
+        taken = 0
         for chunk in self.chunks:
             read = self._read_by(chunk)
             for span in chunk.spans if target else ():
@@ -145,9 +148,8 @@ class SlicePlan:
             rows = (unread if chunk is self.chunks[-1] else unread & read).nonzero().squeeze(1)
             unread[rows] = False
             bounds = torch.searchsorted(rows, torch.tensor(self.starts, device=rows.device)).tolist()
-            kept = rows if self.overflow is None else self.overflow.empty(tuple(rows.shape), self.csr.index.dtype)
-            if kept is not rows:
-                kept.copy_(rows)
+            kept = rows if every is None else every[taken : taken + rows.numel()].copy_(rows)  # each row comes once
+            taken += rows.numel()
             found.append([kept[start:end] for start, end in pairwise(bounds)])
         return found
 

@@ -64,14 +64,32 @@ SMALL = 192 / 2**20  # GiB: what FiLMConv needs for one node's messages at a tim
 
 def test_files_hold_what_is_put_into_them(tmp_path: Path) -> None:
     overflow = Overflow(torch.device("cpu"), BUDGET, tmp_path)
-    found = overflow.empty((300, 7), torch.float64)
-    found.copy_(torch.arange(2100.0).view(300, 7))
-    assert torch.equal(found.sum(1), torch.arange(2100.0, dtype=torch.float64).view(300, 7).sum(1))
+    found = overflow.empty((3000, 7), torch.float64)
+    found.copy_(torch.arange(21_000.0).view(3000, 7))
+    assert torch.equal(found.sum(1), torch.arange(21_000.0, dtype=torch.float64).view(3000, 7).sum(1))
     assert overflow.empty((0, 3), torch.int32).shape == (0, 3)
     assert not list(tmp_path.iterdir())  # without a name, gone with the tensor
     missing = Overflow(torch.device("cpu"), BUDGET, tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"nowhere: .* GiB that there is no memory for .*: No such file"):
-        missing.empty((1,), torch.float32)
+        missing.empty((missing.small,), torch.uint8)
+    assert missing.empty((missing.small - 1,), torch.uint8).numel() == missing.small - 1  # not worth a file
+
+
+def test_a_plan_has_as_many_files_however_many_its_chunks(tmp_path: Path) -> None:
+    made = []
+    for num_chunks in (2, 50):
+        csr = CSR(torch.arange(0, 1001, 10), torch.arange(1000, dtype=torch.int32) * 7 % 100, 100)
+        overflow = Overflow(torch.device("cpu"), BUDGET, tmp_path, small=0)
+        with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as files:
+            plan = SlicePlan(csr, (50, 50), num_chunks, overflow=overflow)
+            found = plan.queue(), plan.queue(target=True)
+        made.append(files.call_count)
+        for queue, fresh in zip(found, (False, True), strict=True):
+            expected = SlicePlan(csr, (50, 50), num_chunks).queue(target=fresh)
+            for ours, theirs in zip(queue, expected, strict=True):
+                for one, other in zip(ours[0], theirs[0], strict=True):
+                    assert torch.equal(torch.as_tensor(one).long(), torch.as_tensor(other).long())
+    assert made == [4, 4]  # edges, sources, and each queue
 
 
 def test_chunks_are_as_few_as_fit() -> None:
