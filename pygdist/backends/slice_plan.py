@@ -174,7 +174,7 @@ def known_plan(
     overflow: Overflow | None = None,
 ) -> SlicePlan:
     """A plan for the edges of all ranks, by destination or by source; made once for a number of chunks."""
-    known: dict[tuple[object, ...], SlicePlan] = edges.derived.setdefault("plans", {})
+    known: dict[tuple[str, int], SlicePlan] = edges.derived.setdefault("plans by chunks", {})
     if (way, num_chunks) not in known:
         with torch.inference_mode(False):
             known[way, num_chunks] = SlicePlan(csr(), counts, num_chunks, overflow=overflow)

@@ -109,7 +109,7 @@ class SlicedEdges:
         return known[2]
 
     def _plan(self, way: str, csr: Callable[[], CSR], x: Tensor, value: Tensor | None) -> SlicePlan:
-        known: dict[tuple[object, ...], SlicePlan] = self.edges.derived.setdefault("plans", {})
+        known: dict[tuple[object, ...], SlicePlan] = self.edges.derived.setdefault("plans of sums", {})
         weight_bytes = 0 if value is None else value.element_size()
         facts = (way, x.size(1), x.element_size(), weight_bytes, self.num_chunks)
         if facts not in known:

@@ -118,8 +118,8 @@ def repeated(x: Tensor, times: int) -> tuple[Tensor, ...]:
 
 def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int, out_bytes: int) -> SlicePlan:
     """Chunks that take no more than the budget; made once for what their rows and edges take."""
-    known: dict[tuple[object, ...], SlicePlan] = edges.derived.setdefault("plans", {})
-    facts = "chunks", row_bytes, edge_bytes, out_bytes
+    known: dict[tuple[int, ...], SlicePlan] = edges.derived.setdefault("plans of hops", {})
+    facts = row_bytes, edge_bytes, out_bytes
     if facts not in known:
         overflow, counts = ranks.overflow, ranks.counts
         width = row_bytes * len(counts)

@@ -11,8 +11,9 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """Memory by what it is for, as much as the largest exchange needs; at most one is under way, so nobody else has it.
+    """Memory by what it is for, as much as the largest exchange needs.
 
+    Exchanges that are under way at once must each ask for another use, as the next to ask for the same has the same.
     Who hands one on, to be kept beyond the exchange, must copy it.
     """
 
