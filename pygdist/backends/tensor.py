@@ -63,9 +63,10 @@ class TensorBackend(FetchingBackend):
             the features need more.
             It bounds sums and means by weights without gradient, and all other hops (attention, maxima, messages of a
             layer's own), whose chunks are computed once more in the backward pass; what such messages take is an
-            estimate. What a rank has of its own rows and edges is not counted: its part of the graph, weights that it
-            computes for its own edges, and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their
-            sources.
+            estimate. Layers with hooks on their hops are refused there, and where several chunks are needed those whose
+            messages depend on the edges into other nodes. What a rank has of its own rows and edges is not counted: its
+            part of the graph, weights that it computes for its own edges, and for those of ``GATv2Conv`` and
+            ``TransformerConv`` the rows of their sources.
         device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
             memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
             their own are refused, as their parameters are where the model is.
