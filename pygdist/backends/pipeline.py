@@ -7,6 +7,7 @@ rows that it reads, its sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -32,6 +33,8 @@ def aggregate_slices(
     rounds: int = 1,
     before: Tensor | None = None,
     after: Tensor | None = None,
+    own: Sequence[float] | None = None,
+    visit: Callable[[int, Tensor], None] | None = None,
     overlap: bool = True,
 ) -> Tensor:
     r"""Sum the rows of sources so many times, each rank some of the columns; no gradient.
@@ -45,6 +48,8 @@ def aggregate_slices(
         rounds: How many times.
         before: Each row is multiplied by this before every round.
         after: And by this after it.
+        own: In each round a row is added to its sum, times this; not together with ``before``.
+        visit: Called after each round with its number and this rank's columns of all rows as they were before it.
         overlap: Aggregate while rows and sums travel; without, all rows first, and each chunk's sums before the next.
 
     Shapes:
@@ -60,9 +65,9 @@ def aggregate_slices(
     rows = _memory(plan, mine)
     sums = torch.empty(0) if rounds == 1 else _memory(plan, mine)
     most_rows = None if plan.overflow is None else plan.overflow.rows_at_a_time(x.size(1) * x.element_size())
+    queue = plan.queue(target=own is not None, most_rows=most_rows)
     there = Outward(
-        [Freight(own=x, every=rows, columns=columns, start=start, queue=plan.queue(most_rows=most_rows), label=label)],
-        communicator, ahead=ahead,
+        [Freight(own=x, every=rows, columns=columns, start=start, queue=queue, label=label)], communicator, ahead=ahead,
     )  # fmt: skip
     back = Homeward(
         [Freight(own=out, columns=columns, start=start, queue=plan.result_queue(), label=label)],
@@ -75,18 +80,21 @@ def aggregate_slices(
             if number == 0:
                 there.take(turn + 1)
             block = _Block(plan, chunk, plan.sources_of(chunk, rows), value, communicator)
+            more = None if own is None else (rows, own[number])
             if number < rounds - 1:
                 for span in plan.joined(chunk):
-                    block.add_up(span, sums[span], between)
+                    block.add_up(span, sums[span], between, more)
                 continue
 
-            def summed(peer: int, block: _Block = block) -> Tensor:
+            def summed(peer: int, block: _Block = block, more: tuple[Tensor, float] | None = more) -> Tensor:
                 span = block.chunk.spans[peer]
                 memory = back.memory(peer, length_of(span), mine)
-                block.add_up(span, memory, after)
+                block.add_up(span, memory, after, more)
                 return memory
 
             back.send(chunk.spans, summed)
+        if visit is not None:
+            visit(number, rows)
         rows, sums = sums, rows
     back.finish()
     return out
@@ -114,13 +122,14 @@ class _Block:
     ) -> None:
         self.chunk, self._plan, self._x, self._value, self._communicator = chunk, plan, x, value, communicator
 
-    def add_up(self, span: slice, out: Tensor, scale: Tensor | None) -> None:
+    def add_up(self, span: slice, out: Tensor, scale: Tensor | None, more: tuple[Tensor, float] | None = None) -> None:
         """Write the sums of some rows, one after the other, into ``out``, on whatever device.
 
         Args:
             span: The rows.
             out: As many.
             scale: Each sum is multiplied by its row of this.
+            more: Of this, its row is added, times a number.
         """
         with self._aggregating(span):
             if out.numel() == 0:
@@ -132,6 +141,8 @@ class _Block:
             spmm_into(sums, block, self._x, None if self._value is None else self._value[edges].to(device))
             if scale is not None:
                 sums *= scale[span].to(device)
+            if more is not None:
+                sums.add_(more[0][span].to(device), alpha=more[1])
             if sums is not out:
                 out.copy_(sums)
 

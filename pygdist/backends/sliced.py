@@ -192,7 +192,14 @@ class SlicedAdjacency(Adjacency):
 
 
 def sum_of_slices(
-    x: Tensor, sliced: SlicedEdges, *, label: str, value: Tensor | None = None, mean: bool = False, rounds: int = 1
+    x: Tensor,
+    sliced: SlicedEdges,
+    *,
+    label: str,
+    value: Tensor | None = None,
+    mean: bool = False,
+    rounds: int = 1,
+    own: Tensor | None = None,
 ) -> Tensor:
     r"""Sums or means over in-edges, again and again, each rank some of the columns; one way there and one back.
 
@@ -203,15 +210,17 @@ def sum_of_slices(
         value: The weights of this rank's edges, which need no gradient.
         mean: Divide by the number of in-edges.
         rounds: How many hops.
+        own: In each hop a row is added to its sum, times this; not to means. Its gradient is of this rank's columns.
 
     Shapes:
-        ``x`` and the result are :math:`(n, C)`, ``value`` is :math:`(e)`.
+        ``x`` and the result are :math:`(n, C)`, ``value`` is :math:`(e)` and ``own`` is :math:`(rounds)`.
     """
     dtype = _dtype_of(x, value)
     # rows that are scaled before and after take the place of weights, of which there are many more
-    factors = None if value is None or value.dtype != dtype else sliced.factors_of_all(value)
+    scaled = value is not None and value.dtype == dtype and own is None
+    factors = sliced.factors_of_all(value) if scaled and value is not None else None
     every = None if value is None or factors is not None else sliced.weights_of_all(value, dtype)
-    out: Tensor = _SlicedSum.apply(x.to(dtype), sliced, label, every, factors, mean, rounds)  # type: ignore[no-untyped-call]
+    out: Tensor = _SlicedSum.apply(x.to(dtype), sliced, label, every, factors, mean, rounds, own)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -226,8 +235,15 @@ class _SlicedSum(torch.autograd.Function):
         factors: Tensor | None,
         mean: bool,
         rounds: int,
+        own: Tensor | None,
     ) -> Tensor:
-        ctx.sliced, ctx.label, ctx.value, ctx.rounds = sliced, label, value, rounds
+        ctx.sliced, ctx.label, ctx.value, ctx.rounds, ctx.own = sliced, label, value, rounds, own
+        ctx.rows = list[Tensor]()  # of each hop, if the gradient of ``own`` asks for them
+
+        def keep(number: int, rows: Tensor) -> None:
+            kept = torch.empty_like(rows) if sliced.overflow is None else sliced.overflow.empty(rows.shape, rows.dtype)
+            ctx.rows.append(kept.copy_(rows))
+
         after = factors
         if mean:
             shares = _shares(sliced.edges, x)
@@ -236,19 +252,28 @@ class _SlicedSum(torch.autograd.Function):
         return aggregate_slices(
             x.detach().contiguous(), sliced.plan(x, value), sliced.communicator, label=f"{label}, forward",
             value=None if value is None else value.unsqueeze(1), rounds=rounds,
-            before=ctx.scales[0], after=ctx.scales[1], overlap=sliced.overlap,
+            before=ctx.scales[0], after=ctx.scales[1], own=None if own is None else own.tolist(),
+            visit=keep if own is not None and ctx.needs_input_grad[7] else None, overlap=sliced.overlap,
         )  # fmt: skip
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sliced, value = ctx.sliced, ctx.value
+        sliced, value, own = ctx.sliced, ctx.value, ctx.own
+        grad_own = torch.zeros_like(own) if ctx.rows else None
+
+        def compare(number: int, grads: Tensor) -> None:
+            assert grad_own is not None
+            hop = ctx.rounds - 1 - number
+            grad_own[hop] = torch.dot(grads.flatten(), ctx.rows[hop].flatten())
+
         found = aggregate_slices(
             grad.contiguous(), sliced.plan_back(grad, value), sliced.communicator, label=f"{ctx.label}, backward",
             value=None if value is None else sliced.weights_back(value).unsqueeze(1), rounds=ctx.rounds,
-            before=ctx.scales[1], after=ctx.scales[0], overlap=sliced.overlap,
+            before=ctx.scales[1], after=ctx.scales[0], own=None if own is None else own.tolist()[::-1],
+            visit=compare if ctx.rows else None, overlap=sliced.overlap,
         )  # fmt: skip
-        return found, None, None, None, None, None, None
+        return found, None, None, None, None, None, None, grad_own
 
 
 def _dtype_of(x: Tensor, value: Tensor | None) -> torch.dtype:

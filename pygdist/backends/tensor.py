@@ -144,11 +144,11 @@ class TensorBackend(FetchingBackend):
         given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
         edges, x = given["edge_index"], given["x"]
         topology = everyone.topology(edges, (layer, self._hop))
-        if isinstance(layer, Propagation) and layer.eps_of is None:
-            sliced, weight = self._sliced(layer, edges, topology), given.get("edge_weight")
-            if sliced.sums(x, weight):
-                mean = layer.aggr == "mean"
-                return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds)
+        if isinstance(layer, Propagation):
+            sliced, weight, mean = self._sliced(layer, edges, topology), given.get("edge_weight"), layer.aggr == "mean"
+            own = layer.own_factors()
+            if sliced.sums(x, weight) and (own is None or not mean):
+                return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds, own=own)
         if everyone.overflow is not None:
             return super().run_layer(layer, forward, args, kwargs)
 
@@ -228,7 +228,7 @@ class TensorBackend(FetchingBackend):
     @property
     def _alone(self) -> bool:
         """Whether there is nobody to share columns with, and memory for all of them."""
-        return self.communicator.world_size == 1 and self.memory_gib is None and self.device is None
+        return self.communicator.world_size == 1 and self._everyone.overflow is None
 
     def _overflow(self) -> Overflow | None:
         """Where edges and slices wait that may not all be on the device; the same on all ranks."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import GATConv, GCNConv, GINConv, MessagePassing, SAGEConv
@@ -50,10 +51,17 @@ class Propagation(MessagePassing):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """See the class."""
+        own = self.own_factors()
         for number in range(self.rounds):
             out = self.propagate(edge_index, x=x, edge_weight=edge_weight)
-            x = out if self.eps_of is None else out + (1 + self.eps_of[number].eps) * x
+            x = out if own is None else out + own[number] * x
         return x
+
+    def own_factors(self) -> Tensor | None:
+        """What a node's own row is multiplied by before it is added, in each round; ``(rounds,)``."""
+        if self.eps_of is None:
+            return None
+        return torch.cat([1 + torch.as_tensor(module.eps).reshape(1) for module in self.eps_of])
 
     def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
         """A neighbour's row, weighted."""

@@ -16,7 +16,7 @@ from torch_geometric.nn import GAT, GCN, GIN, PNA, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import add_remaining_self_loops, softmax, to_dense_adj
 
-from pygdist.backends import distribute, resolve_backend
+from pygdist.backends import TensorBackend, distribute, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -149,11 +149,15 @@ class Traffic(NamedTuple):
     sent_bytes: int
     own: int
     every: int
+    messages: int
 
 
-def _step(rank: int, world_size: int, store: str, case: str, backend: str, num_layers: int) -> tuple[float, Traffic]:
+def _step(
+    rank: int, world_size: int, store: str, case: str, backend: str, num_layers: int, memory_gib: float | None
+) -> tuple[float, Traffic]:
     plain, data, _ = _case(case, num_layers)
-    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    shard = Shard.load(store, rank)
+    bound = resolve_backend(backend) if memory_gib is None else TensorBackend(memory_gib=memory_gib)
     bound.bind(shard, Communicator(dist.new_group(), check_order=True))
     model = distribute(copy.deepcopy(plain), backend=bound)
     found = largest_differences(
@@ -164,16 +168,22 @@ def _step(rank: int, world_size: int, store: str, case: str, backend: str, num_l
         bound.communicator.meter.reset()
         model(shard.x, shard.adjacency, **edge_inputs(model, shard)).sum().backward()
     meter = bound.communicator.meter.read()
-    traffic = Traffic(meter.calls, meter.sent_bytes, shard.num_owned, shard.num_nodes)
+    traffic = Traffic(meter.calls, meter.sent_bytes, shard.num_owned, shard.num_nodes, meter.sent_messages)
     return max(min(one.absolute, one.relative) for one in found.values()), traffic
 
 
 def _run(
-    case: str, backend: str, num_layers: int, world_size: int, folder: Path, pool: RankPool
+    case: str,
+    backend: str,
+    num_layers: int,
+    world_size: int,
+    folder: Path,
+    pool: RankPool,
+    memory_gib: float | None = None,
 ) -> tuple[float, list[Traffic]]:
     _, data, parts = _case(case, num_layers)
     write_store(data, parts[world_size], folder, num_parts=world_size, method="x", arguments={}, notes=[])
-    found = pool.run(_step, world_size, str(folder), case, backend, num_layers)
+    found = pool.run(_step, world_size, str(folder), case, backend, num_layers, memory_gib)
     return max(difference for difference, _ in found), [traffic for _, traffic in found]
 
 
@@ -198,9 +208,20 @@ def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path:
     assert difference < 1e-10
     assert {one.calls for one in ranks} == {4}
     heads = {"GAT": 1, "GAT-heads": 2}.get(case, 0)
-    for (_, sent, own, every), held in zip(ranks, (2, 1, 1), strict=True):  # of 4 columns
+    for (_, sent, own, every, _), held in zip(ranks, (2, 1, 1), strict=True):  # of 4 columns
         rows = 2 * (own * (4 - held) + (every - own) * held) * max(heads, 1)
         assert sent == 8 * (rows + 2 * heads * (2 * own + every - own))
+
+
+@pytest.mark.parametrize("case", ["GCN", "GCN-weights", "GraphSAGE", "GIN", "GIN-eps"])
+def test_as_many_exchanges_in_little_memory(case: str, tmp_path: Path, pool: RankPool) -> None:
+    """Sums of all rounds stay slices, chunk by chunk; so do a node's own rows, whose factors may be learned."""
+    difference, ranks = _run(case, "tensor", 3, 3, tmp_path / "parts", pool, memory_gib=6 / 2**20)
+    assert difference < 1e-10
+    assert {one.calls for one in ranks} == {4}
+    assert all(one.messages > 2 * 4 for one in ranks)  # to two others in several chunks
+    for (_, sent, own, every, _), held in zip(ranks, (2, 1, 1), strict=True):
+        assert sent == 8 * 2 * (own * (4 - held) + (every - own) * held)
 
 
 @pytest.mark.parametrize("case", list(BY_EDGE))
