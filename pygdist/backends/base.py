@@ -45,6 +45,7 @@ class Backend(ABC):
         exact: Same loss, outputs, gradients and updated parameters as one process on the whole graph.
         approximation: What an inexact backend gives up, in one clause.
         placement: How the graph must be placed on the ranks; asking for another is an error that names this one.
+        hops: Under the placement *replicas*, of how many hops around its nodes a part holds the neighbours.
         weights_unseen: While a hop of an attention layer runs: the weights of its edges are for nothing but its sum.
     """
 
@@ -52,6 +53,7 @@ class Backend(ABC):
     exact: bool = True
     approximation: str = ""
     placement: ClassVar[Placement] = "nodes"
+    hops: int = 1
     weights_unseen: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -114,6 +115,7 @@ class GraphCLI(LightningCLI):
         warnings.filterwarnings("ignore", message="The dirpath has changed")  # each command has a folder of its own
         warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")  # there is one batch, the graph
         check_yaml(arguments)
+        arguments = _strategy_by_class(arguments)
         super().__init__(
             _TASKS[_task_of(arguments)],
             GraphDataModule,
@@ -168,7 +170,7 @@ class GraphCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
-        _check_strategy(config["strategy"])
+        kwargs["strategy"] = _strategy_of(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
             kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
             folder = Path(kwargs["logger"][0].log_dir)
@@ -279,13 +281,41 @@ def _help_texts() -> dict[str, Any]:
     return texts
 
 
-def _check_strategy(strategy: Any) -> None:
+def _strategy_by_class(arguments: list[str]) -> list[str]:
+    """The same command line with the class of a strategy of ours in place of its name, if options of it are given."""
+    option = "--trainer.strategy"
+    names = [value for name, value in options_of(arguments) if name == option]
+    known = dict(StrategyRegistry).get(names[-1]) if names else None  # its own get() makes one
+    given = {argument.partition("=")[0] for argument in arguments if argument.startswith(f"{option}.")}
+    if not given or known is None or not issubclass(known["strategy"], GraphDDPStrategy):
+        return arguments
+    path = f"{known['strategy'].__module__}.{known['strategy'].__qualname__}"
+    fixed = {f"{option}.{name}": value for name, value in known["init_params"].items()}
+    more = [f"{name}={yaml.safe_dump(value).split()[0]}" for name, value in fixed.items() if name not in given]
+    out: list[str] = []
+    for number, argument in enumerate(arguments):
+        if argument == f"{option}={names[-1]}":
+            out += [f"{option}={path}", *more]
+        elif argument == names[-1] and number and arguments[number - 1] == option:
+            out += [path, *more]
+        else:
+            out.append(argument)
+    return out
+
+
+def _strategy_of(strategy: Any) -> Any:
+    """What the trainer takes: a name, or an object, of the class if a path to one stands there without options."""
     names = StrategyRegistry.available_strategies()
-    if isinstance(strategy, str) and strategy != "auto" and strategy not in names:
-        ours = ", ".join(
-            name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name
-        )
-        raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
+    if not isinstance(strategy, str) or strategy == "auto" or strategy in names:
+        return strategy
+    module, _, name = strategy.rpartition(".")
+    if module:
+        with contextlib.suppress(ImportError):
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and issubclass(found, Strategy):
+                return found()
+    ours = ", ".join(name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name)
+    raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
 
 
 def _loggers(root: str) -> list[TensorBoardLogger | CSVLogger]:

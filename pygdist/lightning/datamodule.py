@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from pygdist.backends import ReplicaBackend
 from pygdist.backends.overflow import writable
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.surroundings import floats_unlike
+from pygdist.lightning.memory import memory_bytes
 from pygdist.lightning.parts import PartBatch, PartLoader, Resumable
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.nn.inputs import fill_in_sizes
@@ -124,6 +123,10 @@ class GraphDataModule(pl.LightningDataModule):
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         if isinstance(num_parts, str) and num_parts != "auto":
             raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
+        if memory_gib is not None and num_parts != "auto":
+            raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
+        if num_workers and batches is None:
+            raise InputError(f"num_workers={num_workers}: they draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
         self.preprocessing: dict[str, Any] = {
             "symmetrize": symmetrize,
@@ -322,6 +325,10 @@ class GraphDataModule(pl.LightningDataModule):
         if self.num_parts is None:
             return world_size
         if self.num_parts == "auto":
+            if not self._alone and not self._hops:
+                raise InputError(
+                    "num_parts=auto: the model's backend holds one part on each rank; take a number, or backend replica"
+                )
             return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
         if not self._alone and self.num_parts != world_size and not self._hops:
             raise InputError(
@@ -337,14 +344,14 @@ class GraphDataModule(pl.LightningDataModule):
         if device.type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory)
         here = 1 if self._alone else max(1, world_size // self.trainer.num_nodes)  # type: ignore[union-attr]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here
+        return memory_bytes() // here
 
     @property
     def _hops(self) -> int:
         """How far the surroundings of a part reach that the model's backend asks for; 0 if it asks for none."""
         module = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
-        backend = getattr(module, "backend", None)
-        return max(1, backend.hops) if isinstance(backend, ReplicaBackend) else 0
+        backend: Any = getattr(module, "backend", None)
+        return max(1, backend.hops) if getattr(backend, "placement", "nodes") == "replicas" else 0
 
     @property
     def _alone(self) -> bool:
@@ -377,7 +384,13 @@ class GraphDataModule(pl.LightningDataModule):
             dealt=dealt,
         )
         module: Any = trainer.lightning_module
-        loader.num_steps = int(module.communicator.gather([float(loader.num_batches)]).max())
+        steps, error = 0, None
+        try:
+            steps = loader.num_batches  # cuts parts that may not be cut like this
+        except InputError as problem:
+            error = str(problem)
+        module.communicator.agree(error)
+        loader.num_steps = int(module.communicator.gather([float(steps)]).max())
         return loader
 
     def _cut(self, part: int, shard: Shard) -> BatchLoader:

@@ -1,10 +1,14 @@
-"""The memory of freed tensors: kept for the next epoch's, which are the same."""
+"""The memory of a machine, and that of freed tensors: kept for the next epoch's, which are the same."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "memory_bytes"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of malloc.h
 _NEVER, _LARGEST = -1, 2**31 - 1
@@ -26,3 +30,30 @@ def keep_freed_memory() -> bool:
     # older versions know no such threshold above 32 MiB, but to map nothing at all
     mapped = set_option(_MMAP_THRESHOLD, _LARGEST) or set_option(_MMAP_MAX, 0)
     return bool(set_option(_TRIM_THRESHOLD, _NEVER) and mapped)
+
+
+def memory_bytes(cgroups: Path = _CGROUPS) -> int:
+    """The machine's memory, or what the container or batch job that this process is in may take of it, if that is less.
+
+    Args:
+        cgroups: Where Linux tells the limits of a process's control group; others have none.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for root in (cgroups, cgroups / "memory"):  # of version 2, and of version 1
+        for place in (root / inside for inside in _control_groups()):
+            limits += [limit for folder in (place, *place.parents) if (limit := _limit_of(folder)) is not None]
+    return min(limits)
+
+
+def _control_groups() -> list[str]:
+    """Of this process, below the root of their tree; the root itself as well, which is the group in a container."""
+    told = Path("/proc/self/cgroup")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    return ["", *(line.split(":", 2)[2].lstrip("/") for line in lines if line.count(":") >= 2)]
+
+
+def _limit_of(folder: Path) -> int | None:
+    for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            return int(text)
+    return None  # none there, or "max"

@@ -92,6 +92,26 @@ def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder:
     assert columns >= {"lr-SGD", "sent_bytes_max"}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--trainer.strategy=model_averaging", "--trainer.strategy.sync_every=2"], {"sync_every": 2}),
+        (["--trainer.strategy", "graph_ddp_spawn", "--trainer.strategy.timeout_s", "20"],
+         {"timeout_s": 20.0, "start_method": "spawn", "find_unused_parameters": False}),
+    ],
+)  # fmt: skip
+def test_a_strategy_by_name_takes_options(given: list[str], expected: dict[str, Any], folder: Path) -> None:
+    outcome = pygdist(*FIT, *given, "--print_config", folder=folder)
+    assert outcome.code == 0, outcome.err
+    strategy = yaml.safe_load(outcome.out)["trainer"]["strategy"]
+    assert {name: strategy["init_args"][name] for name in expected} == expected
+
+
+def test_a_strategy_by_class_path_needs_no_options(folder: Path) -> None:
+    strategy = "pygdist.lightning.ModelAveragingStrategy"
+    _fit(folder, "--model.backend=replica", f"--trainer.strategy={strategy}", "--trainer.max_epochs=1")
+
+
 def test_early_stopping_from_yaml(folder: Path) -> None:
     (folder / "stop.yaml").write_text(
         "trainer:\n  max_epochs: 50\n  callbacks:\n    - class_path: EarlyStopping\n"
