@@ -26,5 +26,6 @@ def test_the_models_of_the_papers_are_there() -> None:
     assert [path.stem for path in RECIPES if path.parent.name == "neutronstar"] == ["gat", "gcn", "gin"]
     assert [path.stem for path in RECIPES if path.parent.name == "neutrontp"] == ["gcn", "rgcn"]
     assert [path.stem for path in RECIPES if path.parent.name == "catgnn"] == [
-        "cluster-gcn", "gat", "gcn", "graphsage", "graphsaint-edge", "graphsaint-node", "graphsaint-walk", "ngnn", "sgc",
+        "cluster-gcn", "gat", "gcn", "graphsage", "graphsaint-edge", "graphsaint-node", "graphsaint-walk", "ngnn",
+        "sgc",
     ]  # fmt: skip
