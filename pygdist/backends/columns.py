@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.layers import BASE, hooked
+from pygdist.backends.layers import BASE, CACHES, hooked
 from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
 
@@ -257,7 +257,7 @@ def _plain_copy(layer: MessagePassing) -> MessagePassing:
     memo: dict[int, Any] = {}
     for one in layer.modules():
         for name, value in vars(one).items():
-            if name in _CACHES and value is not None:  # of another graph
+            if name in CACHES and value is not None:  # of another graph
                 memo[id(value)] = None
             elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 # maybe of a pass that was made, and these cannot be copied
@@ -277,9 +277,6 @@ def _plain_copy(layer: MessagePassing) -> MessagePassing:
                 drawn *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.copy_(drawn)
     return trial
-
-
-_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
 
 
 def _propagates(cls: type[MessagePassing]) -> bool:

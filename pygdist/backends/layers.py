@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = [
     "BASE",
+    "CACHES",
     "computes_fewer",
     "fused_adjacency",
     "fused_arguments",
@@ -26,6 +28,7 @@ __all__ = [
     "layer_name",
     "neighbour_arguments",
     "norms_over_edges",
+    "options_of",
     "plain",
     "stand_in",
     "stood_in_for",
@@ -36,6 +39,9 @@ __all__ = [
 
 BASE = "_pygdist_base"
 """Attribute of a class that stands for a layer's: the layer's own class."""
+
+CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
+"""Attributes in which layers with ``cached=True`` keep what they made of a graph."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -157,6 +163,24 @@ def stood_in_for(layer: MessagePassing) -> MessagePassing:
     """The layer itself, or that which it stands in for."""
     found: MessagePassing = layer.__dict__.get("_stands_in_for", layer)
     return found
+
+
+@contextlib.contextmanager
+def options_of(layer: MessagePassing, **options: bool) -> Iterator[None]:
+    """Options of a layer are others for a while, of those that it has; with ``cached`` what it keeps is put aside."""
+    changed: dict[str, Any] = {
+        name: value for name, value in options.items() if getattr(layer, name, value) is (not value)
+    }
+    if "cached" in changed:
+        changed |= {name: None for name in CACHES if getattr(layer, name, None) is not None}
+    were = {name: getattr(layer, name) for name in changed}
+    try:
+        for name, value in changed.items():
+            setattr(layer, name, value)
+        yield
+    finally:
+        for name, value in were.items():
+            setattr(layer, name, value)
 
 
 def is_linear(module: nn.Module) -> bool:

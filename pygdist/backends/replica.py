@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from pygdist.backends.base import Inner
 from pygdist.backends.chunks import Arrival
-from pygdist.backends.layers import layer_name
+from pygdist.backends.layers import layer_name, options_of
 from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.backends.rehearsal import Call, Kind
 from pygdist.backends.replicas import Rows, leading
-from pygdist.backends.sampled import EDGE_NORM, EdgeNorm
+from pygdist.backends.sampled import EDGE_NORM, EdgeNorm, in_degree_facts
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
@@ -123,7 +123,8 @@ class ReplicaBackend(RecomputingBackend):
         self._kept: _Kept | None = None
         self._sampled: int | None = None  # rows of the mini-batch that the model runs on
         self._norm: EdgeNorm | None = None  # of its edges
-        self._is_weighted = False  # whether the model is given weights of them
+        self._in_weights = False  # whether weights of edges that layers have hold it
+        self._part_degrees: Tensor | None = None  # facts of the part's in-edges, if no others are counted
         self._weights: set[int] = set()  # where the graph's own edge weights begin in memory
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -136,10 +137,12 @@ class ReplicaBackend(RecomputingBackend):
         if any(value.csr() is self.shard.adjacency.csr() for value in edges):
             return super().model_inputs(model, args, kwargs)
         # a mini-batch of the part is a graph of its own
-        rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        self._sampled = 0 if rows is None else rows.size(0)
-        self._norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
-        self._is_weighted = kwargs.get("edge_weight") is not None
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._sampled = given[0].size(0) if given else 0
+        norm = self._norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
+        self._in_weights = kwargs.get("edge_weight") is not None or (
+            norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in given)
+        )
         return args, kwargs
 
     @override
@@ -151,34 +154,42 @@ class ReplicaBackend(RecomputingBackend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._sampled is not None:
-            return forward(layer, *args, **kwargs)
-        return super().run_layer(layer, forward, args, kwargs)
+        if self._sampled is None:
+            return super().run_layer(layer, forward, args, kwargs)
+        options, in_weights = {"cached": False}, self._in_weights  # the next one is another graph
+        if self._norm is not None:
+            args, kwargs, alone = self._norm.to_layer(layer, forward, args, kwargs)
+            self._in_weights |= alone
+            if alone:
+                options["improved"] = False  # PyG's self-loops count twice only beside weights
+        try:
+            with options_of(layer, **options):
+                return forward(layer, *args, **kwargs)
+        finally:
+            self._in_weights = in_weights
 
     @override
     def propagate(
         self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
     ) -> Tensor:
-        if self._sampled is not None:
-            return inner(self._normed(layer, edge_index, kwargs), size=size, **kwargs)
-        return super().propagate(layer, inner, edge_index, size, kwargs)
+        if self._sampled is None:
+            return super().propagate(layer, inner, edge_index, size, kwargs)
+        if self._norm is not None:
+            edge_index, kwargs, made_up = self._norm.on(layer, edge_index, kwargs, in_weights=self._in_weights)
+            if not made_up:
+                self._tell(layer)
+        return inner(edge_index, size=size, **kwargs)
 
-    def _normed(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The edges of a mini-batch, with what makes up for how they were sampled if the layer can take it."""
-        if self._norm is None:
-            return edge_index
-        weighted = self._norm.on(layer, edge_index, kwargs)
-        if weighted is not None:
-            return weighted
+    def _tell(self, layer: MessagePassing) -> None:
+        """Warn, once for a class of layers, that nothing makes up for how edges were sampled."""
         name = layer_name(layer)
-        if not self._is_weighted and name not in self._told:
+        if name not in self._told:
             self._told.add(name)
             warnings.warn(
                 f"GraphSAINT's normalisation of sums over neighbours is left out of {name}: it is for sums and means "
-                "of rows, and for layers that the model gives edge_weight",
+                "of rows, and for layers that take edge_weight and add or average",
                 stacklevel=2,
             )
-        return edge_index
 
     @override
     def edge_updater(
@@ -268,7 +279,9 @@ class ReplicaBackend(RecomputingBackend):
 
     @override
     def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        if self._alone or self._sampled is not None or self.hops == 0:
+        if self._sampled is not None:
+            return self._sample_degrees(edge_weight, loop_weight)
+        if self._alone or self.hops == 0:
             return None  # what is here is all there is
         if edge_weight is not None and edge_weight.data_ptr() not in self._weights and edge_weight.numel():
             raise InputError(
@@ -276,6 +289,23 @@ class ReplicaBackend(RecomputingBackend):
                 "it computes, and those of edges in other parts are not here"
             )
         return _in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
+
+    def _sample_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+        """Those of a mini-batch's rows in the part, where it is known how edges were sampled; else the batch's own."""
+        norm = self._norm
+        by_graph = None if norm is None or edge_weight is None else norm.is_weighted_by_graph(edge_weight)
+        if norm is None or norm.n_id is None or by_graph is None:
+            return None
+        facts = self._around.in_degree if self.hops else self._degrees_of_part()
+        return _in_degrees(facts[norm.n_id], by_graph, loop_weight)
+
+    def _degrees_of_part(self) -> Tensor:
+        if self._part_degrees is None:
+            kept, weight = self._kept_edges, self._around.edge_weight
+            with torch.inference_mode(False):
+                weight = None if weight is None else kept.values("edge_weight", weight)
+                self._part_degrees = in_degree_facts(kept.csr, weight)
+        return self._part_degrees
 
     @property
     @override

@@ -28,6 +28,7 @@ from pygdist.backends.base import Backend
 from pygdist.backends.blocks import Blocks
 from pygdist.backends.layers import (
     BASE,
+    CACHES,
     fused_adjacency,
     fused_arguments,
     fuses,
@@ -49,7 +50,6 @@ from pygdist.nn.self_loops import KeptSelfLoops
 
 __all__ = ["distribute", "undistribute"]
 
-_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
@@ -377,7 +377,7 @@ def _rebind(function: types.FunctionType, replacements: dict[str, tuple[Any, Any
 
 def _forget_local_state(layer: MessagePassing) -> None:
     """Drop what the layer cached on another topology, and methods that PyG hung on the instance."""
-    for name in _CACHES:
+    for name in CACHES:
         if getattr(layer, name, None) is not None:
             setattr(layer, name, None)
     layer.__dict__.pop("propagate", None)

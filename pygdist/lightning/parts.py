@@ -176,9 +176,14 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
         adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
         fields = {name: value.index_select(0, perm) for name, value in fields.items()}
     if (norm := fields.pop("edge_norm", None)) is not None:
-        adjacency.derived[EDGE_NORM] = EdgeNorm.of(norm, adjacency.csr(), graph.get("in_degree"))
-        weight = fields.get("edge_weight")
-        fields["edge_weight"] = norm if weight is None else norm * weight
+        found = adjacency.derived[EDGE_NORM] = EdgeNorm.of(
+            norm,
+            adjacency.csr(),
+            edge_weight=fields.get("edge_weight"),
+            in_degree=graph.get("in_degree"),
+            n_id=graph.get("n_id"),
+        )
+        fields["edge_weight"] = found.given
     for name, value in fields.items():
         graph[name] = value
     return graph, adjacency
