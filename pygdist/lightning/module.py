@@ -66,8 +66,15 @@ class GraphModule(pl.LightningModule):
             if isinstance(callback, GradientAccumulationScheduler):
                 accumulated += callback.scheduling.values()
         if set(accumulated) != {1}:
+            data, number = self._datamodule(), max(accumulated)
+            if data.batches is not None or data.num_parts_in_all > communicator.world_size:
+                raise InputError(
+                    f"accumulate_grad_batches={number}: steps that follow each other may be on other parts, which are "
+                    "models of their own, or on none, where other ranks have more; Lightning would add their gradients "
+                    "and divide by their number. Leave it at 1; for fewer and larger steps make the mini-batches larger"
+                )
             raise InputError(
-                f"accumulate_grad_batches={max(accumulated)}: a full-graph epoch is one step, so "
+                f"accumulate_grad_batches={number}: a full-graph epoch is one step, so "
                 "there is nothing to accumulate, and Lightning would only divide the loss; leave it at 1"
             )
         # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
