@@ -17,7 +17,7 @@ from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import call_model
-from pygdist.nn.loss import labelled, summed_loss
+from pygdist.nn.loss import labelled, node_losses, summed_loss
 
 __all__ = ["NodeClassifier", "run_model"]
 
@@ -42,7 +42,12 @@ class NodeClassifier(GraphModule):
     """Trains a PyG model to classify nodes; the model's layers stay as they are.
 
     Logs ``{train,val,test}_loss`` and ``_acc`` (or ``_f1`` for several labels per node) over all labelled nodes of
-    the whole graph, the same number on every rank.
+    the whole graph, the same number on every rank. In mini-batches with GraphSAINT's normalisation ``train_loss`` and
+    ``train_acc`` estimate those: means over the nodes that an epoch samples, each weighted by how rarely it is sampled;
+    ``train_f1`` counts a node as often as it is sampled.
+
+    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and mini-batches alike.
+    One that adds a term to the loss adds it to ``super().training_step(batch, batch_idx)``.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
@@ -85,6 +90,21 @@ class NodeClassifier(GraphModule):
     def forward(self, shard: Shard) -> Tensor:
         return run_model(self.network, shard)
 
+    def node_losses(self, out: Tensor, y: Tensor) -> Tensor:
+        r"""The loss of each of some labelled nodes: cross-entropy, or binary cross-entropy for several labels per node.
+
+        The mean over the nodes of a step is trained on, and that over all nodes of a stage is logged. A rank may have
+        no node.
+
+        Args:
+            out: What the model gives for these nodes.
+            y: Their labels.
+
+        Shapes:
+            ``out`` is :math:`(k, C)`, ``y`` :math:`(k)` int64 or :math:`(k, C)` float, the result :math:`(k)`.
+        """
+        return node_losses(out, y)
+
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
         if not isinstance(batch, PartBatch):
@@ -125,11 +145,12 @@ class NodeClassifier(GraphModule):
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
         out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
-        weight = graph.get("node_norm")
-        total, count = self._noted(out, graph.y, graph.train_mask, "train", weight)
-        if weight is not None:  # the sum is a mean already
+        norm = graph.get("node_norm")
+        if norm is None:
+            total, count = self._noted(out, graph.y, graph.train_mask, "train")
+        else:  # with its norm a node stands for a share of the part's training nodes
             count = int(shard.train_mask.sum())
-            total = total * count
+            total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * count)
         return self.scaled(total, self._in_step(count), count)
 
     def _in_step(self, count: int) -> int:
@@ -159,17 +180,21 @@ class NodeClassifier(GraphModule):
     def _noted(
         self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """Summed loss over the labelled nodes of a mask, and how many they are; updates and logs metrics."""
-        total, count = summed_loss(out, y, mask, weight)
+        """Summed loss over the labelled nodes of a mask, and how many they are; updates and logs metrics.
+
+        With ``weight`` each node counts for so many.
+        """
+        total, count = summed_loss(out, y, mask, weight, self.node_losses)
         chosen = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
-        # with weights the sum is a mean already
-        loss.update(total.detach() / (max(count, 1) if weight is None else 1), weight=count)
+        stands_for = 1.0 if weight is None else weight[chosen]
+        share = count if weight is None else float(weight[chosen].sum())
+        loss.update(total.detach() / (share or 1), weight=share)
         multi_label = y.dim() == 2
         if multi_label:
             score.update((out[chosen] > 0).long(), y[chosen].long())  # as predict does; no guess of a sigmoid
         else:
-            score.update((out[chosen].argmax(dim=-1) == y[chosen]).float())
+            score.update((out[chosen].argmax(dim=-1) == y[chosen]).float(), weight=stands_for)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)

@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_geometric.data import Data
 from typing_extensions import override
@@ -47,6 +47,19 @@ class PartBatch:
     def shard(self) -> Shard | None:
         """The part; ``None`` if the rank is idle. It is not held here, as Lightning's loops hold batches for long."""
         return None if self.part is None or self._open is None else self._open(self.part)
+
+    if not TYPE_CHECKING:  # who checks types sees what there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name in vars(PartBatch):  # opening a part raised it
+                return object.__getattribute__(self, name)
+            raise AttributeError(
+                f"a PartBatch has no '{name}': with backend replica a step is given a part (batch.shard), a mini-batch "
+                "of it (batch.sample) or nothing; for another loss override NodeClassifier.node_losses, not "
+                "training_step",
+                name=name,
+                obj=self,
+            )
 
 
 class Resumable(ABC):
