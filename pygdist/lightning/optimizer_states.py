@@ -1,6 +1,7 @@
 """The state of an optimiser (Adam's moments, say) where each part of the graph has one of its own.
 
-A state is what torch keeps in ``optimizer.state``: for each parameter that was stepped, tensors and numbers by name.
+A state is what torch keeps in ``optimizer.state``: for each parameter that was stepped, tensors and numbers by name,
+or lists and dictionaries of them (LBFGS).
 Here it is copied, averaged over parts, and brought to rank 0 for a checkpoint. There parameters go by their place in
 the optimiser, as in its ``state_dict``, so that a checkpoint needs no pickled objects. Functions that take a
 communicator are called on all ranks.
@@ -8,9 +9,11 @@ communicator are called on all ranks.
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,8 +31,11 @@ StateByNumber: TypeAlias = dict[int, dict[str, Any]]
 
 
 def copied(optimizer: Optimizer) -> State:
-    """A copy of what the optimiser holds now."""
-    return by_parameter(optimizer, by_number(optimizer, optimizer.state))
+    """A copy of what the optimiser holds now, where it is."""
+    found = type(optimizer.state)(dict)
+    for parameter, entry in optimizer.state.items():
+        found[parameter] = _changed(entry, lambda value, name: value.clone())
+    return found
 
 
 def by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> StateByNumber:
@@ -40,18 +46,33 @@ def by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -
 
 
 def by_parameter(optimizer: Optimizer, state: StateByNumber) -> State:
-    """The inverse of :func:`by_number`: a copy, on the devices of the parameters."""
+    """The inverse of :func:`by_number`: a copy, placed and typed as torch's ``load_state_dict`` does it."""
     found = type(optimizer.state)(dict)
-    parameters = _parameters(optimizer)
+    places = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for number, entry in state.items():
-        found[parameters[number]] = {
-            # torch keeps the number of steps on the CPU
-            name: value.clone().to(parameters[number].device if value.dim() else value.device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in entry.items()
-        }
+        parameter, group = places[number]
+        found[parameter] = _changed(entry, partial(_placed, parameter, group))
     return found
+
+
+def _placed(parameter: Tensor, group: Mapping[str, Any], value: Tensor, name: str | None) -> Tensor:
+    """A copy of one tensor of a parameter's state, as ``Optimizer.load_state_dict`` would place it."""
+    if name == "step":  # torch keeps the number of steps on the CPU, unless a kernel reads it
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() and value.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype, copy=True)
+
+
+def _changed(value: Any, change: Callable[[Tensor, str | None], Tensor], name: str | None = None) -> Any:
+    """A value of a state with other tensors; its lists and dictionaries are new. ``name`` is the key in the last."""
+    if isinstance(value, Tensor):
+        return change(value, name)
+    if isinstance(value, dict):
+        return {key: _changed(one, change, key) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_changed(one, change) for one in value)
+    return value
 
 
 def average(
@@ -69,17 +90,22 @@ def average(
         communicator: The ranks.
 
     Raises:
-        InputError: On all ranks, if two parts have states of different parameters.
+        InputError: On all ranks, if two parts have states of different parameters, or lists of tensors in them.
     """
     rows = {part: _tensors(optimizer, state) for part, state in states.items() if state}
     layouts = {tuple((key, value.numel()) for key, value in row.items()) for row in rows.values()}
     layout = next(iter(layouts), ())
     share = sum(shares[part] for part in rows)
     found = [float(len(layouts)), float(zlib.crc32(repr(layout).encode())), share, sum(size for _, size in layout)]
-    table = communicator.gather(found)
+    table = communicator.gather([*found, float(any(map(_has_lists, states.values())))])
     there = table[table[:, 0] > 0]
     if there.size(0) == 0:
         return
+    if bool(there[:, 4].any()):
+        raise InputError(
+            f"optimizer_state=average: {type(optimizer).__name__} keeps lists of tensors, which have no mean; use "
+            "local or reset"
+        )
     if bool((there[:, :2] != there.new_tensor([1.0, float(there[0, 1])])).any()):
         raise InputError(
             "optimizer_state=average: parts have states of different parameters, some of which got no gradient; "
@@ -116,12 +142,12 @@ def gathered(
     }
     if communicator.world_size == 1:
         return own
-    payload = pack(own).to(communicator.device)
-    sizes = communicator.gather([float(payload.numel())])[:, 0].long().tolist()
+    payload = pack(own if communicator.rank else {}).to(communicator.device)
+    sizes = communicator.gather([float(payload.numel())])[1:, 0].long().tolist()
     if communicator.rank != 0:
         communicator.send_to(0, [payload], label="optimiser states")
         return {}
-    for rank, size in enumerate(sizes[1:], start=1):
+    for rank, size in enumerate(sizes, start=1):
         arrived = torch.empty(size, dtype=torch.uint8, device=communicator.device)
         communicator.receive_from(rank, [arrived], label="optimiser states")
         own |= unpack(arrived.cpu())
@@ -129,47 +155,52 @@ def gathered(
 
 
 def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:
-    """States as bytes: a line of JSON that describes the tensors, then their contents; no pickle.
+    """States as bytes: a line of JSON that describes them, then the contents of their tensors; no pickle.
 
     Returns:
         uint8, on the CPU.
     """
-    described, contents = [], []
-    for part, optimizers in states.items():
-        for at, optimizer in enumerate(optimizers):
-            for number, entry in optimizer.items():
-                for name, value in entry.items():
-                    known = [part, at, number, name]
-                    if isinstance(value, Tensor):
-                        contents.append(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
-                        described.append([*known, str(value.dtype).removeprefix("torch."), list(value.shape)])
-                    else:
-                        described.append([*known, None, value])
-    shape = {part: len(optimizers) for part, optimizers in states.items()}
-    head = (json.dumps([shape, described]) + "\n").encode()
+    contents: list[Tensor] = []
+    described = {part: [_described(optimizer, contents) for optimizer in mine] for part, mine in states.items()}
+    head = (json.dumps(described, separators=(",", ":")) + "\n").encode()
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *contents])
+
+
+def _described(value: Any, contents: list[Tensor]) -> Any:
+    """A value as JSON, where an object has one key, its type; the bytes of tensors go to ``contents``."""
+    if isinstance(value, Tensor):
+        contents.append(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        return {str(value.dtype).removeprefix("torch."): list(value.shape)}
+    if isinstance(value, dict):
+        return {"dict": [[key, _described(one, contents)] for key, one in value.items()]}
+    if isinstance(value, (list, tuple)):
+        inside = [_described(one, contents) for one in value]
+        return inside if isinstance(value, list) else {"tuple": inside}
+    return value
 
 
 def unpack(payload: Tensor) -> dict[str, list[StateByNumber]]:
     """The inverse of :func:`pack`."""
-    raw = payload.numpy().tobytes()
-    head, _, body = raw.partition(b"\n")
-    shape, described = json.loads(head)
-    states: dict[str, list[StateByNumber]] = {part: [{} for _ in range(count)] for part, count in shape.items()}
-    offset = 0
-    for part, at, number, name, dtype, rest in described:
-        value = rest
-        if dtype is not None:
-            kind = getattr(torch, dtype)
-            size = kind.itemsize * int(torch.Size(rest).numel())
-            value = (
-                torch.frombuffer(bytearray(body[offset : offset + size]), dtype=kind).reshape(rest)
-                if size
-                else torch.empty(rest, dtype=kind)
-            )
-            offset += size
-        states[part][at].setdefault(number, {})[name] = value
-    return states
+    contents = io.BytesIO(payload.numpy().tobytes())
+    described = json.loads(contents.readline())
+    return {part: [_restored(optimizer, contents) for optimizer in mine] for part, mine in described.items()}
+
+
+def _restored(described: Any, contents: io.BytesIO) -> Any:
+    """The inverse of :func:`_described`."""
+    if isinstance(described, list):
+        return [_restored(one, contents) for one in described]
+    if not isinstance(described, dict):
+        return described
+    ((kind, inside),) = described.items()
+    if kind == "dict":
+        return {key: _restored(one, contents) for key, one in inside}
+    if kind == "tuple":
+        return tuple(_restored(one, contents) for one in inside)
+    dtype, count = getattr(torch, kind), torch.Size(inside).numel()
+    if not count:
+        return torch.empty(inside, dtype=dtype)
+    return torch.frombuffer(bytearray(contents.read(count * dtype.itemsize)), dtype=dtype).reshape(inside)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -184,3 +215,7 @@ def _tensors(optimizer: Optimizer, state: State) -> dict[tuple[int, str], Tensor
         for name, value in sorted(entry.items())
         if isinstance(value, Tensor) and value.is_floating_point()
     }
+
+
+def _has_lists(state: State) -> bool:
+    return any(isinstance(value, (list, tuple, dict)) for entry in state.values() for value in entry.values())

@@ -45,6 +45,8 @@ def _model(name: str) -> nn.Module:
 def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.Adam(parameters, lr=0.01, weight_decay=5e-4)
+    if name == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9 if name == "momentum" else 0.0)
 
 
@@ -440,6 +442,15 @@ def test_resuming_is_going_on(policy: str, pool: RankPool, tmp_path: Path) -> No
             if world_size == 2:
                 _assert_same(ours["state"], whole["state"], 1e-12)
             _assert_same(_without_noise(ours["state"]), _without_noise(whole["state"]), 1e-9)
+
+
+def test_optimisers_that_keep_lists_of_tensors_go_on_too(pool: RankPool, tmp_path: Path) -> None:
+    job = {"num_parts": 4, "hops": 1, "optimizer": "lbfgs", "keep": True, "options": {"max_epochs": 3}}
+    store = _store(tmp_path, 4)
+    whole = pool.run(_train, 2, str(tmp_path / "whole"), store, job)[0]
+    resumed = {**job, "resume": str(tmp_path / "whole" / "epoch=1.ckpt")}
+    for ours in pool.run(_train, 2, str(tmp_path / "again"), store, resumed):
+        _assert_same(ours["state"], whole["state"], 1e-12)
 
 
 def test_a_checkpoint_goes_on_with_other_parts_and_strategies(pool: RankPool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -64,3 +65,37 @@ def test_a_gpu_trains_as_the_host_does(name: str, tmp_path: Path) -> None:
     for name, value in wanted.items():
         if name not in ("convs.0.bias", "norms.0.module.running_mean"):  # a norm cancels it: its gradient is rounding
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7, msg=lambda said, of=name: f"{of}: {said}")
+
+
+class Stepped(NodeClassifier):
+    """With Adam whose number of steps is on the GPU."""
+
+    option = ""
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {self.option: True}
+        return torch.optim.Adam(self.parameters(), lr=0.01, **options)
+
+
+def _resume(
+    rank: int, world_size: int, folder: str, option: str, epochs: int, checkpoint: str | None
+) -> dict[str, Tensor]:
+    net = runs.model()
+    module = Stepped(net, backend="replica")
+    module.option = option
+    data = GraphDataModule(runs.graph(), partitioner="hash", num_parts=3, cache_dir=folder)
+    trainer = runs.trainer(
+        rank, world_size, folder, accelerator="gpu", strategy=ModelAveragingStrategy(), max_epochs=epochs,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)], enable_checkpointing=True,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return {name: value.cpu() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+def test_steps_that_are_counted_on_the_gpu_go_on_there(option: str, tmp_path: Path) -> None:
+    wanted = run_ranks(_resume, 1, str(tmp_path), option, 4, None)[0]
+    found = run_ranks(_resume, 1, str(tmp_path), option, 4, str(tmp_path / "epoch=1.ckpt"))[0]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda said, of=name: f"{of}: {said}")
