@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -59,6 +59,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         optimizer_state: What becomes of the optimisers' state (Adam's moments) when models are averaged: each part
             keeps its own (``local``), it is averaged like the model (``average``), or begins anew (``reset``).
         kwargs: As for :class:`~pygdist.lightning.GraphDDPStrategy`.
+
+    Attributes:
+        checkpoint_bytes: What all ranks together have sent to rank 0 for checkpoints since the fit began, which is the
+            optimisers' state of each part.
 
     Raises:
         InputError: If an argument makes no sense.
@@ -104,6 +108,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._own: list[Tensor] | None = None  # what the module held before an average was put there to be looked at
         self._looked_at: list[Tensor] | None = None  # that average, until the next step
         self._restored: Mapping[str, Any] | None = None
+        self.checkpoint_bytes = 0
 
     @override
     def loss_scale(self, num_labelled: int, num_here: int) -> float:
@@ -144,11 +149,30 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 "a learning rate that changes with each step would be another for each part that a rank trains in "
                 "turn; change it by epochs, or use a rank for each part"
             )
+        self._say_what_is_sent(trainer)
+
+    def _say_what_is_sent(self, trainer: pl.Trainer) -> None:
+        """Beside the averages that the run is asked for."""
         every = trainer.check_val_every_n_epoch or 1
+        saving = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         if self.sync_unit == "epoch" and every % self.sync_every and trainer.enable_validation:
             rank_zero_info(
                 f"models are averaged for each validation, every {every} epochs, too (sync_every={self.sync_every}); "
                 f"check_val_every_n_epoch={self.sync_every} saves that"
+            )
+        elif (
+            self.sync_unit == "epoch"
+            and every == 1
+            and any((one.every_n_epochs or 1) % self.sync_every for one in saving)
+        ):
+            rank_zero_info(
+                f"models are averaged for each checkpoint, too (sync_every={self.sync_every}); "
+                f"ModelCheckpoint(every_n_epochs={self.sync_every}) saves that"
+            )
+        if self.world_size > 1 and not all(one.save_weights_only for one in saving):
+            rank_zero_info(
+                "each checkpoint brings the optimisers' state of every part to rank 0 (checkpoint_bytes of "
+                "ExchangeMonitor); ModelCheckpoint(every_n_epochs=...) saves some of that"
             )
 
     @override
@@ -352,9 +376,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         # after a fit, when ranks have left each other, what rank 0 has must do
         together = self.world_size == 1 or self._communicator is not None
         if checkpoint.get("optimizer_states") and together and self._num_parts > 1:
-            states = gathered(
+            states, num_bytes = gathered(
                 self.optimizers, {part: one.states for part, one in self._locals.items()}, self.communicator
             )
+            self.checkpoint_bytes += num_bytes
             if self.is_global_zero:
                 checkpoint[_SAVED] = {"num_parts": self._num_parts, "states": states}
         super().save_checkpoint(checkpoint, filepath, storage_options)

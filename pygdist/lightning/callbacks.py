@@ -42,6 +42,8 @@ class ExchangeMonitor(pl.Callback):
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
     ``unused_model_bytes``         payload bytes that a rank sends to average models that are validated or saved, and
                                    trained on no further (strategy ``model_averaging``, between two averages)
+    ``checkpoint_bytes``           payload bytes that all ranks send to rank 0 for checkpoints: the optimisers' state of
+                                   each part (strategy ``model_averaging``; 0 where nothing is saved)
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     ``expected_epoch_s``           what a backend that plans (``hybrid``) expected of ``epoch_s``
@@ -50,8 +52,9 @@ class ExchangeMonitor(pl.Callback):
 
     The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
     slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph. What travels after
-    an epoch's training, in validation, is in none of these but ``unused_model_bytes``; the bytes of a checkpoint that
-    is saved when an epoch has ended are in the next one's.
+    an epoch's training, in validation, is in none of these but ``unused_model_bytes``, and what a checkpoint brings to
+    rank 0 in none but ``checkpoint_bytes``. The bytes of a checkpoint that is saved when an epoch has ended are in the
+    next one's, so those of the last one are in none.
 
     Args:
         ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by epoch.
@@ -62,6 +65,7 @@ class ExchangeMonitor(pl.Callback):
         self._start = 0.0
         self._unused = 0  # bytes of an epoch's last checkpoint, which is made after all is logged
         self._logged = 0
+        self._saved = 0  # of the strategy's bytes for checkpoints, those that are logged
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,7 +76,7 @@ class ExchangeMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logged = 0
+        self._logged = self._saved = 0
         self._begin(pl_module)  # no epoch starts where a run goes on in the middle of one
 
     @override
@@ -133,7 +137,12 @@ class ExchangeMonitor(pl.Callback):
         if not isinstance(pl_module, GraphModule) or not isinstance(trainer.strategy, ModelAveragingStrategy):
             return
         self._logged = _unused_bytes(pl_module.communicator.meter.read())
-        figures = {"unused_model_bytes": float(self._unused + self._logged)}
+        saved = trainer.strategy.checkpoint_bytes
+        figures = {
+            "unused_model_bytes": float(self._unused + self._logged),
+            "checkpoint_bytes": float(saved - self._saved),
+        }
+        self._saved = saved
         pl_module.log_dict(figures, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
 

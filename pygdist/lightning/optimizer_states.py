@@ -125,7 +125,7 @@ def average(
 
 def gathered(
     optimizers: Sequence[Optimizer], states: Mapping[int, Sequence[State]], communicator: Communicator
-) -> dict[str, list[StateByNumber]]:
+) -> tuple[dict[str, list[StateByNumber]], int]:
     """The states of all parts, on rank 0; all ranks call it.
 
     Args:
@@ -134,24 +134,24 @@ def gathered(
         communicator: The ranks.
 
     Returns:
-        By part, as text; nothing on other ranks than 0.
+        The states by part, as text, nothing on other ranks than 0; and the bytes that all ranks together sent.
     """
     own = {
         str(part): [by_number(optimizer, state) for optimizer, state in zip(optimizers, mine, strict=True)]
         for part, mine in states.items()
     }
     if communicator.world_size == 1:
-        return own
+        return own, 0
     payload = pack(own if communicator.rank else {}).to(communicator.device)
     sizes = communicator.gather([float(payload.numel())])[1:, 0].long().tolist()
     if communicator.rank != 0:
         communicator.send_to(0, [payload], label="optimiser states")
-        return {}
+        return {}, sum(sizes)
     for rank, size in enumerate(sizes, start=1):
         arrived = torch.empty(size, dtype=torch.uint8, device=communicator.device)
         communicator.receive_from(rank, [arrived], label="optimiser states")
         own |= unpack(arrived.cpu())
-    return own
+    return own, sum(sizes)
 
 
 def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:

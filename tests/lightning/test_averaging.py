@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from torch_geometric.nn import GAT, GCN
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import Backend, ReplicaBackend
+from pygdist.comm import Communicator
 from pygdist.graph import write_store
-from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter
+from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter, averaging
 from pygdist.lightning.parts import PartBatch
 from pygdist.native import load
 from pygdist.sampler import NeighborBatches
@@ -104,7 +106,7 @@ def _train(rank: int, world_size: int, folder: str, store: str, job: dict[str, A
     backend: Backend | str = job.get("backend") or ReplicaBackend(hops=job.get("hops", 2))
     classifier = Classifier(_model(job.get("net", "gcn")), optimizer=job.get("optimizer", "sgd"), backend=backend)
     data = GraphDataModule(store=store, num_parts=job.get("num_parts"), batches=job.get("batches"))
-    callbacks = [history, *job.get("callbacks", [])]
+    callbacks = [*job.get("callbacks", []), history]
     if job.get("keep"):
         when = job["keep"] if isinstance(job["keep"], dict) else {"filename": "{epoch}"}
         callbacks.append(ModelCheckpoint(dirpath=folder, save_top_k=-1, **when))
@@ -401,6 +403,35 @@ def test_models_that_are_only_saved_are_counted_and_not_averaged_twice(pool: Ran
         assert [epoch["unused_model_bytes"] for epoch in history] == pytest.approx(unused, abs=4)
 
 
+def _counted(rank: int, world_size: int, folder: str, store: str, saves: bool) -> tuple[list[int], Any]:
+    """What this rank sends for checkpoints, and what is logged."""
+    sent: list[int] = []
+    send_to = Communicator.send_to
+
+    def counting(communicator: Communicator, to: int, tensors: Any, *, label: str) -> None:
+        sent.append(sum(tensor.nbytes for tensor in tensors))
+        send_to(communicator, to, tensors, label=label)
+
+    job = {"num_parts": 4, "optimizer": "adam", "averaging": {"sync_every": 2}, "callbacks": [ExchangeMonitor()]}
+    with mock.patch.object(Communicator, "send_to", counting):
+        ours = _train(rank, world_size, folder, store, {**job, "keep": saves})
+    return sent, ours["history"]
+
+
+def test_bytes_of_checkpoints_are_counted_by_themselves(pool: RankPool, tmp_path: Path) -> None:
+    (_, without), *_ = pool.run(_counted, 3, str(tmp_path / "a"), _store(tmp_path, 4), False)
+    assert [epoch["checkpoint_bytes"] for epoch in without] == [0, 0, 0]
+    (none, history), *others = pool.run(_counted, 3, str(tmp_path / "b"), _store(tmp_path, 4), True)
+    assert none == []
+    saved = [sum(at) for at in zip(*(sent for sent, _ in others), strict=True)]
+    assert len(saved) == 3
+    assert min(saved) > 2 * 2 * (12 * 8 + 8 + 8 * 4 + 4) * 8, "the moments of two parts"
+    # a checkpoint comes when the epoch is over
+    assert [epoch["checkpoint_bytes"] for epoch in history] == [0, *saved[:-1]]
+    for name in ("sent_bytes_min", "sent_bytes_max", "sent_bytes_total"):
+        assert [epoch[name] for epoch in history] == [epoch[name] for epoch in without]
+
+
 # -- the end of a run --------------------------------------------------------------------------------------------------
 
 
@@ -624,16 +655,38 @@ def test_what_cannot_be_is_refused_on_all_ranks(name: str, pool: RankPool, tmp_p
         assert [words for words in said if words not in message] == []
 
 
-def _checked(callbacks: list[Any], num_parts: int = 1, interval: str = "epoch") -> None:
+def _checked(
+    callbacks: list[Any], num_parts: int = 1, interval: str = "epoch", sync_every: int = 1, **options: Any
+) -> None:
     """What a fit checks first, with as many ranks as this process is: one."""
-    strategy = ModelAveragingStrategy()
+    strategy = ModelAveragingStrategy(sync_every=sync_every)
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(_model("gcn").parameters(), lr=0.1))
     strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval=interval)]
+    settings = {"check_val_every_n_epoch": 1, "enable_validation": True, "max_steps": -1, "fast_dev_run": False}
     trainer = SimpleNamespace(
         lightning_module=SimpleNamespace(automatic_optimization=True), callbacks=callbacks,
-        datamodule=SimpleNamespace(part_weights=[1] * num_parts), check_val_every_n_epoch=1, enable_validation=True,
+        checkpoint_callbacks=[one for one in callbacks if isinstance(one, ModelCheckpoint)],
+        datamodule=SimpleNamespace(part_weights=[1] * num_parts), **{**settings, **options},
     )  # fmt: skip
     strategy._check(trainer)  # type: ignore[arg-type]
+
+
+def test_what_is_sent_beside_the_averages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(averaging, "rank_zero_info", said.append)
+    _checked([ModelCheckpoint()])
+    assert said == []
+    _checked([ModelCheckpoint()], sync_every=2)
+    assert said.pop().endswith("check_val_every_n_epoch=2 saves that")
+    _checked([ModelCheckpoint()], sync_every=2, enable_validation=False)
+    assert said.pop().endswith("ModelCheckpoint(every_n_epochs=2) saves that")
+    _checked([ModelCheckpoint(every_n_epochs=4)], sync_every=2, enable_validation=False)
+    monkeypatch.setattr(ModelAveragingStrategy, "world_size", 2)
+    _checked([])
+    _checked([ModelCheckpoint(save_weights_only=True)])
+    assert said == []
+    _checked([ModelCheckpoint()])
+    assert said.pop().startswith("each checkpoint brings the optimisers' state of every part to rank 0")
 
 
 def test_callbacks_that_average_one_model_are_refused() -> None:

@@ -182,6 +182,7 @@ def test_averages_of_lists_are_refused() -> None:
 
 def test_one_rank_gathers_its_own() -> None:
     optimizer = _stepped(torch.optim.Adam)
-    found = gathered([optimizer], {2: [copied(optimizer)], 0: [copied(optimizer)]}, Communicator())
+    found, num_bytes = gathered([optimizer], {2: [copied(optimizer)], 0: [copied(optimizer)]}, Communicator())
+    assert num_bytes == 0
     assert set(found) == {"0", "2"}
     assert set(found["2"][0]) == {0, 1, 2, 3}
