@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -149,7 +149,30 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 "a learning rate that changes with each step would be another for each part that a rank trains in "
                 "turn; change it by epochs, or use a rank for each part"
             )
+        counted = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
+        counted += [
+            f"every_n_train_steps={every}"
+            for callback in trainer.checkpoint_callbacks
+            if (every := getattr(callback, "_every_n_train_steps", 0))
+        ]
+        if num_parts > self.world_size and counted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"{', '.join(counted)}: {num_parts} parts on {self.world_size} ranks are trained in turn, so that an "
+                "epoch has more steps than with a rank for each part; max_epochs and every_n_epochs mean the same with "
+                "any number of ranks"
+            )
         self._say_what_is_sent(trainer)
+
+    def _check_limits(self, trainer: pl.Trainer) -> None:
+        """Refuse to leave out the same parts in every epoch; the same on all ranks. A smoke run may."""
+        steps, made = len(trainer.train_dataloader), trainer.num_training_batches  # type: ignore[arg-type]
+        if self._num_parts > self.world_size and made < steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
+            raise InputError(
+                f"{name}={trainer.limit_train_batches}: {self._num_parts} parts on {self.world_size} ranks are trained "
+                f"in turn, in {steps} steps of an epoch, and the first {made} would leave the same parts out of each; "
+                "leave it out, or use a rank for each part (fast_dev_run for a smoke run)"
+            )
 
     def _say_what_is_sent(self, trainer: pl.Trainer) -> None:
         """Beside the averages that the run is asked for."""
@@ -198,6 +221,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained one after another, "
                 "each for a whole epoch of mini-batches; average by epochs, or use a rank for each part"
             )
+        self._check_limits(self._bound_trainer)
         for part in self._shares:
             self._locals[part] = _Local(self._first_states(part))
         if len(self._shares) > 1:

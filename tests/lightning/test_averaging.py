@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -643,6 +644,12 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         {"averaging": {"sync_unit": "step"}, "batches": NeighborBatches([4, 4], 8)},
         ["sync_unit=step: 3 parts on 2 ranks", "average by epochs"],
     ),
+    "parts-left-out": (
+        4,
+        {"options": {"limit_train_batches": 0.5}},
+        ["limit_train_batches=0.5: 4 parts on 2 ranks", "in 2 steps of an epoch, and the first 1", "leave it out"],
+    ),
+    "parts-left-out-to-overfit": (4, {"options": {"overfit_batches": 1}}, ["overfit_batches=1: 4 parts on 2 ranks"]),
 }
 
 
@@ -701,6 +708,33 @@ def test_schedules_by_steps_are_refused_where_parts_are_trained_in_turn() -> Non
     _checked([], interval="step")
     with pytest.raises(InputError, match=r"a learning rate that changes with each step.*change it by epochs"):
         _checked([], num_parts=2, interval="step")
+
+
+LIMITED = {
+    "smoke-run": (4, {"fast_dev_run": True}, 2),
+    "all-parts": (4, {"limit_train_batches": 2, "max_epochs": 1}, 4),
+    "a-rank-for-each": (2, {"limit_train_batches": 1, "max_epochs": 1}, 2),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_that_leave_no_part_out_work(name: str, pool: RankPool, tmp_path: Path) -> None:
+    num_parts, options, trained = LIMITED[name]
+    mask, owner = runs.graph().train_mask.numpy(), _owners(num_parts)
+    answers = pool.run(_train, 2, str(tmp_path), _store(tmp_path, num_parts), {"options": options})
+    seen = sorted(node for ours in answers for node in ours["trained_on"][0])
+    assert seen == (mask & (owner < trained)).nonzero()[0].tolist()
+
+
+def test_what_counts_steps_is_named_where_parts_are_trained_in_turn() -> None:
+    by_steps = [ModelCheckpoint(every_n_train_steps=4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _checked(by_steps, max_steps=6)
+        _checked(by_steps, num_parts=2, max_steps=1, fast_dev_run=True)
+        _checked([ModelCheckpoint()], num_parts=2)
+    with pytest.warns(UserWarning, match=r"max_steps=6, every_n_train_steps=4: 2 parts on 1 ranks.*max_epochs"):
+        _checked(by_steps, num_parts=2, max_steps=6)
 
 
 class Manual(Classifier):
