@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.lightning.optimizer_states import average, by_parameter, copied, gathered
+from pygdist.lightning.optimizer_states import average, by_number, by_parameter, copied, gathered
 from pygdist.lightning.strategies import GraphDDPStrategy
 
 __all__ = ["FOR_CHECKPOINT", "FOR_VALIDATION", "ModelAveragingStrategy"]
@@ -108,6 +109,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._own: list[Tensor] | None = None  # what the module held before an average was put there to be looked at
         self._looked_at: list[Tensor] | None = None  # that average, until the next step
         self._restored: Mapping[str, Any] | None = None
+        self._ended = False  # training, in order: all ranks are there, and their models equal
         self.checkpoint_bytes = 0
 
     @override
@@ -124,10 +126,12 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._forget()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting or not self._ended:  # a checkpoint may be saved after a fit and a test of its model
+            self._forget()
         self._trainer = trainer
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self._check(trainer)
 
     def _check(self, trainer: pl.Trainer) -> None:
@@ -224,6 +228,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._check_limits(self._bound_trainer)
         for part in self._shares:
             self._locals[part] = _Local(self._first_states(part))
+        self._restored = None  # of all parts: each has taken its own
         if len(self._shares) > 1:
             self._averaged = _copies(self._tensors())
 
@@ -249,7 +254,20 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     def on_train_end(self) -> None:
         if not self._equal:
             self._average()
+        self._ended = True
         super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if (
+            self.root_device.type != "cpu"
+        ):  # where Lightning has put the module, and the states that the optimisers hold
+            for local in self._locals.values():
+                local.states = [
+                    by_parameter(optimizer, by_number(optimizer, state))
+                    for optimizer, state in zip(self.optimizers, local.states, strict=True)
+                ]
 
     def _due(self) -> bool:
         if self.sync_unit == "step" and not self._in_turns:
@@ -397,16 +415,28 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # after a fit, when ranks have left each other, what rank 0 has must do
-        together = self.world_size == 1 or self._communicator is not None
-        if checkpoint.get("optimizer_states") and together and self._num_parts > 1:
+        """With the optimisers' state of every part; every rank makes the call, after a fit too."""
+        if checkpoint.get("optimizer_states") and self._num_parts > 1:
             states, num_bytes = gathered(
-                self.optimizers, {part: one.states for part, one in self._locals.items()}, self.communicator
+                self.optimizers, {part: one.states for part, one in self._locals.items()}, self._who_answers()
             )
             self.checkpoint_bytes += num_bytes
             if self.is_global_zero:
                 checkpoint[_SAVED] = {"num_parts": self._num_parts, "states": states}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _who_answers(self) -> Communicator:
+        """The ranks that a checkpoint is gathered from: all, but this one alone after a run that failed."""
+        if self._communicator is not None:
+            return self._communicator
+        if self.world_size == 1 or not dist.is_initialized():
+            return Communicator()
+        if self._ended and not self._bound_trainer.interrupted:
+            return Communicator(dist.group.WORLD)  # which Lightning's barrier after the file waits for as well
+        rank_zero_warn(
+            "the run has failed: the checkpoint has the optimisers' state of the parts of rank 0 and of no others"
+        )
+        return Communicator()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -419,6 +449,15 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 f"the checkpoint has optimiser states of {found} parts, there are {len(weights)} now: each begins with "
                 "that of one of them"
             )
+        elif found is not None and weights is not None:
+            lacking = [
+                part for part, weight in enumerate(weights) if weight and str(part) not in checkpoint[_SAVED]["states"]
+            ]
+            if lacking:
+                rank_zero_warn(
+                    f"the checkpoint lacks the optimisers' state of the parts {', '.join(map(str, lacking))}, as the "
+                    "run had failed: each begins with that of another"
+                )
 
     @classmethod
     @override

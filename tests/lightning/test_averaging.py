@@ -485,6 +485,71 @@ def test_optimisers_that_keep_lists_of_tensors_go_on_too(pool: RankPool, tmp_pat
         _assert_same(ours["state"], whole["state"], 1e-12)
 
 
+def _save_after(rank: int, world_size: int, folder: str, store: str, then: str) -> list[str]:
+    """Save when a fit has ended, or failed; what is said of it."""
+    said: list[str] = []
+    classifier = Classifier(_model("gcn"), optimizer="adam", backend=ReplicaBackend(hops=2))
+    data = GraphDataModule(store=store)
+    each = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = runs.trainer(
+        rank, world_size, folder, strategy=ModelAveragingStrategy(), callbacks=[each], enable_checkpointing=True
+    )
+
+    def fail(*_: Any) -> None:
+        if trainer.current_epoch == 2:
+            raise ValueError("failed")
+
+    with mock.patch.object(averaging, "rank_zero_warn", said.append):
+        if then == "failed":
+            with mock.patch.object(each, "on_train_epoch_start", fail), pytest.raises(ValueError, match="failed"):
+                trainer.fit(classifier, datamodule=data)
+        else:
+            trainer.fit(classifier, datamodule=data)
+        if then == "tested":
+            trainer.test(classifier, datamodule=data, verbose=False)
+        trainer.save_checkpoint(Path(folder) / "after.ckpt")
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "then"), [(1, "ended"), (2, "ended"), (2, "tested")])
+def test_a_checkpoint_that_is_saved_after_a_fit_has_the_states_of_all_parts(
+    world_size: int, then: str, pool: RankPool, tmp_path: Path
+) -> None:
+    said = pool.run(_save_after, world_size, str(tmp_path), _store(tmp_path, 4), then)
+    assert said == [[]] * world_size
+    found, wanted = (torch.load(tmp_path / name, weights_only=True) for name in ("after.ckpt", "epoch=2.ckpt"))
+    assert set(found["model_averaging"]["states"]) == {"0", "1", "2", "3"}
+    # the same tensors by the same names, part by part
+    _assert_equal_states(found["model_averaging"]["states"], wanted["model_averaging"]["states"])
+
+
+def _assert_equal_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for part, states in wanted.items():
+        for mine, theirs in zip(found[part], states, strict=True):
+            assert mine.keys() == theirs.keys()
+            for number, entry in theirs.items():
+                for name, value in entry.items():
+                    assert torch.equal(mine[number][name], value), (part, number, name)
+
+
+def test_a_checkpoint_of_a_run_that_failed_says_what_it_lacks(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_save_after, 2, str(tmp_path), _store(tmp_path, 4), "failed"):
+        assert [text.partition(":")[0] for text in said] == ["the run has failed"]
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["model_averaging"]
+    assert (saved["num_parts"], set(saved["states"])) == (4, {"0", "2"})
+    job = {"optimizer": "adam", "options": {"max_epochs": 3}, "resume": str(tmp_path / "after.ckpt")}
+    for said in pool.run(_warned, 2, str(tmp_path / "again"), _store(tmp_path, 4), job):
+        assert any("lacks the optimisers' state of the parts 1, 3" in text for text in said)
+
+
+def _warned(rank: int, world_size: int, folder: str, store: str, job: dict[str, Any]) -> list[str]:
+    said: list[str] = []
+    with mock.patch.object(averaging, "rank_zero_warn", said.append):
+        _train(rank, world_size, folder, store, job)
+    return said
+
+
 def test_a_checkpoint_goes_on_with_other_parts_and_strategies(pool: RankPool, tmp_path: Path) -> None:
     job = {"num_parts": 4, "optimizer": "adam", "averaging": {"sync_every": 2}, "keep": True}
     first = pool.run(_train, 2, str(tmp_path / "a"), _store(tmp_path, 4), {**job, "options": {"max_epochs": 4}})[0]
