@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,6 +24,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.lightning.averaging_checks import check_limits, check_run, say_what_is_sent
 from pygdist.lightning.optimizer_states import average, by_number, by_parameter, copied, gathered
 from pygdist.lightning.strategies import GraphDDPStrategy
 
@@ -132,75 +132,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._trainer = trainer
         super().setup(trainer)
         if fitting:
-            self._check(trainer)
-
-    def _check(self, trainer: pl.Trainer) -> None:
-        """Refuse what would train other models than it seems; the same on all ranks."""
-        if not trainer.lightning_module.automatic_optimization:
-            raise InputError(
-                f"{type(trainer.lightning_module).__name__} steps its optimisers itself; strategy 'model_averaging' "
-                "counts the steps that Lightning makes (automatic_optimization=True)"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-                raise InputError(
-                    f"{type(callback).__name__} averages the steps of one model, and strategy 'model_averaging' has "
-                    "one for each part; leave one of them out"
-                )
-        num_parts = len(getattr(getattr(trainer, "datamodule", None), "part_weights", ()))
-        if num_parts > self.world_size and any(config.interval == "step" for config in self.lr_scheduler_configs):
-            raise InputError(
-                "a learning rate that changes with each step would be another for each part that a rank trains in "
-                "turn; change it by epochs, or use a rank for each part"
-            )
-        counted = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
-        counted += [
-            f"every_n_train_steps={every}"
-            for callback in trainer.checkpoint_callbacks
-            if (every := getattr(callback, "_every_n_train_steps", 0))
-        ]
-        if num_parts > self.world_size and counted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rank_zero_warn(
-                f"{', '.join(counted)}: {num_parts} parts on {self.world_size} ranks are trained in turn, so that an "
-                "epoch has more steps than with a rank for each part; max_epochs and every_n_epochs mean the same with "
-                "any number of ranks"
-            )
-        self._say_what_is_sent(trainer)
-
-    def _check_limits(self, trainer: pl.Trainer) -> None:
-        """Refuse to leave out the same parts in every epoch; the same on all ranks. A smoke run may."""
-        steps, made = len(trainer.train_dataloader), trainer.num_training_batches  # type: ignore[arg-type]
-        if self._num_parts > self.world_size and made < steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
-            raise InputError(
-                f"{name}={trainer.limit_train_batches}: {self._num_parts} parts on {self.world_size} ranks are trained "
-                f"in turn, in {steps} steps of an epoch, and the first {made} would leave the same parts out of each; "
-                "leave it out, or use a rank for each part (fast_dev_run for a smoke run)"
-            )
-
-    def _say_what_is_sent(self, trainer: pl.Trainer) -> None:
-        """Beside the averages that the run is asked for."""
-        every = trainer.check_val_every_n_epoch or 1
-        saving = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        if self.sync_unit == "epoch" and every % self.sync_every and trainer.enable_validation:
-            rank_zero_info(
-                f"models are averaged for each validation, every {every} epochs, too (sync_every={self.sync_every}); "
-                f"check_val_every_n_epoch={self.sync_every} saves that"
-            )
-        elif (
-            self.sync_unit == "epoch"
-            and every == 1
-            and any((one.every_n_epochs or 1) % self.sync_every for one in saving)
-        ):
-            rank_zero_info(
-                f"models are averaged for each checkpoint, too (sync_every={self.sync_every}); "
-                f"ModelCheckpoint(every_n_epochs={self.sync_every}) saves that"
-            )
-        if self.world_size > 1 and not all(one.save_weights_only for one in saving):
-            rank_zero_info(
-                "each checkpoint brings the optimisers' state of every part to rank 0 (checkpoint_bytes of "
-                "ExchangeMonitor); ModelCheckpoint(every_n_epochs=...) saves some of that"
-            )
+            check_run(trainer, self.world_size, self.lr_scheduler_configs)
+            say_what_is_sent(trainer, self.sync_every, self.sync_unit)
 
     @override
     def configure_ddp(self) -> None:
@@ -225,7 +158,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained one after another, "
                 "each for a whole epoch of mini-batches; average by epochs, or use a rank for each part"
             )
-        self._check_limits(self._bound_trainer)
+        check_limits(self._bound_trainer, self._num_parts, self.world_size)
         for part in self._shares:
             self._locals[part] = _Local(self._first_states(part))
         self._restored = None  # of all parts: each has taken its own

@@ -28,7 +28,14 @@ from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import Backend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
-from pygdist.lightning import ExchangeMonitor, LinkPredictor, ModelAveragingStrategy, PredictionWriter, averaging
+from pygdist.lightning import (
+    ExchangeMonitor,
+    LinkPredictor,
+    ModelAveragingStrategy,
+    PredictionWriter,
+    averaging,
+    averaging_checks,
+)
 from pygdist.lightning.parts import PartBatch
 from pygdist.native import load
 from pygdist.sampler import NeighborBatches
@@ -728,24 +735,28 @@ def test_what_cannot_be_is_refused_on_all_ranks(name: str, pool: RankPool, tmp_p
 
 
 def _checked(
-    callbacks: list[Any], num_parts: int = 1, interval: str = "epoch", sync_every: int = 1, **options: Any
+    callbacks: list[Any],
+    num_parts: int = 1,
+    interval: str = "epoch",
+    sync_every: int = 1,
+    world_size: int = 1,
+    **options: Any,
 ) -> None:
-    """What a fit checks first, with as many ranks as this process is: one."""
-    strategy = ModelAveragingStrategy(sync_every=sync_every)
+    """What a fit checks first."""
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(_model("gcn").parameters(), lr=0.1))
-    strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval=interval)]
     settings = {"check_val_every_n_epoch": 1, "enable_validation": True, "max_steps": -1, "fast_dev_run": False}
-    trainer = SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=True), callbacks=callbacks,
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=True), callbacks=callbacks, world_size=world_size,
         checkpoint_callbacks=[one for one in callbacks if isinstance(one, ModelCheckpoint)],
         datamodule=SimpleNamespace(part_weights=[1] * num_parts), **{**settings, **options},
     )  # fmt: skip
-    strategy._check(trainer)  # type: ignore[arg-type]
+    averaging_checks.check_run(trainer, world_size, [LRSchedulerConfig(scheduler, interval=interval)])
+    averaging_checks.say_what_is_sent(trainer, sync_every, "epoch")
 
 
 def test_what_is_sent_beside_the_averages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(averaging, "rank_zero_info", said.append)
+    monkeypatch.setattr(averaging_checks, "rank_zero_info", said.append)
     _checked([ModelCheckpoint()])
     assert said == []
     _checked([ModelCheckpoint()], sync_every=2)
@@ -753,11 +764,10 @@ def test_what_is_sent_beside_the_averages_is_said(monkeypatch: pytest.MonkeyPatc
     _checked([ModelCheckpoint()], sync_every=2, enable_validation=False)
     assert said.pop().endswith("ModelCheckpoint(every_n_epochs=2) saves that")
     _checked([ModelCheckpoint(every_n_epochs=4)], sync_every=2, enable_validation=False)
-    monkeypatch.setattr(ModelAveragingStrategy, "world_size", 2)
-    _checked([])
-    _checked([ModelCheckpoint(save_weights_only=True)])
+    _checked([], world_size=2)
+    _checked([ModelCheckpoint(save_weights_only=True)], world_size=2)
     assert said == []
-    _checked([ModelCheckpoint()])
+    _checked([ModelCheckpoint()], world_size=2)
     assert said.pop().startswith("each checkpoint brings the optimisers' state of every part to rank 0")
 
 
