@@ -184,6 +184,13 @@ class Backend(ABC):
         """
         return None
 
+    def neighbours_for_each(self) -> Tensor | None:
+        """For each neighbour of a source row that is here, how many it has in the whole graph, ``(num_sources,)``.
+
+        ``None`` where all neighbours of all rows are here. Normalised weights of edges are multiplied by it.
+        """
+        return None
+
     def owned_rows(self, x: Tensor) -> Tensor:
         """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""
         return x

@@ -42,7 +42,8 @@ class ReplicaBackend(RecomputingBackend):
     Approximate, and exact where ``hops`` is no less than the model's: then it computes what ``cache`` does, but norms
     over nodes take the statistics of the part. A layer computes the rows that later layers need: those within ``hops``
     hops, or as many as are left. Nodes ``hops`` away have the edges that the partitioned graph holds of them: in-edges
-    from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph.
+    from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph, and
+    those of its neighbours that are here stand for the others: their weights are as much larger as they are fewer.
 
     Any part of a graph will do, and any number of parts: ranks never wait for each other here. Whoever trains parts
     must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
@@ -124,7 +125,7 @@ class ReplicaBackend(RecomputingBackend):
         self._sampled: int | None = None  # rows of the mini-batch that the model runs on
         self._norm: EdgeNorm | None = None  # of its edges
         self._in_weights = False  # whether weights of edges that layers have hold it
-        self._part_degrees: Tensor | None = None  # facts of the part's in-edges, if no others are counted
+        self._part_degrees: Tensor | None = None  # facts of the in-edges that are here, if these were asked for
         self._weights: set[int] = set()  # where the graph's own edge weights begin in memory
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -306,6 +307,14 @@ class ReplicaBackend(RecomputingBackend):
                 weight = None if weight is None else kept.values("edge_weight", weight)
                 self._part_degrees = in_degree_facts(kept.csr, weight)
         return self._part_degrees
+
+    @override
+    def neighbours_for_each(self) -> Tensor | None:
+        if self._alone or self._sampled is not None or self.hops == 0:
+            return None
+        here, every = self._degrees_of_part(), self._around.in_degree
+        here, every = (facts[: here.size(0), 0] - facts[: here.size(0), 1] for facts in (here, every))
+        return torch.where(here > 0, every / here.clamp(min=1), 1.0)[: self.num_sources]
 
     @property
     @override

@@ -114,9 +114,15 @@ class GlobalGCNNorm:
         else:  # some of the rows may lack edges here
             source_scale = _inverse_root(known.to(scale))
             scale = source_scale[: scale.numel()]
+        for_each = self._ranks.neighbours_for_each()
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
+        if for_each is not None:  # those that are here stand for the others
+            stands_for = torch.repeat_interleave(
+                for_each[: scale.numel()].to(weight), counts, dim=0, output_size=csr.num_entries
+            )
+            weight = torch.where(is_self_loop(csr), weight, weight * stands_for)
         return looped.edges(source_scale.size(0)), weight
 
     def _some_rank_has_none(self, edge_weight: Tensor | None) -> bool:

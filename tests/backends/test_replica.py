@@ -215,7 +215,7 @@ class GivenWeights(nn.Module):
     ],
 )
 @pytest.mark.parametrize("stored", [1, 2])
-def test_degrees_are_those_of_the_whole_graph(
+def test_degrees_are_those_of_the_whole_graph_and_neighbours_stand_for_those_elsewhere(
     layer: str, weighted: bool, improved: bool, loops: bool, stored: int, tmp_path: Path
 ) -> None:
     data, part = _graph()
@@ -230,8 +230,13 @@ def test_degrees_are_those_of_the_whole_graph(
     for number in range(NUM_PARTS):
         own = torch.from_numpy(part == number).nonzero().squeeze(1)
         _, keep = _around(everywhere, own, 1)
-        plain = GivenWeights(model.layers)
-        out = plain(data.x, everywhere.edge_index[:, keep], everywhere.edge_weight[keep])[own]
+        plain, source_target, weight = GivenWeights(model.layers), everywhere.edge_index, everywhere.edge_weight
+        target = source_target[1]
+        apart = source_target[0] != target
+        here, every = (torch.bincount(target[mask], minlength=NUM_NODES) for mask in (apart & keep, apart))
+        assert (here < every).any()
+        weight = torch.where(apart, weight * (every / here.clamp(min=1))[target], weight)
+        out = plain(data.x, source_target[:, keep], weight[keep])[own]
         _assert_same(_of_part(model, folder, number, 1), _step(plain, out))
 
 
