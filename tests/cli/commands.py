@@ -6,6 +6,8 @@ that torchrun, or SLURM, would give them.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,9 +71,12 @@ def files(folder: Path) -> set[str]:
 
 
 def _rendezvous() -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    # below the ports that the system gives to whoever asks for any, as ranks of other tests do meanwhile
+    for port in random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    raise OSError("100 ports are taken")
 
 
 def _main(args: list[str]) -> int:
