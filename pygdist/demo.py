@@ -130,14 +130,18 @@ def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int,
     )
     trainer.fit(module, datamodule=graph)
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
-        *epoch_rows, last = csv.DictReader(file)
+        rows = list(csv.DictReader(file))
+
+    def logged(name: str) -> list[float]:
+        return [float(row[name]) for row in rows if row[name]]
+
     return Run(
-        losses=[float(row["train_loss"]) for row in epoch_rows],
-        accuracy=float(last["test_acc"]),
-        epoch_s=[float(row["epoch_s"]) for row in epoch_rows],
-        sent_bytes=round(float(epoch_rows[-1]["sent_bytes_total"])),
-        peak_gib=float(epoch_rows[-1]["peak_gib_total"]),
-        threads=int(float(last["threads"])),
+        losses=logged("train_loss"),
+        accuracy=logged("test_acc")[-1],
+        epoch_s=logged("epoch_s"),
+        sent_bytes=round(logged("sent_bytes_total")[-1]),
+        peak_gib=logged("peak_gib_total")[-1],
+        threads=int(logged("threads")[-1]),
     )
 
 

@@ -200,7 +200,8 @@ def _logged_figures(folder: Path) -> tuple[list[float], list[float]]:
     """What ``ExchangeMonitor`` and the classifier logged."""
     with next(folder.rglob("metrics.csv")).open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [float(line["train_loss"]) for line in lines], [float(line["epoch_s"]) for line in lines]
+    losses, seconds = ([float(line[name]) for line in lines if line[name]] for name in ("train_loss", "epoch_s"))
+    return losses, seconds
 
 
 def _reason(ended: Ended, options: argparse.Namespace) -> str:
