@@ -8,6 +8,7 @@ since operators take no objects; ``perm`` tells where the edge values of each en
 operator                          result                                          gradient
 ================================  ==============================================  =======================
 ``pygdist::spmm``                 ``(N, F)``                                      by the operators below
+``pygdist::spmm_into``            none: ``(N, F)`` is there already               none
 ``pygdist::sddmm``                ``(E, H)``, also the gradient of edge values    two ``pygdist::spmm``
 ``pygdist::share_ties``           ``(N, F)``, max and min only                    none
 ``pygdist::extremum_grad``        ``(M, F)``, gradient of ``x`` for max and min   none
@@ -26,7 +27,7 @@ from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transpose
 
-__all__ = ["sddmm_op", "spmm_op"]
+__all__ = ["sddmm_op", "spmm_into_op", "spmm_op"]
 
 
 @torch.library.custom_op("pygdist::spmm", mutates_args=())
@@ -45,6 +46,14 @@ def spmm_op(
 ) -> Tensor:
     """Multiply; what is transposed is only for the gradient of ``x``, which makes its own where it is missing."""
     return kernels_for(x).spmm(CSR(indptr, index, x.shape[0], perm), x, weight, op, reduce)
+
+
+@torch.library.custom_op("pygdist::spmm_into", mutates_args=("out",))
+def spmm_into_op(
+    out: Tensor, indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, onto: bool = False
+) -> None:
+    """Write the sums into memory that is there, or add them to it."""
+    kernels_for(x).spmm_into(out, CSR(indptr, index, x.shape[0]), x, weight, onto=onto)
 
 
 @torch.library.custom_op("pygdist::sddmm", mutates_args=())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
+from pygdist.kernels._spmm_ops import spmm_into_op
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import spmm
 
@@ -48,7 +49,7 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *,
             f"a matrix of {csr.num_rows} by {csr.num_cols} takes x {tuple(x.shape)} {x.dtype} to "
             f"({csr.num_rows}, {x.shape[1]}), got out {tuple(out.shape)} {out.dtype}"
         )
-    kernels_for(x).spmm_into(out, csr.unpermuted(), x, weight, onto=onto)
+    spmm_into_op(out, csr.indptr, csr.index, x, weight, onto)
 
 
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
