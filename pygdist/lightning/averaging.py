@@ -193,9 +193,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        if (
-            self.root_device.type != "cpu"
-        ):  # where Lightning has put the module, and the states that the optimisers hold
+        # Lightning has put the module on the CPU, and the states that the optimisers hold
+        if self.root_device.type != "cpu":
             for local in self._locals.values():
                 local.states = [
                     by_parameter(optimizer, by_number(optimizer, state))
