@@ -134,11 +134,16 @@ class _Block:
         with self._aggregating(span):
             if out.numel() == 0:
                 return
-            edges, device, csr = self._plan.edges_of(span), self._x.device, self._plan.csr
-            indptr = csr.indptr[span.start : span.stop + 1] - edges.start
-            block = CSR(indptr.to(device), csr.index[edges].to(device), self._x.size(0))
+            device, first = self._x.device, 0
             sums = out if out.device == device else torch.empty_like(out, device=device)
-            spmm_into(sums, block, self._x, None if self._value is None else self._value[edges].to(device))
+            for csr in self._plan.blocks if self._value is None else (self._plan.csr,):
+                indptr = csr.indptr[span.start : span.stop + 1]
+                edges = slice(int(indptr[0]), int(indptr[-1]))
+                x = self._x[first : first + csr.num_cols]
+                block = CSR((indptr - edges.start).to(device), csr.index[edges].to(device), x.size(0))
+                value = None if self._value is None else self._value[edges].to(device)
+                spmm_into(sums, block, x, value, onto=first > 0)
+                first += csr.num_cols
             if scale is not None:
                 sums *= scale[span].to(device)
             if more is not None:

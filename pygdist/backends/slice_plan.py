@@ -20,6 +20,7 @@ from pygdist.backends.overflow import Overflow
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
+from pygdist.kernels.chunked import column_blocks
 
 __all__ = ["AHEAD", "Piece", "Queue", "Rows", "SliceChunk", "SlicePlan", "chunks_within", "known_plan", "length_of"]
 
@@ -54,6 +55,7 @@ class SlicePlan:
         counts: How many rows each rank has.
         num_chunks: How many chunks.
         overflow: Where edges and slices are but for those of one chunk; on the device by default.
+        known: Where :attr:`blocks` are kept for other plans of the same edges, which this one may be given too.
 
     Attributes:
         csr: As given; with ``overflow`` columns count among the sources of the chunk.
@@ -62,9 +64,16 @@ class SlicePlan:
     """
 
     def __init__(
-        self, csr: CSR, counts: Sequence[int], num_chunks: int = 1, *, overflow: Overflow | None = None
+        self,
+        csr: CSR,
+        counts: Sequence[int],
+        num_chunks: int = 1,
+        *,
+        overflow: Overflow | None = None,
+        known: dict[int, tuple[CSR, ...]] | None = None,
     ) -> None:
         self.csr, self.overflow = csr, overflow
+        self._known = {} if known is None else known
         self.starts = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
         num_chunks = max(1, min(num_chunks, max(counts, default=0)))
         spans = [_spans(self.starts, counts, number, num_chunks) for number in range(num_chunks)]
@@ -84,6 +93,17 @@ class SlicePlan:
                 index[self.edges_of(span)] = place[csr.index[self.edges_of(span)].long()]
             self.chunks[number] = SliceChunk(chunk.spans, sources)
         self.csr = CSR(csr.indptr, index, csr.num_cols)
+
+    @property
+    def blocks(self) -> tuple[CSR, ...]:
+        """The edges as sums without weights read them fastest; see :func:`~pygdist.kernels.chunked.column_blocks`."""
+        if self.overflow is not None:
+            return (self.csr,)
+        edges = self.csr.index.data_ptr()  # an undirected graph has one index for both ways
+        if edges not in self._known:
+            with torch.inference_mode(False):
+                self._known[edges] = column_blocks(self.csr)
+        return self._known[edges]
 
     @property
     def num_rows(self) -> int:
@@ -177,7 +197,8 @@ def known_plan(
     known: dict[tuple[str, int], SlicePlan] = edges.derived.setdefault("plans by chunks", {})
     if (way, num_chunks) not in known:
         with torch.inference_mode(False):
-            known[way, num_chunks] = SlicePlan(csr(), counts, num_chunks, overflow=overflow)
+            blocks: dict[int, tuple[CSR, ...]] = edges.derived.setdefault("column blocks", {})
+            known[way, num_chunks] = SlicePlan(csr(), counts, num_chunks, overflow=overflow, known=blocks)
     return known[way, num_chunks]
 
 

@@ -22,7 +22,8 @@ class CSR:
 
     Attributes:
         indptr: Row ``i`` has the entries ``indptr[i]`` to ``indptr[i + 1]``; int64.
-        index: The column of each entry; int32 or int64. int32 is faster, being half as much to read.
+        index: The column of each entry; int32 or int64. int32 is faster, being half as much to read. uint16 only in
+            what :func:`~pygdist.kernels.chunked.column_blocks` makes.
         num_cols: Number of columns.
         perm: For each entry its id in the caller's own order of edges; int32 or int64. ``None`` means the same order.
 
@@ -43,7 +44,7 @@ class CSR:
         """Check all that costs nothing."""
         if self.indptr.dim() != 1 or self.indptr.numel() == 0 or self.indptr.dtype != torch.int64:
             raise ValueError(f"indptr must be int64 of shape (rows + 1,), got {_describe(self.indptr)}")
-        if self.index.dim() != 1 or self.index.dtype not in (torch.int32, torch.int64):
+        if self.index.dim() != 1 or self.index.dtype not in (torch.int32, torch.int64, torch.uint16):
             raise ValueError(f"index must be int32 or int64 of shape (edges,), got {_describe(self.index)}")
         perm = self.perm
         if perm is not None and (perm.shape != self.index.shape or perm.dtype not in (torch.int32, torch.int64)):

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 13
+ABI_VERSION = 14
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
 
 

@@ -17,6 +17,7 @@ from pygdist.comm import Communicator, Recorder
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import spmm_into
+from pygdist.native import load
 from pygdist.testing import RankPool
 from tests.backends.schedule import noted
 
@@ -111,6 +112,33 @@ def test_sums_are_those_of_one_process(rounds: int, mean: bool, weighted: bool, 
     assert len(sent) == 1  # no row travels twice
 
 
+def _sum_in_blocks(rank: int, world_size: int, num_chunks: int) -> tuple[float, int]:
+    """The largest difference, and how many blocks were summed."""
+    blocks = 0
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal blocks
+        blocks += arguments[1].index.dtype == torch.uint16
+        spmm_into(*arguments, **options)
+
+    with (
+        mock.patch("pygdist.kernels.chunked.BLOCK", 16),
+        mock.patch("pygdist.kernels.chunked._OFTEN", 1),
+        mock.patch("pygdist.backends.pipeline.spmm_into", counted),
+    ):
+        difference, *_ = _sum(rank, world_size, num_chunks, 5, 2, False, False)
+    return difference, blocks
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_sums_whose_columns_come_in_blocks(num_chunks: int, pool: RankPool) -> None:
+    if load() is None:
+        pytest.skip("the native library was not built here")
+    for difference, blocks in pool.run(_sum_in_blocks, 3, num_chunks):
+        assert difference < 1e-10
+        assert blocks >= 2 * 2 * 2  # two of 28 columns, in two rounds forward and two back
+
+
 @pytest.mark.parametrize("width", [0, 1, 2])
 def test_fewer_columns_than_ranks(width: int, pool: RankPool) -> None:
     assert max(found[0] for found in pool.run(_sum, 3, 3, width, 2, True, True)) < 1e-10
@@ -153,9 +181,9 @@ def _travels(rank: int, world_size: int, overlap: bool) -> tuple[bool, bool]:
     communicator = Communicator(dist.new_group())
     communicator.recorder = recorder = Recorder()
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, **options: Any) -> None:
         time.sleep(0.02 * rank)  # the others are ahead of the last one
-        spmm_into(*arguments)
+        spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.pipeline.spmm_into", late):
         sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
@@ -185,10 +213,10 @@ def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
     x, sliced, calls = torch.randn((11, 17)[rank], 300), _sliced(communicator, True, (11, 17)), iter(range(1000))
     expected = sum_of_slices(x, sliced, label="test")
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments: Any, **options: Any) -> None:
         if next(calls) == turn:
             raise ValueError("no memory")
-        spmm_into(*arguments)
+        spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.pipeline.spmm_into", failing), pytest.raises(ValueError, match="no memory"):
         sum_of_slices(x, sliced, label="test")

@@ -183,13 +183,27 @@ void order_values(const pygdist_csr& csr, char* ordered) {
   }
 }
 
+// The bytes that a row takes in a slab: of rows narrower than a cache line as many as let no row lie on two.
+int64_t bytes_apart(int64_t width) {
+  int64_t bytes = width;
+  while (bytes < kLineBytes && (bytes & (bytes - 1))) bytes += bytes & -bytes;
+  return bytes;
+}
+
+// Whether sums of rows narrower than a cache line gain by a copy that keeps each on one line: 10 columns took 0.7 ns an
+// entry, 0.9 where they lie.
+bool worth_apart(const pygdist_csr& csr) {
+  const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
+  return csr.index_bits == 16 && bytes_apart(row_bytes) > row_bytes && csr.indptr[csr.num_rows] >= 8 * csr.num_cols;
+}
+
 // Runs `kernel` slab by slab over the columns of the matrices whose rows the entries name.
 void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes,
                std::initializer_list<const void* Job::*> gathered = {&Job::x}) {
   const int64_t size = job.csr.value_bits / 8;
   const int64_t row_bytes = job.csr.num_features * size;
   const bool permuted = job.csr.weight && job.csr.perm;
-  const int64_t matrix_bytes = job.csr.num_cols * slab_bytes;
+  const int64_t matrix_bytes = job.csr.num_cols * std::min(slab_bytes, bytes_apart(row_bytes));
   const Buffer slabs = allocate(matrix_bytes * static_cast<int64_t>(gathered.size()));
   const Buffer values = allocate(permuted ? job.csr.indptr[job.csr.num_rows] * job.csr.num_heads * 8 : 0);
   if (!slabs || !values) return run(kernel, job);
@@ -201,29 +215,30 @@ void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes,
   }
   const Job whole = job;
   for (int64_t first = 0; first < row_bytes; first += slab_bytes) {
-    const int64_t width = std::min(slab_bytes, row_bytes - first);
+    const int64_t width = std::min(slab_bytes, row_bytes - first), apart = bytes_apart(width);
     char* slab = slabs.get();
     for (const auto matrix : gathered) {
       const char* const from = static_cast<const char*>(whole.*matrix) + first;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(std::max(job.csr.num_threads, 1)))
       for (int64_t row = 0; row < job.csr.num_cols; ++row) {
-        std::memcpy(slab + row * width, from + row * row_bytes, width);
+        std::memcpy(slab + row * apart, from + row * row_bytes, width);
       }
       job.*matrix = slab - first;  // column `first` of the matrix is column 0 of the slab
       slab += matrix_bytes;
     }
     job.first_column = first / size;
     job.last_column = (first + width) / size;
-    job.stride = width / size;
+    job.stride = apart / size;
     run(kernel, job);
   }
 }
 
-bool known_types(const pygdist_csr& csr, bool half = false) {
+bool known_types(const pygdist_csr& csr, bool half = false, bool short_index = false) {
   const bool values = csr.value_bits == 32 || csr.value_bits == 64 || (half && csr.value_bits == 16);
   const bool perm = !csr.perm || csr.perm_bits == 32 || csr.perm_bits == 64;
-  return (csr.index_bits == 32 || csr.index_bits == 64) && values && perm && csr.op >= PYGDIST_COPY &&
-         csr.op <= PYGDIST_ADD;
+  const bool short_fits = short_index && csr.index_bits == 16 && csr.op == PYGDIST_COPY && csr.value_bits != 16;
+  const bool index = csr.index_bits == 32 || csr.index_bits == 64 || short_fits;
+  return index && values && perm && csr.op >= PYGDIST_COPY && csr.op <= PYGDIST_ADD;
 }
 
 }  // namespace
@@ -265,7 +280,8 @@ int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* inde
 
 int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out) {
   if (reduce < PYGDIST_SUM || reduce > PYGDIST_ONTO) return PYGDIST_BAD_REDUCE;
-  if (!pygdist::known_types(*csr, reduce != PYGDIST_MAX && reduce != PYGDIST_MIN)) return PYGDIST_BAD_TYPE;
+  const bool sum = reduce != PYGDIST_MAX && reduce != PYGDIST_MIN;
+  if (!pygdist::known_types(*csr, sum, sum)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.reduce = reduce;
   job.x = x;
@@ -273,7 +289,8 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   pygdist::expect_writes(out, csr->num_rows * csr->num_features * csr->value_bits / 8);
   const auto kernel = pygdist::kernels().spmm;
   const int64_t slab = pygdist::sum_slab(*csr);
-  pygdist::worth_slabs(*csr, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
+  const bool slabs = pygdist::worth_slabs(*csr, slab) || pygdist::worth_apart(*csr);
+  slabs ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 

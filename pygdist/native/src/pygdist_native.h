@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 13
+#define PYGDIST_ABI_VERSION 14
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -25,7 +25,7 @@ typedef struct pygdist_csr {
   const void* index;      // column of each entry
   const void* weight;     // edge values, num_heads for each entry; null where op is PYGDIST_COPY
   const void* perm;       // entry e has the edge values at perm[e]; null: at e
-  int32_t index_bits;     // 32 or 64: signed integers in `index`
+  int32_t index_bits;     // 32 or 64: signed integers in `index`. 16: unsigned, for plain sums of IEEE floats
   int32_t perm_bits;      // the same for `perm`; 0 if it is null
   int32_t value_bits;     // of the dense matrices. 32, 64: IEEE floats. 16: bfloat16, sums in float, edge values float
   int32_t op;             // how an edge value meets a row

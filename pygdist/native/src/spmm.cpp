@@ -61,6 +61,11 @@ inline V combine(const V& best, const V& value) {
   }
 }
 
+// A narrow row adds its entries to several sums in turns: an addition need not wait for the one before.
+constexpr int kAdditions = 4;
+// Rows of so many bytes are not asked for ahead where columns have 16 bits: 65,536 of them are near enough.
+constexpr int kNarrow = 64;
+
 template <int32_t Reduce, int32_t Op, class Values, class T, class I>
 void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
   using Value = Computed<T>;
@@ -73,26 +78,40 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
   }
   const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
   constexpr bool kOnto = Reduce == PYGDIST_ONTO;
-  constexpr Widths kWidths = kOnto || Reduce == PYGDIST_SUM ? Widths::kAny : Widths::kPowersOfTwo;
+  constexpr bool kSum = kOnto || Reduce == PYGDIST_SUM;
+  constexpr Widths kWidths = kSum ? Widths::kAny : Widths::kPowersOfTwo;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T, kWidths>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
-      typename Tile::V total[Tile::Count];
-      const T* source = view.row_of(x, begin);
-      Value value = edge_value<Op>(view, begin, head);
+      using V = typename Tile::V;
+      constexpr int kApart = kSum ? kAdditions / Tile::Count : 0;
+      constexpr bool kAsk = sizeof(I) > 2 || Tile::Count * Tile::Lanes * sizeof(T) > kNarrow;
       const Value* const values = Op == PYGDIST_COPY ? nullptr : view.weight + head;
+      V total[Tile::Count];
+      Value value = edge_value<Op>(view, begin, head);
       for (int k = 0; k < Tile::Count; ++k) {
-        total[k] = message<Op>(tile.load(source, k), value);
+        total[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
         if constexpr (kOnto) total[k] += tile.load(result, k);
       }
-      for (int64_t e = begin + 1; e < end; ++e) {
-        tile.prefetch(view.row_ahead(x, e));
-        source = view.row_of(x, e);
+      const auto take = [&](int64_t e, V* sums) {
+        if constexpr (kAsk) tile.prefetch(view.row_ahead(x, e));
+        const T* const source = view.row_of(x, e);
         if constexpr (Op != PYGDIST_COPY) value = values[Values::values_of(view, e)];
         for (int k = 0; k < Tile::Count; ++k) {
-          total[k] = combine<Reduce>(total[k], message<Op>(tile.load(source, k), value));
+          sums[k] = combine<Reduce>(sums[k], message<Op>(tile.load(source, k), value));
+        }
+      };
+      int64_t e = begin + 1;
+      if constexpr (kApart > 1) {
+        V apart[kApart][Tile::Count] = {};
+        for (; e + kApart <= end; e += kApart) {
+          for (int sum = 0; sum < kApart; ++sum) take(e + sum, apart[sum]);
+        }
+        for (int sum = 0; sum < kApart; ++sum) {
+          for (int k = 0; k < Tile::Count; ++k) total[k] += apart[sum][k];
         }
       }
+      for (; e < end; ++e) take(e, total);
       for (int k = 0; k < Tile::Count; ++k) {
         if constexpr (kOnto) {
           tile.store_own(result, k, total[k]);
@@ -230,6 +249,11 @@ void spmm_rows(const Job& job, int64_t begin, int64_t end) {
     }
   };
   if constexpr (Reduce == PYGDIST_SUM || Reduce == PYGDIST_ONTO) {
+    if constexpr (Op == PYGDIST_COPY) {
+      if (job.csr.index_bits == 16) {
+        return job.csr.value_bits == 32 ? rows(View<float, uint16_t>(job)) : rows(View<double, uint16_t>(job));
+      }
+    }
     if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
   }
   with_view(job, rows);
