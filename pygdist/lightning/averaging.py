@@ -8,11 +8,12 @@ checkpoint sees one model, which is the averaged one wherever it is validated, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
@@ -46,7 +47,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     part. With plain SGD, one step between averages and parts that hold all that the model sees, it is gradient
     averaging. A rank may have several parts (``GraphDataModule(num_parts=...)``), which start from the same average
     and are averaged with all others: the same as one rank for each. It goes over all of them in every epoch, whatever
-    ``sync_every`` is: validation, checkpoints and schedules by epochs mean the same with any number of ranks.
+    ``sync_every`` is: validation, checkpoints and schedules by epochs mean the same with any number of ranks. Dropout
+    draws by part and epoch, whichever rank has the part.
 
     Validation, checkpoints and the model that is left behind are of the averaged model. Between two averages it is made
     for them, once for both, which trains nothing and changes nothing: set ``check_val_every_n_epoch`` to ``sync_every``
@@ -94,6 +96,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 raise InputError(f"{name} is {value!r}, expected {' or '.join(known)}")
         self.sync_every, self.sync_unit, self.optimizer_state_policy = sync_every, sync_unit, optimizer_state
         self._trainer: pl.Trainer | None = None
+        self._average_first, self._random = _AverageFirst(self), ExitStack()
         self._forget()
 
     def _forget(self) -> None:
@@ -110,6 +113,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._looked_at: list[Tensor] | None = None  # that average, until the next step
         self._restored: Mapping[str, Any] | None = None
         self._ended = False  # training, in order: all ranks are there, and their models equal
+        self._seed, self._drawn_for = 0, (-1, -1)  # what dropout draws from, and for which part and epoch it does
         self.checkpoint_bytes = 0
 
     @override
@@ -134,6 +138,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if fitting:
             check_run(trainer, self.world_size, self.lr_scheduler_configs)
             say_what_is_sent(trainer, self.sync_every, self.sync_unit)
+            if self._average_first not in trainer.callbacks:  # type: ignore[attr-defined]
+                trainer.callbacks.insert(0, self._average_first)  # type: ignore[attr-defined]
 
     @override
     def configure_ddp(self) -> None:
@@ -164,6 +170,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._restored = None  # of all parts: each has taken its own
         if len(self._shares) > 1:
             self._averaged = _copies(self._tensors())
+        self._seed = int(self.broadcast(torch.initial_seed()))
+        devices = [self.root_device] if self.root_device.type == "cuda" else []
+        self._random.enter_context(torch.random.fork_rng(devices))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -172,6 +181,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._idle = part is None
         if part is not None:
             self._enter(part)
+            self._draw_for(part, self._bound_trainer.current_epoch)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -183,16 +193,19 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             self._average()
         return out
 
-    @override
-    def on_train_end(self) -> None:
+    def finish(self) -> None:
+        """Leave the average of all models behind; every rank makes the call."""
         if not self._equal:
             self._average()
+        self._random.close()
         self._ended = True
-        super().on_train_end()
 
     @override
     def teardown(self) -> None:
         super().teardown()
+        self._random.close()  # of a run that failed, too
+        if self._average_first in self._bound_trainer.callbacks:  # type: ignore[attr-defined]
+            self._bound_trainer.callbacks.remove(self._average_first)  # type: ignore[attr-defined]
         # Lightning has put the module on the CPU, and the states that the optimisers hold
         if self.root_device.type != "cpu":
             for local in self._locals.values():
@@ -225,6 +238,13 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         for optimizer, state in zip(self.optimizers, self._locals[part].states, strict=True):
             optimizer.state = state
         self._current = part
+
+    def _draw_for(self, part: int, epoch: int) -> None:
+        """Let dropout draw the same for a part in an epoch on any rank."""
+        if (part, epoch) != self._drawn_for:
+            self._drawn_for = part, epoch
+            seed = np.random.SeedSequence([self._seed % 2**64, part, epoch])
+            torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
     def _values_of(self, part: int) -> list[Tensor]:
         """The model of a part that is not in the module."""
@@ -402,6 +422,17 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 description=f"Models averaged over the parts of one graph, processes by {method}",
                 start_method=method,
             )
+
+
+class _AverageFirst(pl.Callback):
+    """Averages before what other callbacks do at the end of training: Lightning asks its strategy after these."""
+
+    def __init__(self, strategy: ModelAveragingStrategy) -> None:
+        self._strategy = strategy
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy.finish()
 
 
 @dataclass

@@ -24,10 +24,27 @@ from tests.lightning import runs
 State = dict[str, Tensor]
 
 
+class _Marked(GCN):
+    """With a buffer that tells how many rows it saw last in training."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if self.training:
+            self.rows.fill_(x.size(0))
+        return super().forward(x, *args, **options)
+
+
 def model(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "gat":
         return GAT(12, 8, num_layers=2, out_channels=4, heads=2)
+    if name == "marked":
+        return _Marked(12, 8, num_layers=2, out_channels=4)
+    if name == "dropout":
+        return GCN(12, 8, num_layers=2, out_channels=4, dropout=0.5)
     return GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm" if name == "norm" else None)
 
 

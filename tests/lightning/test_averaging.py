@@ -10,10 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    ModelCheckpoint,
-)
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import GAT, GCN
@@ -204,6 +202,56 @@ def test_parts_on_fewer_ranks_are_parts_on_ranks(
             for name in ("train_loss", "train_acc", "val_loss", "val_acc"):
                 expected = [epoch[name] for epoch in wanted["history"]]
                 assert [epoch[name] for epoch in ours["history"]] == pytest.approx(expected, rel=1e-6), name
+
+
+@pytest.mark.parametrize("batches", [None, NeighborBatches([4, 4], 8)], ids=["whole", "batches"])
+def test_dropout_draws_by_part(batches: NeighborBatches | None, pool: RankPool, tmp_path: Path) -> None:
+    if batches is not None and load() is None:
+        pytest.skip("the sampler is in the native library")
+    job = {"num_parts": 4, "net": "dropout", "hops": 1, "batches": batches, "averaging": {"sync_every": 2}}
+    store = store_of(tmp_path, 4, num_hops=1)
+    wanted, *others = pool.run(train, 4, str(tmp_path), store, job)
+    for ours in [
+        *others,
+        *pool.run(train, 1, str(tmp_path), store, job),
+        *pool.run(train, 3, str(tmp_path), store, job),
+    ]:
+        assert_same(ours["state"], wanted["state"], 1e-10)
+    without = pool.run(train, 1, str(tmp_path), store, {**job, "net": "gcn"})[0]
+    assert float((without["state"]["convs.0.lin.weight"] - wanted["state"]["convs.0.lin.weight"]).abs().max()) > 1e-4
+
+
+class _AtTheEnd(Callback):
+    """What other callbacks find in the module when training ends."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found = {name: value.clone() for name, value in pl_module.model.state_dict().items()}
+
+
+def _at_the_end(rank: int, world_size: int, folder: str, store: str, options: dict[str, Any]) -> bool:
+    seen = _AtTheEnd()
+    job = {"num_parts": 3, "averaging": {"sync_every": 5}, "callbacks": [seen], "options": options}
+    ours = train(rank, world_size, folder, store, job)
+    assert_same(seen.found, ours["state"], 0)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_callbacks_find_the_average_when_training_ends(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    options = {"max_epochs": 20, "max_steps": 3 * 7 if world_size == 1 else 7}
+    assert all(pool.run(_at_the_end, world_size, str(tmp_path), store_of(tmp_path, 3), options))
+
+
+def test_buffers_weigh_as_much_as_parameters(pool: RankPool, tmp_path: Path) -> None:
+    store, train_mask = store_of(tmp_path, 4, "uneven"), runs.graph().train_mask
+    rows = np.bincount(owners(4, "uneven"))
+    labelled = np.bincount(owners(4, "uneven")[train_mask.numpy()], minlength=4)
+    expected = float((rows * labelled).sum() / labelled.sum())
+    assert abs(expected - rows.mean()) > 1
+    job = {"num_parts": 4, "net": "marked", "hops": 0, "options": {"max_epochs": 1}}
+    for world_size in (2, 4):
+        for ours in pool.run(train, world_size, str(tmp_path), store, job):
+            assert float(ours["state"]["rows"]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("world_size", [exhaustive(1), 2, 4])
