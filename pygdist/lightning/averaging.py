@@ -204,8 +204,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._random.close()  # of a run that failed, too
-        if self._average_first in self._bound_trainer.callbacks:  # type: ignore[attr-defined]
-            self._bound_trainer.callbacks.remove(self._average_first)  # type: ignore[attr-defined]
+        callbacks = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._average_first in callbacks:
+            callbacks.remove(self._average_first)
         # Lightning has put the module on the CPU, and the states that the optimisers hold
         if self.root_device.type != "cpu":
             for local in self._locals.values():
