@@ -28,6 +28,8 @@ from pygdist.sampler import BatchLoader, MiniBatches
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
 
+_GRAIN = 1 << 26
+
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
 
@@ -344,7 +346,8 @@ class GraphDataModule(pl.LightningDataModule):
         if device.type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory)
         here = 1 if self._alone else max(1, world_size // self.trainer.num_nodes)  # type: ignore[union-attr]
-        return memory_bytes() // here
+        found = memory_bytes() // here
+        return found // _GRAIN * _GRAIN or found  # machines of a kind, which differ by some pages, find the same
 
     @property
     def _hops(self) -> int:
