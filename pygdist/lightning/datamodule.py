@@ -28,7 +28,7 @@ from pygdist.sampler import BatchLoader, MiniBatches
 
 __all__ = ["FullGraphLoader", "GraphDataModule"]
 
-_GRAIN = 1 << 26
+_GRAIN = 1 << 26  # bytes of memory that make no difference
 
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
