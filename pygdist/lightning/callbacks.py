@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
 from typing_extensions import override
 
 from pygdist.comm import Traffic
@@ -152,7 +153,8 @@ class ExchangeMonitor(pl.Callback):
 class PredictionWriter(BasePredictionWriter):
     """Writes one row per node of the whole graph, in global id order, from all ranks to one ``.npy`` file.
 
-    Rank 0 writes; the others send it their rows, so no shared file system is needed and no rank holds all rows.
+    Rank 0 writes; the others send it their rows, part by part, so no shared file system is needed and no rank holds all
+    rows.
 
     Args:
         path: The file; it appears when it is complete.
@@ -173,32 +175,44 @@ class PredictionWriter(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         assert isinstance(pl_module, GraphModule)
-        n_id, out = (torch.cat(values) for values in zip(*predictions, strict=True))  # of each part
         # not the backend's: an evaluation part by part leaves that with none
-        shard, communicator = pl_module.shard, pl_module.communicator
-        if self.output == "label" and not isinstance(pl_module, LinkPredictor):
-            out = (out > 0).to(torch.int8) if shard.multi_label else out.argmax(dim=-1)
-        out = out.float() if out.dtype == torch.bfloat16 else out
-        counts = communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
+        communicator = pl_module.communicator
+        turns = int(communicator.gather([float(len(predictions))]).max())
         if communicator.rank != 0:
-            communicator.send_to(0, [n_id.contiguous(), out.contiguous()], label="predictions")
+            for n_id, out in self._in_turns(predictions, turns, pl_module):
+                communicator.gather([float(n_id.numel())])
+                communicator.send_to(0, [n_id, out], label="predictions")
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         try:
-            self._write(temporary, n_id, out, counts, pl_module)
+            self._write(temporary, self._in_turns(predictions, turns, pl_module), pl_module)
             os.replace(temporary, self.path)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _write(self, path: Path, n_id: torch.Tensor, out: torch.Tensor, counts: list[int], module: GraphModule) -> None:
-        shape = (module.shard.num_nodes, *out.shape[1:])
-        rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
-        rows[n_id.cpu().numpy()] = out.cpu().numpy()
-        for rank, count in enumerate(counts[1:], start=1):
-            ids, part = n_id.new_empty(count), out.new_empty((count, *out.shape[1:]))
-            module.communicator.receive_from(rank, [ids, part], label="predictions")
-            rows[ids.cpu().numpy()] = part.cpu().numpy()
+    def _in_turns(self, predictions: Sequence[Any], turns: int, module: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nodes and rows to be written of each part, and of none where other ranks have more parts."""
+        classes = self.output == "label" and not isinstance(module, LinkPredictor)
+        none = tuple(rows[:0] for rows in predictions[0])
+        for n_id, out in [*predictions, *[none] * (turns - len(predictions))]:
+            if classes:
+                out = (out > 0).to(torch.int8) if module.shard.multi_label else out.argmax(dim=-1)
+            yield n_id.contiguous(), (out.float() if out.dtype == torch.bfloat16 else out).contiguous()
+
+    def _write(self, path: Path, parts: Iterable[tuple[Tensor, Tensor]], module: GraphModule) -> None:
+        rows: np.memmap[Any, Any] | None = None
+        for n_id, out in parts:
+            if rows is None:
+                shape = (module.shard.num_nodes, *out.shape[1:])
+                rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
+            rows[n_id.cpu().numpy()] = out.cpu().numpy()
+            counts = module.communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
+            for rank, count in enumerate(counts[1:], start=1):
+                ids, theirs = n_id.new_empty(count), out.new_empty((count, *out.shape[1:]))
+                module.communicator.receive_from(rank, [ids, theirs], label="predictions")
+                rows[ids.cpu().numpy()] = theirs.cpu().numpy()
+        assert rows is not None
         rows.flush()
 
 

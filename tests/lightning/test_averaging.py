@@ -221,6 +221,28 @@ def test_dropout_draws_by_part(batches: NeighborBatches | None, pool: RankPool, 
     assert float((without["state"]["convs.0.lin.weight"] - wanted["state"]["convs.0.lin.weight"]).abs().max()) > 1e-4
 
 
+class _Seeds(Callback):
+    """What dropout draws from in each step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(torch.initial_seed())
+
+
+def _seeds(rank: int, world_size: int, folder: str, store: str) -> list[int]:
+    seeds = _Seeds()
+    job = {"num_parts": 4, "averaging": {}, "callbacks": [seeds], "options": {"max_epochs": 3}}
+    train(rank, world_size, folder, store, job)
+    return seeds.found
+
+
+def test_each_part_draws_its_own_dropout_in_each_epoch(pool: RankPool, tmp_path: Path) -> None:
+    seeds = [seed for found in pool.run(_seeds, 2, str(tmp_path), store_of(tmp_path, 4)) for seed in found]
+    assert len(seeds) == len(set(seeds)) == 4 * 3
+
+
 class _AtTheEnd(Callback):
     """What other callbacks find in the module when training ends."""
 
@@ -430,6 +452,7 @@ def _evaluate(
         ("gcn", 2),
         ("gat", 1),
         ("norm", 2),
+        ("norm", 3),  # 4 parts: rank 0 has two, the others one
         ("norm", 4),
         *(exhaustive(*case) for case in (("gcn", 1), ("gcn", 4), ("gat", 2), ("gat", 4), ("norm", 1))),
     ],
