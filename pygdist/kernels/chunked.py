@@ -6,10 +6,13 @@ dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pygdist.kernels._choose import kernels_for
 from pygdist.kernels._spmm_ops import spmm_into_op
@@ -35,6 +38,7 @@ __all__ = [
 BLOCK = 1 << 16
 """Columns that 16 bits tell apart."""
 _OFTEN = 16  # entries of a row in a block, on average
+_AT_A_TIME = 1 << 18  # entries that are sorted into blocks
 
 GatPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """The result for some edges of each row, its part with positive scores, and three numbers for each row and head."""
@@ -74,14 +78,26 @@ def column_blocks(csr: CSR) -> tuple[CSR, ...]:
         return (csr,)
     if count == 1:
         return (CSR(csr.indptr, csr.index.to(torch.uint16), csr.num_cols),)
-    blocks = []
-    for first in range(0, csr.num_cols, BLOCK):
-        width = min(BLOCK, csr.num_cols - first)
-        index = csr.index - first
-        inside = (index >= 0) & (index < width)
-        before = torch.cat([csr.indptr.new_zeros(1), inside.cumsum(0)])
-        blocks.append(CSR(before[csr.indptr], index[inside].to(torch.uint16), width))
-    return tuple(blocks)
+    indptr = csr.indptr.new_zeros(count, csr.num_rows + 1)
+    pieces: list[list[Tensor]] = [[] for _ in range(count)]
+    for first, last in _rows_at_a_time(csr):
+        begin = csr.indptr[first]
+        index = csr.index[begin : csr.indptr[last]]
+        ends = csr.indptr[first : last + 1] - begin
+        for number, found in enumerate(pieces):
+            inside = index.div(BLOCK, rounding_mode="floor") == number
+            before = functional.pad(inside.cumsum(0), (1, 0))
+            indptr[number, first + 1 : last + 1] = indptr[number, first] + before[ends[1:]]
+            found.append((index[inside] - number * BLOCK).to(torch.uint16))
+    widths = [min(BLOCK, csr.num_cols - first) for first in range(0, csr.num_cols, BLOCK)]
+    return tuple(CSR(*block) for block in zip(indptr, map(torch.cat, pieces), widths, strict=True))
+
+
+def _rows_at_a_time(csr: CSR) -> Iterator[tuple[int, int]]:
+    """Rows of some hundred thousand entries, or one of more: what is made of them stays in the cache."""
+    at = torch.arange(0, csr.num_entries, _AT_A_TIME, device=csr.indptr.device)
+    bounds = {0, csr.num_rows, *torch.searchsorted(csr.indptr, at).tolist()}
+    return pairwise(sorted(bounds))
 
 
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pygdist.kernels import CSR
+from pygdist.kernels import CSR, chunked
 from pygdist.kernels.chunked import BLOCK, column_blocks, spmm_into
 from pygdist.native import Isa, library, load, set_isa
 
@@ -33,7 +33,10 @@ def _csr(num_rows: int, num_cols: int, num_entries: int) -> CSR:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("num_cols", "expected"), [(40, 1), (BLOCK, 1), (BLOCK + 1, 2), (3 * BLOCK - 5, 3)])
 @pytest.mark.usefixtures("isa")
-def test_sums_are_those_of_the_whole(num_cols: int, expected: int, dtype: torch.dtype) -> None:
+def test_sums_are_those_of_the_whole(
+    num_cols: int, expected: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "_AT_A_TIME", 100)  # a row has 16 entries and more
     csr = _csr(50, num_cols, 50 * 16 * expected)
     blocks = column_blocks(csr)
     assert [block.num_cols for block in blocks] == [min(BLOCK, num_cols - first) for first in range(0, num_cols, BLOCK)]
