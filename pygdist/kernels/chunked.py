@@ -74,7 +74,8 @@ def column_blocks(csr: CSR) -> tuple[CSR, ...]:
         of which costs as much as several entries, or without the native library.
     """
     count = -(-csr.num_cols // BLOCK)
-    if csr.indptr.is_cuda or library.load() is None or csr.num_entries < _OFTEN * csr.num_rows * max(count, 1):
+    few = csr.num_entries < _OFTEN * csr.num_rows * count or not csr.num_entries
+    if csr.indptr.is_cuda or library.load() is None or few:
         return (csr,)
     if count == 1:
         return (CSR(csr.indptr, csr.index.to(torch.uint16), csr.num_cols),)
@@ -83,12 +84,13 @@ def column_blocks(csr: CSR) -> tuple[CSR, ...]:
     for first, last in _rows_at_a_time(csr):
         begin = csr.indptr[first]
         index = csr.index[begin : csr.indptr[last]]
-        ends = csr.indptr[first : last + 1] - begin
+        ends = csr.indptr[first + 1 : last + 1] - begin
+        block, column = index >> 16, (index & (BLOCK - 1)).to(torch.uint16)
         for number, found in enumerate(pieces):
-            inside = index.div(BLOCK, rounding_mode="floor") == number
+            inside = block == number
             before = functional.pad(inside.cumsum(0), (1, 0))
-            indptr[number, first + 1 : last + 1] = indptr[number, first] + before[ends[1:]]
-            found.append((index[inside] - number * BLOCK).to(torch.uint16))
+            indptr[number, first + 1 : last + 1] = indptr[number, first] + before[ends]
+            found.append(column[inside])
     widths = [min(BLOCK, csr.num_cols - first) for first in range(0, csr.num_cols, BLOCK)]
     return tuple(CSR(*block) for block in zip(indptr, map(torch.cat, pieces), widths, strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from pygdist.comm import Traffic
+from pygdist.errors import InputError
 from pygdist.graph.store import peak_rss_bytes
 from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAveragingStrategy
 from pygdist.lightning.link_predictor import LinkPredictor
@@ -154,7 +155,8 @@ class PredictionWriter(BasePredictionWriter):
     """Writes one row per node of the whole graph, in global id order, from all ranks to one ``.npy`` file.
 
     Rank 0 writes; the others send it their rows, part by part, so no shared file system is needed and no rank holds all
-    rows.
+    rows. With predictions of some nodes alone (``limit_predict_batches`` where a rank has several parts) no file is
+    left, and all ranks raise :class:`~pygdist.errors.InputError`.
 
     Args:
         path: The file; it appears when it is complete.
@@ -175,21 +177,46 @@ class PredictionWriter(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         assert isinstance(pl_module, GraphModule)
-        # not the backend's: an evaluation part by part leaves that with none
-        communicator = pl_module.communicator
-        turns = int(communicator.gather([float(len(predictions))]).max())
-        if communicator.rank != 0:
-            for n_id, out in self._in_turns(predictions, turns, pl_module):
-                communicator.gather([float(n_id.numel())])
-                communicator.send_to(0, [n_id, out], label="predictions")
+        if pl_module.communicator.rank != 0:
+            self._collect(None, predictions, pl_module)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         try:
-            self._write(temporary, self._in_turns(predictions, turns, pl_module), pl_module)
+            self._collect(temporary, predictions, pl_module)
             os.replace(temporary, self.path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _collect(self, path: Path | None, predictions: Sequence[Any], module: GraphModule) -> None:
+        """Bring the rows of all ranks to rank 0, which has a path; every rank makes the call."""
+        # not the backend's: an evaluation part by part leaves that with none
+        communicator, rows, found = module.communicator, None, 0
+        turns = int(communicator.gather([float(len(predictions))]).max())
+        for n_id, out in self._in_turns(predictions, turns, module):
+            counts = communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
+            found += sum(counts)
+            if path is None:
+                communicator.send_to(
+                    0, [n_id.to(communicator.device), out.to(communicator.device)], label="predictions"
+                )
+                continue
+            if rows is None:
+                shape = (module.shard.num_nodes, *out.shape[1:])
+                rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
+            rows[n_id.cpu().numpy()] = out.cpu().numpy()
+            for rank, count in enumerate(counts[1:], start=1):
+                ids = n_id.new_empty(count, device=communicator.device)
+                theirs = out.new_empty((count, *out.shape[1:]), device=communicator.device)
+                communicator.receive_from(rank, [ids, theirs], label="predictions")
+                rows[ids.cpu().numpy()] = theirs.cpu().numpy()
+        if found != module.shard.num_nodes:
+            raise InputError(
+                f"{self.path}: {found} of {module.shard.num_nodes} nodes were predicted, so it is not written; leave "
+                "out limit_predict_batches and fast_dev_run"
+            )
+        if rows is not None:
+            rows.flush()
 
     def _in_turns(self, predictions: Sequence[Any], turns: int, module: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
         """Nodes and rows to be written of each part, and of none where other ranks have more parts."""
@@ -199,21 +226,6 @@ class PredictionWriter(BasePredictionWriter):
             if classes:
                 out = (out > 0).to(torch.int8) if module.shard.multi_label else out.argmax(dim=-1)
             yield n_id.contiguous(), (out.float() if out.dtype == torch.bfloat16 else out).contiguous()
-
-    def _write(self, path: Path, parts: Iterable[tuple[Tensor, Tensor]], module: GraphModule) -> None:
-        rows: np.memmap[Any, Any] | None = None
-        for n_id, out in parts:
-            if rows is None:
-                shape = (module.shard.num_nodes, *out.shape[1:])
-                rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
-            rows[n_id.cpu().numpy()] = out.cpu().numpy()
-            counts = module.communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
-            for rank, count in enumerate(counts[1:], start=1):
-                ids, theirs = n_id.new_empty(count), out.new_empty((count, *out.shape[1:]))
-                module.communicator.receive_from(rank, [ids, theirs], label="predictions")
-                rows[ids.cpu().numpy()] = theirs.cpu().numpy()
-        assert rows is not None
-        rows.flush()
 
 
 def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:

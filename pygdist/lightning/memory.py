@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
     Every epoch of full-graph training makes and frees the same tensors. By default glibc maps each of more than 32 MiB
     anew, and its pages are cleared one by one as they are written, which takes longer than most operations on them.
     For that a process holds more at its peak, by the gaps between tensors (up to a quarter was seen), until it ends.
-    So it is for when plans are made, of which some take more than an epoch.
+    So it is for when plans are made: what they take besides may be more than an epoch does.
 
     Returns:
         Whether the C library has such a setting: glibc does.

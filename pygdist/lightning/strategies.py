@@ -53,7 +53,7 @@ class GraphDDPStrategy(DDPStrategy):
             wait in a call that no error reaches, as with nccl.
         check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, let processes keep the memory of freed tensors for those of the next epoch, from the second
-            step of training on; see :func:`~pygdist.lightning.memory.keep_freed_memory`.
+            epoch of training on; see :func:`~pygdist.lightning.memory.keep_freed_memory`.
         start_method: How Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -81,7 +81,7 @@ class GraphDDPStrategy(DDPStrategy):
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
         self._lost_after_s, self._keep_memory = lost_after_s, keep_memory
-        self._steps_begun = 0
+        self._epochs_begun = 0
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
@@ -154,11 +154,16 @@ class GraphDDPStrategy(DDPStrategy):
         super().setup(trainer)
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._epochs_begun = 0
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._steps_begun += 1
-        if self._steps_begun == 2 and self._keep_memory and self.root_device.type == "cpu":
-            keep_freed_memory()  # not before: the first step makes plans, which nothing makes again
+        self._epochs_begun += batch_idx == 0
+        if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
+            keep_freed_memory()  # not before: what the first epoch takes for plans that stay is never asked for again
 
     @override
     def on_exception(self, exception: BaseException) -> None:

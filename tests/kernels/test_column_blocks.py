@@ -27,6 +27,8 @@ def _csr(num_rows: int, num_cols: int, num_entries: int) -> CSR:
     col = torch.randint(0, num_cols, (num_entries,), generator=generator)
     col[:3] = torch.tensor([0, num_cols - 1, min(BLOCK, num_cols) - 1])  # the ends of blocks
     row = torch.randint(0, num_rows - 1, (num_entries,), generator=generator)  # the last row has no entry
+    row[row == 7] = 8  # nor has this
+    row[: num_entries // 4] = 20  # a hub
     return CSR.from_coo(row, col, num_rows=num_rows, num_cols=num_cols)
 
 
@@ -36,7 +38,7 @@ def _csr(num_rows: int, num_cols: int, num_entries: int) -> CSR:
 def test_sums_are_those_of_the_whole(
     num_cols: int, expected: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "_AT_A_TIME", 100)  # a row has 16 entries and more
+    monkeypatch.setattr(chunked, "_AT_A_TIME", 100)  # fewer than the hub has
     csr = _csr(50, num_cols, 50 * 16 * expected)
     blocks = column_blocks(csr)
     assert [block.num_cols for block in blocks] == [min(BLOCK, num_cols - first) for first in range(0, num_cols, BLOCK)]
@@ -59,6 +61,16 @@ def test_rows_of_few_entries_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(library, "load", lambda: None)
     many = _csr(50, 40, 4000)
     assert column_blocks(many) == (many,)
+
+
+def test_none_and_wide_indices() -> None:
+    none = CSR(torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.int32), 2 * BLOCK)
+    assert column_blocks(none) == (none,)
+    csr = _csr(50, 2 * BLOCK, 4000)
+    wide = CSR(csr.indptr, csr.index.long(), csr.num_cols)
+    for one, other in zip(column_blocks(csr), column_blocks(wide), strict=True):
+        assert torch.equal(one.indptr, other.indptr)
+        assert torch.equal(one.index.int(), other.index.int())
 
 
 def test_weights_are_refused() -> None:

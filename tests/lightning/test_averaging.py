@@ -19,6 +19,7 @@ from torch_geometric.nn import GAT, GCN
 from pygdist import GraphDataModule, NodeClassifier
 from pygdist.backends import ReplicaBackend
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import write_store
 from pygdist.lightning import (
     ExchangeMonitor,
@@ -480,6 +481,23 @@ def test_evaluation_is_of_the_whole_graph(name: str, world_size: int, pool: Rank
     if world_size == 2:
         pool.run(_evaluate, world_size, str(tmp_path / "parts"), store, name, False)
         assert np.abs(np.load(tmp_path / "parts" / "logits.npy") - out.numpy()).max() > 1e-3
+
+
+def _some(rank: int, world_size: int, folder: str, store: str) -> bool:
+    module = NodeClassifier(model("gcn"), backend=ReplicaBackend(hops=1))
+    writer = PredictionWriter(Path(folder) / "some.npy")
+    strategy = ModelAveragingStrategy()
+    trainer = runs.trainer(rank, world_size, folder, strategy=strategy, callbacks=[writer], limit_predict_batches=1)
+    with pytest.raises(InputError, match="of 160 nodes were predicted"):
+        trainer.predict(module, datamodule=GraphDataModule(store=store))
+    return True
+
+
+def test_predictions_of_some_nodes_are_not_written(pool: RankPool, tmp_path: Path) -> None:
+    store = store_of(tmp_path, 4, num_hops=1)
+    assert pool.run(_some, 2, str(tmp_path / "out"), store) == [True, True]
+    assert not list((tmp_path / "out").glob("*.npy*"))
+    assert not list((tmp_path / "out").glob(".some*"))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
