@@ -85,7 +85,7 @@ def column_blocks(csr: CSR) -> tuple[CSR, ...]:
         begin = csr.indptr[first]
         index = csr.index[begin : csr.indptr[last]]
         ends = csr.indptr[first + 1 : last + 1] - begin
-        block, column = index >> 16, (index & (BLOCK - 1)).to(torch.uint16)
+        block, column = index // BLOCK, (index % BLOCK).to(torch.uint16)
         for number, found in enumerate(pieces):
             inside = block == number
             before = functional.pad(inside.cumsum(0), (1, 0))
