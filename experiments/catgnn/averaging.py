@@ -119,7 +119,7 @@ def main() -> int:
                         head = {"model": model, "averaging": averaging, "sync_every": sync_every}
                         rows += rows_of(run, head, options)
                         print(f"{setting.name}, seed {seed}: {rows[-1]['note'] or rows[-1]}", flush=True)
-                        write(rows, options.out / f"{options.name}.csv")
+                        write(rows, options.out / f"{options.name}.csv", threads=1)
     columns = (
         "model",
         "averaging",

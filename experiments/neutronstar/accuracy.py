@@ -87,7 +87,7 @@ def main() -> int:
                 last = rows[-1]
                 reached = last["note"] or f"{last['val_acc']} after {last['seconds']} s"
                 print(f"{backend}, {hosts} hosts, seed {seed}: {reached}", flush=True)
-                write(rows, options.out / "accuracy.csv")
+                write(rows, options.out / "accuracy.csv", threads=1)
     columns = ("hosts", "backend", "seed", "epoch", "seconds", "val_acc", "note")
     show([{name: row[name] for name in columns} for row in rows], "Accuracy over time")
     return SOME_FAILED if any(row["note"] for row in rows) else 0

@@ -86,7 +86,7 @@ def main() -> int:
                     run = train(setting_of(graph, form, options), seed, work=Path(work), traces=Path(work))
                     rows += rows_of(run, graph, form, options)
                     print(f"{graph}, {form}, seed {seed}: {rows[-1]['note'] or rows[-1]['val_acc']}", flush=True)
-                    write(rows, options.out / "accuracy.csv")
+                    write(rows, options.out / "accuracy.csv", threads=1)
     columns = ("graph", "form", "seed", "epoch", "val_acc", "note")
     show([{name: row[name] for name in columns} for row in rows], "Accuracy by epoch")
     return SOME_FAILED if any(row["note"] for row in rows) else 0

@@ -43,7 +43,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FIGURES = ("epoch_s", "compute_s", "exchange_s", "averaging_s", "sent_bytes", "gradient_bytes")  # of a rank
 COLUMNS = (
-    "graph", "hosts", "network", "epoch_s", "epoch_s_min", "epoch_s_max", "compute_s_max", "compute_s_min",
+    "graph", "fan_out", "hosts", "network", "epoch_s", "epoch_s_min", "epoch_s_max", "compute_s_max", "compute_s_min",
     "exchange_s_max", "exchange_s_min", "averaging_s_max", "averaging_s_min", "sent_bytes", "gradient_bytes", "batches",
     "note",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--hosts", type=int, default=4)
     found.add_argument("--network", default="1gbit", help="rate of the hosts' links")
     found.add_argument(
-        "--fan-out", type=int, nargs="+", default=[10, 25], help="neighbours of a training node, and of each of these"
+        "--fan-outs", nargs="+", default=["25,10", "10,25"], help="neighbours of a training node, and of each of these"
     )
     found.add_argument("--batch", type=int, default=1024, help="training nodes of a batch, on each host")
     found.add_argument("--epochs", type=int, default=5)
@@ -146,7 +146,7 @@ def average(model: Module, communicator: Communicator) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, fan_out: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row."""
     graph = GRAPHS[name]
     given = dict(graph["args"])
@@ -154,8 +154,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         given["scale"] = options.scale or given["scale"]
     if "root" in given:
         given["root"] = given["root"].replace("{data}", options.data)
-    row: dict[str, Any] = {"graph": name, "hosts": options.hosts, "note": "", "scale": given.get("scale", "")}
-    row |= provenance(1)
+    row: dict[str, Any] = {"graph": name, "fan_out": fan_out, "hosts": options.hosts, "note": ""}
+    row |= {"scale": given.get("scale", ""), **provenance(1)}
     shaped = why_unshaped() is None
     with (
         tempfile.TemporaryDirectory() as work,
@@ -171,9 +171,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if outcome.code:
             return row | {"note": f"partition: {outcome.err.strip().splitlines()[-1]}"}
         wanted = {
-            "store": str(store), "fan_out": options.fan_out, "batch": options.batch, "epochs": options.epochs,
-            "hidden": graph["hidden"], "classes": graph["classes"],
-        }  # fmt: skip
+            "store": str(store),
+            "fan_out": [int(one) for one in fan_out.split(",")],
+            "batch": options.batch,
+            "epochs": options.epochs,
+            "hidden": graph["hidden"],
+            "classes": graph["classes"],
+        }
         command = [sys.executable, "-m", "experiments.neutrontp.minibatch", "--worker", json.dumps(wanted)]
         outcomes = cluster.run(command, timeout=1800)
     failed = next((one for one in outcomes if one.code and not one.waited), None)
@@ -205,10 +209,10 @@ def main() -> int:
     if missing := [name for name in options.graphs if "root" in GRAPHS[name]["args"] and not options.data]:
         raise SystemExit(f"{missing[0]}: give --data, a folder with LINKXDataset/ in the layout of PyG's dataset class")
     rows = []
-    for name in options.graphs:
-        rows.append({**dict.fromkeys(COLUMNS, ""), **measure(name, options)})
+    for name, fan_out in itertools.product(options.graphs, options.fan_outs):
+        rows.append({**dict.fromkeys(COLUMNS, ""), **measure(name, fan_out, options)})
         write(rows, options.out / "minibatch.csv")
-        print(f"{name}: {rows[-1]['note'] or rows[-1]['epoch_s']}", flush=True)
+        print(f"{name}, {fan_out}: {rows[-1]['note'] or rows[-1]['epoch_s']}", flush=True)
     show([{column: row[column] for column in COLUMNS} for row in rows], "Mini-batches")
     return SOME_FAILED if any(row["note"] for row in rows) else 0
 

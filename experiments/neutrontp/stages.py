@@ -267,7 +267,7 @@ def main() -> int:
                     row |= figures_of(json.loads((work / "stages.json").read_text()))
                 rows.append(row)
                 print(f"{setting.name}: {row['note'] or row['epoch_s']}", flush=True)
-                write(rows, options.out / "stages.csv")
+                write(rows, options.out / "stages.csv", threads=1)
     show([{column: row[column] for column in COLUMNS} for row in rows], "Stages of an epoch")
     return SOME_FAILED if any(row["note"] for row in rows) else 0
 

@@ -184,10 +184,11 @@ class Backend(ABC):
         """
         return None
 
-    def neighbours_for_each(self) -> Tensor | None:
+    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
         """For each neighbour of a source row that is here, how many it has in the whole graph, ``(num_sources,)``.
 
-        ``None`` where all neighbours of all rows are here. Normalised weights of edges are multiplied by it.
+        By the weights of their edges, if these have any. ``None`` where all neighbours of all rows are here. Normalised
+        weights of edges are multiplied by it.
         """
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.layers import BASE, CACHES, hooked
 from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["TRIED_WITH", "Columns", "acts_on_columns", "columns_of_hops", "read_ends"]
 
@@ -190,9 +193,8 @@ def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
             tried = dict(found)
             try:
                 for training in (False, True):
-                    trial = _plain_copy(layer).train(training)
-                    trial.__dict__["propagate"] = _watching(trial, tried)
-                    _run(trial, arguments)
+                    _watched(layer, arguments, training, tried)
+                    _watched_with_signs(layer, arguments, training, tried)
             except _RefusedError as error:
                 return f"{error}; 'comm', 'cache' and 'hybrid' run it"
             except Exception as error:  # whatever a layer says of arguments that do not fit
@@ -202,6 +204,34 @@ def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
         if ran:
             return found
     raise InputError(f"could not be tried on a few nodes ({failed}), so it is not known whether it mixes columns")
+
+
+def _watched(
+    layer: MessagePassing, arguments: dict[str, Any], training: bool, found: dict[frozenset[str], Columns]
+) -> None:
+    trial = _plain_copy(layer).train(training)
+    trial.__dict__["propagate"] = _watching(trial, found)
+    _run(trial, arguments)
+
+
+def _watched_with_signs(
+    layer: MessagePassing, arguments: dict[str, Any], training: bool, found: dict[frozenset[str], Columns]
+) -> None:
+    """The same with rows of both signs, which not all layers take: a threshold may let nothing through that mixes."""
+    with_signs = dict(found)
+    try:
+        _watched(layer, _with_signs(arguments), training, with_signs)
+    except _RefusedError:
+        raise
+    except Exception as error:  # whatever a layer says of the logarithm or root of what is negative
+        log.debug("%s does not take negative rows: %s", type(layer).__name__, error)
+    else:
+        found.update(with_signs)
+
+
+def _with_signs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Rows of nodes and attributes of edges with both signs; where they are not taken, numbers that are none."""
+    return {name: 2 * value - 1 if name in ("x", "x_0", "edge_attr") else value for name, value in arguments.items()}
 
 
 def _tried_whole(layer: MessagePassing) -> frozenset[bool]:
@@ -217,9 +247,8 @@ _WHOLE = _Memory(_tried_whole)
 
 def _whole_alone(layer: MessagePassing, training: bool) -> bool:
     width, found = _ANY_WIDTH, False
-    for arguments in _guesses(layer, width):
-        if "x" not in arguments:
-            continue
+    guesses = [guess for guess in _guesses(layer, width) if "x" in guess]
+    for arguments in (*guesses, *map(_with_signs, guesses)):
         try:
             trial = _plain_copy(layer).train(training)
             whole, again = _run(trial, arguments), _run(trial, arguments, seed=1)
@@ -249,7 +278,8 @@ def _run(trial: MessagePassing, arguments: dict[str, Any], seed: int = 0) -> Any
 def _same(found: Any, expected: Tensor) -> bool:
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+    # roots of negative numbers are none in a column by itself, too
+    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
 
 
 def _plain_copy(layer: MessagePassing) -> MessagePassing:
@@ -344,6 +374,8 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
         names = frozenset(name for name, value in kwargs.items() if value is not None)
         torch.default_generator.manual_seed(0)
         whole: Tensor = run(**kwargs)
+        if not whole.isfinite().any():
+            raise ValueError("gives no numbers")
         torch.default_generator.manual_seed(1)
         if not _same(run(**kwargs), whole):
             when = " while it trains" if layer.training else ""

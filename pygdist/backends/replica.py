@@ -24,7 +24,7 @@ from pygdist.backends.layers import layer_name, options_of
 from pygdist.backends.recomputing import Probe, RecomputingBackend
 from pygdist.backends.rehearsal import Call, Kind
 from pygdist.backends.replicas import Rows, leading
-from pygdist.backends.sampled import EDGE_NORM, EdgeNorm, in_degree_facts
+from pygdist.backends.sampled import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
@@ -42,8 +42,7 @@ class ReplicaBackend(RecomputingBackend):
     Approximate, and exact where ``hops`` is no less than the model's: then it computes what ``cache`` does, but norms
     over nodes take the statistics of the part. A layer computes the rows that later layers need: those within ``hops``
     hops, or as many as are left. Nodes ``hops`` away have the edges that the partitioned graph holds of them: in-edges
-    from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph, and
-    those of its neighbours that are here stand for the others: their weights are as much larger as they are fewer.
+    from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph.
 
     Any part of a graph will do, and any number of parts: ranks never wait for each other here. Whoever trains parts
     must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
@@ -51,6 +50,9 @@ class ReplicaBackend(RecomputingBackend):
     Args:
         hops: How many hops around the own nodes are kept, at most as many as the partitioned graph holds (``pygdist
             partition --placement replicas --hops K``); 0 drops all neighbours in other parts.
+        scale_rim: Where GCN's and its relatives' weights are those of the whole graph, but some of a node's neighbours
+            are not here, let the others stand for them: their weights are as much larger as they are fewer, or lighter.
+            Without, as in the paper, sums at such nodes lack what is missing.
 
     Raises:
         InputError: If ``hops`` is negative.
@@ -61,11 +63,11 @@ class ReplicaBackend(RecomputingBackend):
     approximation = "rows of other parts' nodes are computed from what is kept around a part, within 'hops' hops"
     placement = "replicas"
 
-    def __init__(self, *, hops: int = 1) -> None:
+    def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
         super().__init__()  # nothing travels: how does not matter
         if hops < 0:
             raise InputError(f"hops is {hops}, expected 0 or more")
-        self.hops = hops
+        self.hops, self.scale_rim = hops, scale_rim
         self._told: set[str] = set()  # layers that somebody was warned of
 
     @override
@@ -289,7 +291,7 @@ class ReplicaBackend(RecomputingBackend):
                 "backend 'replica' knows in-degrees by the graph's own edge weights; the model normalises weights that "
                 "it computes, and those of edges in other parts are not here"
             )
-        return _in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
+        return in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
 
     def _sample_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Those of a mini-batch's rows in the part, where it is known how edges were sampled; else the batch's own."""
@@ -298,7 +300,7 @@ class ReplicaBackend(RecomputingBackend):
         if norm is None or norm.n_id is None or by_graph is None:
             return None
         facts = self._around.in_degree if self.hops else self._degrees_of_part()
-        return _in_degrees(facts[norm.n_id], by_graph, loop_weight)
+        return in_degrees(facts[norm.n_id], by_graph, loop_weight)
 
     def _degrees_of_part(self) -> Tensor:
         if self._part_degrees is None:
@@ -309,28 +311,20 @@ class ReplicaBackend(RecomputingBackend):
         return self._part_degrees
 
     @override
-    def neighbours_for_each(self) -> Tensor | None:
-        if self._alone or self._sampled is not None or self.hops == 0:
+    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
+        if self._alone or self._sampled is not None or self.hops == 0 or not self.scale_rim:
             return None
-        here, every = self._degrees_of_part(), self._around.in_degree
-        here, every = (facts[: here.size(0), 0] - facts[: here.size(0), 1] for facts in (here, every))
-        return torch.where(here > 0, every / here.clamp(min=1), 1.0)[: self.num_sources]
+        found, number = self._degrees_of_part(), 2 if weighted else 0  # of in-edges, and of loops after it
+        here, every = (
+            facts[: found.size(0), number] - facts[: found.size(0), number + 1]
+            for facts in (found, self._around.in_degree)
+        )
+        return torch.where(here > 0, every / here.where(here > 0, 1.0), 1.0)[: self.num_sources]
 
     @property
     @override
     def num_nodes(self) -> int:
         return self.shard.num_owned if self._sampled is None else self._sampled
-
-
-def _in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tensor:
-    """In-degrees, from what is noted of each row's in-edges: with the self-loops it has, or with one at every node."""
-    number, loops, *weights = facts.unbind(1)
-    if not weighted:
-        return number if loop_weight is None else number - loops + 1
-    total, of_loops, last = weights
-    if loop_weight is None:
-        return total
-    return total - of_loops + torch.where(loops > 0, last, loop_weight)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pygdist.graph import Adjacency
 from pygdist.graph.self_loops import is_self_loop
 from pygdist.kernels import CSR
 
-__all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts"]
+__all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
 
 EDGE_NORM = "edge_norm"
 """Where an adjacency of a mini-batch has it, in :attr:`~pygdist.graph.Adjacency.derived`."""
@@ -148,6 +148,17 @@ def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:
         last[row[loop]] = edge_weight[loop].double()
         columns += [summed(edge_weight), summed(edge_weight * loop), last]
     return torch.stack(columns, dim=1)
+
+
+def in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tensor:
+    """In-degrees, from :func:`in_degree_facts` of each row: with the self-loops it has, or with one at every node."""
+    number, loops, *weights = facts.unbind(1)
+    if not weighted:
+        return number if loop_weight is None else number - loops + 1
+    total, of_loops, last = weights
+    if loop_weight is None:
+        return total
+    return total - of_loops + torch.where(loops > 0, last, loop_weight)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -113,13 +113,16 @@ class SlicedEdges:
         weight_bytes = 0 if value is None else value.element_size()
         facts = (way, x.size(1), x.element_size(), weight_bytes, self.num_chunks)
         if facts not in known:
-            num_chunks = self.num_chunks or self._chunks(csr(), x, weight_bytes)
+            num_chunks = self._chunks(csr(), x, weight_bytes)
             known[facts] = known_plan(self.edges, way, csr, self.counts, num_chunks, overflow=self.overflow)
         return known[facts]
 
     def _chunks(self, csr: CSR, x: Tensor, weight_bytes: int) -> int:
         if self.overflow is not None:  # the other half is for sources that travel
-            return chunks_within(self.overflow.budget // 2, csr, self.counts, x.size(1), x.element_size(), weight_bytes)
+            fit = chunks_within(self.overflow.budget // 2, csr, self.counts, x.size(1), x.element_size(), weight_bytes)
+            return max(fit, self.num_chunks or 1)
+        if self.num_chunks is not None:
+            return self.num_chunks
         values = sum(self.counts) * x.size(1) // len(self.counts)
         return _CHUNKS if self.overlap and values * x.element_size() >= _LARGE else 1
 

@@ -8,6 +8,9 @@ attention scores of edges) it does on those of this rank.
 from __future__ import annotations
 
 import inspect
+import os
+import socket
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -53,8 +56,8 @@ class TensorBackend(FetchingBackend):
     Layers whose message or aggregation mixes columns are refused when the model is distributed.
 
     Args:
-        num_chunks: In how many chunks of destinations sums are made (Sec. 4.2.1); a few by default, where slices are
-            large, or as many as memory asks for.
+        num_chunks: In how many chunks of destinations sums are made (Sec. 4.2.1), or in more, if memory asks for them;
+            a few by default, where slices are large.
         overlap: Split the sources of one chunk and gather the results of another while a third is computed
             (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
@@ -233,18 +236,20 @@ class TensorBackend(FetchingBackend):
     def _overflow(self) -> Overflow | None:
         """Where edges and slices wait that may not all be on the device; the same on all ranks."""
         shard, here = self.shard, self.shard.n_id.device
-        device = here if self.device is None else torch.device(self.device)
+        device = _device_of(self.device, here)
         folder = writable(shard.folder) if device.type == "cpu" else None
         if self.memory_gib is not None:
             return Overflow(device, int(self.memory_gib * _GIB), folder)
         if device.type != "cuda":
             return None
         free = float(torch.cuda.mem_get_info(device)[0]) / 2
+        name = float(zlib.crc32(f"{socket.gethostname()} {device}".encode()))  # ranks may share it
         width = -(-shard.x.size(-1) // self.communicator.world_size)
         held = _INDEX_COPIES * 4 * shard.num_edges + _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
-        found = self.communicator.gather([free, float(held > free)])
-        short = device != here or bool(found[:, 1].any())
-        return Overflow(device, int(found[:, 0].min()), folder) if short else None
+        found = self.communicator.gather([free, float(held), name])
+        budgets = found[:, 0] / (found[:, 2:] == found[:, 2]).sum(dim=1)
+        short = device != here or bool((found[:, 1] > budgets).any())
+        return Overflow(device, int(budgets.min()), folder) if short else None
 
     @override
     def propagate(
@@ -388,3 +393,13 @@ class TensorBackend(FetchingBackend):
 def _given(kwargs: dict[str, Any]) -> frozenset[str]:
     """The names of the arguments of a hop that are there."""
     return frozenset(name for name, value in kwargs.items() if value is not None)
+
+
+def _device_of(said: str | None, here: torch.device) -> torch.device:
+    """A device with its number: of several GPUs a rank whose model is on the host takes that of its local rank."""
+    found = here if said is None else torch.device(said)
+    if found.type != "cuda" or ":" in str(found):
+        return found
+    if here.type == "cuda":
+        return here
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))

@@ -95,8 +95,13 @@ class PartCommunicator(Communicator):
 
     @override
     def agree(self, error: str | None) -> None:
-        if bool(self.gather([float(error is not None)]).any()):
-            raise InputError(error or "another part of the graph cannot be evaluated")
+        # the question carries the reason, or parts that stop first would not know it
+        told = [] if error is None else list(error.encode())
+        longest = int(self.gather([float(len(told))]).max())
+        if longest:
+            reasons = self.gather([float(byte) for byte in told] + [0.0] * (longest - len(told)))
+            first = next(row for row in reasons if row.any())
+            raise InputError(bytes(int(byte) for byte in first if byte).decode())
 
     @override
     def swap(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:

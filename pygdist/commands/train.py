@@ -261,13 +261,7 @@ class GraphCLI(LightningCLI):
 
 def _task_of(arguments: list[str]) -> str:
     """What the command line or a configuration file says is learned: it decides which options there are."""
-    found = "nodes"
-    for name, value in options_of(arguments):
-        if name == "--task":
-            found = value
-        elif name in ("--config", "-c") and Path(value).is_file():
-            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            found = content.get("task", found) if isinstance(content, dict) else found
+    found = _said_last(arguments, "task") or "nodes"
     if found not in _TASKS:
         raise InputError(f"--task: {found!r}, expected {' or '.join(_TASKS)}")
     return found
@@ -282,25 +276,42 @@ def _help_texts() -> dict[str, Any]:
 
 
 def _strategy_by_class(arguments: list[str]) -> list[str]:
-    """The same command line with the class of a strategy of ours in place of its name, if options of it are given."""
-    option = "--trainer.strategy"
-    names = [value for name, value in options_of(arguments) if name == option]
-    known = dict(StrategyRegistry).get(names[-1]) if names else None  # its own get() makes one
-    given = {argument.partition("=")[0] for argument in arguments if argument.startswith(f"{option}.")}
-    if not given or known is None or not issubclass(known["strategy"], GraphDDPStrategy):
+    """The same command line with the class of a strategy of ours in place of its name, if options of it are given.
+
+    The name may stand in a configuration file, where only the end of the command line overrides it.
+    """
+    name = _said_last(arguments, "trainer", "strategy")
+    known = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # its own get() makes one
+    option, rest, given = "--trainer.strategy", list[str](), dict[str, str]()
+    following = iter(arguments)
+    for argument in following:
+        key, equals, value = argument.partition("=")
+        if key == option or key.startswith(f"{option}."):
+            given[key] = value if equals else next(following, "")
+        else:
+            rest.append(argument)
+    own = [key for key in given if key != option and not key.endswith(".help")]
+    if not own or known is None or not issubclass(known["strategy"], GraphDDPStrategy):
         return arguments
     path = f"{known['strategy'].__module__}.{known['strategy'].__qualname__}"
-    fixed = {f"{option}.{name}": value for name, value in known["init_params"].items()}
-    more = [f"{name}={yaml.safe_dump(value).split()[0]}" for name, value in fixed.items() if name not in given]
-    out: list[str] = []
-    for number, argument in enumerate(arguments):
-        if argument == f"{option}={names[-1]}":
-            out += [f"{option}={path}", *more]
-        elif argument == names[-1] and number and arguments[number - 1] == option:
-            out += [path, *more]
-        else:
-            out.append(argument)
-    return out
+    fixed = {f"{option}.{name}": yaml.safe_dump(value).split()[0] for name, value in known["init_params"].items()}
+    given[option] = path
+    said = {option: path, **fixed, **given}  # the class before its options
+    return [*rest, *(f"{key}={value}" for key, value in said.items())]
+
+
+def _said_last(arguments: list[str], *names: str) -> Any:
+    """What the command line, or a configuration file that it names, says last under these names."""
+    found: Any = None
+    for option, value in options_of(arguments):
+        if option == f"--{'.'.join(names)}":
+            found = value
+        elif option in ("--config", "-c") and Path(value).is_file():
+            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            for name in names:
+                content = content.get(name) if isinstance(content, dict) else None
+            found = found if content is None else content
+    return found
 
 
 def _strategy_of(strategy: Any) -> Any:

@@ -8,7 +8,7 @@ from pygdist.graph.generated import EdgeGenerator
 from pygdist.graph.generated_files import read_description, write_generated
 from pygdist.graph.hetero import load_hetero
 from pygdist.graph.homogeneous import as_homogeneous
-from pygdist.graph.links import corrupted_sources, hold_out, supervised
+from pygdist.graph.links import corrupted_sources, hold_out, known_pairs, supervised
 from pygdist.graph.npy import load_npy, save_npy
 from pygdist.graph.power_law import power_law
 from pygdist.graph.prepare import fingerprint, prepare
@@ -43,6 +43,7 @@ __all__ = [
     "degree_corrected_sbm",
     "fingerprint",
     "hold_out",
+    "known_pairs",
     "load_graph",
     "load_hetero",
     "load_npy",

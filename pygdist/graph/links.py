@@ -16,10 +16,11 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.self_loops import is_self_loop, keep_entries
 from pygdist.graph.shard import Shard
 
-__all__ = ["corrupted_sources", "drawn", "hold_out", "supervised"]
+__all__ = ["corrupted_sources", "drawn", "hold_out", "known_pairs", "supervised"]
 
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
 _STEP = 0x9E3779B97F4A7C15 - 2**64
+_TRIES = 20
 
 
 def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
@@ -61,19 +62,55 @@ def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
     return shard.replace(adjacency=adjacency, surroundings=None, **rest, **chosen)
 
 
-def corrupted_sources(e_id: Tensor, num_nodes: int, *, seed: int, epoch: int) -> Tensor:
-    """For each edge another node in place of its source, the same for any number of ranks; few of these are edges.
+def known_pairs(shard: Shard) -> Tensor:
+    """What :func:`corrupted_sources` must not draw: every edge into an owned node, held-out ones too, and the node.
+
+    Returns:
+        One number for each pair, ``target * num_nodes + source`` with the target's local and the source's global id, in
+        order; int64, so 8 bytes for each edge.
+    """
+    csr = shard.adjacency.csr()
+    own = torch.arange(shard.num_owned, device=shard.n_id.device)
+    pairs = [torch.stack([csr.index.long(), csr.row_index().long()]), own.expand(2, -1)]
+    pairs += [held[:2] for held in (shard.val_edges, shard.test_edges) if held is not None]
+    source, target = torch.cat(pairs, dim=1)
+    pairs_in_order: Tensor = (target * shard.num_nodes + shard.n_id[source]).sort().values
+    return pairs_in_order
+
+
+def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Tensor, seed: int, epoch: int) -> Tensor:
+    """For each edge another node in place of its source, so that the pair is no edge; the same for any number of ranks.
+
+    What turns out to be an edge is drawn again, up to 20 times: of a node that has nearly all others as neighbours, an
+    edge may remain.
 
     Args:
-        e_id: Global ids of edges.
+        target: Where the edges end, in local ids.
+        e_id: Their global ids.
         num_nodes: Nodes of the graph.
+        known: Pairs that are edges (:func:`known_pairs`).
         seed: Of the run.
         epoch: Every epoch draws others.
 
     Returns:
         Global ids of nodes, in the shape of ``e_id``.
     """
-    return (drawn(seed, torch.full_like(e_id, epoch), e_id) & (2**63 - 1)) % num_nodes
+    keys = torch.full_like(e_id, epoch), e_id
+    found = _node_of(drawn(seed, *keys), num_nodes)
+    again = torch.arange(e_id.numel(), device=e_id.device)
+    for number in range(1, _TRIES):
+        pairs = target[again] * num_nodes + found[again]
+        place = torch.searchsorted(known, pairs).clamp(max=known.numel() - 1)
+        again = again[known[place] == pairs] if again.numel() else again
+        if again.numel() == 0:
+            break
+        some = [key[again] for key in keys]
+        found[again] = _node_of(drawn(seed, *some, torch.full_like(again, number)), num_nodes)
+    return found
+
+
+def _node_of(bits: Tensor, num_nodes: int) -> Tensor:
+    return (bits & (2**63 - 1)) % num_nodes
 
 
 def drawn(seed: int, *keys: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ class NodeClassifier(GraphModule):
         mask = getattr(shard, f"{stage}_mask")
         if shard.y is None or mask is None or not shard.counts[f"{stage}_mask"]:
             raise InputError(_UNLABELLED.format(stage))
-        self._noted(out, shard.y, mask, stage)
+        self._noted(out.to(shard.x.device), shard.y, mask, stage)
 
     def _idle(self) -> Tensor:
         """A step of a rank that has nothing to train while others have: it takes part in what all ranks do."""

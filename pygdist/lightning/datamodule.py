@@ -127,6 +127,8 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
         if memory_gib is not None and num_parts != "auto":
             raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
+        if store is not None and num_parts == "auto":
+            raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
         if num_workers and batches is None:
             raise InputError(f"num_workers={num_workers}: they draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve

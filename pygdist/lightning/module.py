@@ -142,10 +142,13 @@ class GraphModule(pl.LightningModule):
         return self.model if self._evaluation is None else self._evaluation.model
 
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Tensor]:
-        """In an evaluation: the part that a batch is, and the model's output for it, one row per owned node."""
+        """In an evaluation: the part that a batch is, and the model's output for it, one row per owned node.
+
+        Of parts in turn that is in a file, and on the CPU.
+        """
         shard = _whole(batch)
         if self._evaluation is not None and self._evaluation.in_turns:
-            return shard, self._evaluation.output_of(shard.rank).to(shard.x.device)
+            return shard, self._evaluation.output_of(shard.rank)
         if self._evaluation is None:
             self.place(shard)
         return shard, self(shard)

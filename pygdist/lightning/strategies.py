@@ -149,7 +149,10 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
-            rank_zero_info("sync_batchnorm: norms over nodes take their statistics over all ranks in any case")
+            rank_zero_info(
+                "sync_batchnorm has no effect: norms over nodes take their statistics over all ranks, but with backend "
+                "'replica' over a part"
+            )
             self._layer_sync = None
         super().setup(trainer)
 

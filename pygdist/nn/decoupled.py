@@ -174,23 +174,29 @@ class Decoupled(nn.Module):
     """What :func:`decouple` makes; the layers that it can take apart are a subclass each.
 
     Args:
-        model: See there.
+        layers: See there.
+        beside: What it does to rows between the layers: PyG's model, or what comes before each layer.
     """
 
     weights: ClassVar[type[_Weights]] = _Weights
     #: What layers may have been made with, by attribute.
     usual: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
-    def __init__(self, model: BasicGNN) -> None:
+    def __init__(self, layers: list[Any], beside: BasicGNN | list[nn.Sequential]) -> None:
         super().__init__()
-        layers: list[Any] = list(model.convs)
+        usual = {"aggr": ("add", "sum"), "flow": ("source_to_target",), **self.usual}
         for layer in layers:
-            for name, values in self.usual.items():
+            for name, values in usual.items():
                 if getattr(layer, name, values[0]) not in values:
                     kind = type(layer).__name__
                     raise InputError(f"decouple: {kind} with {name}={getattr(layer, name)!r} is not supported")
         self.convs = nn.ModuleList(self.weights(layer) for layer in layers)
-        self.norms, self.act, self.act_first, self.dropout = model.norms, model.act, model.act_first, model.dropout
+        self.before: nn.ModuleList | None = None
+        if isinstance(beside, list):
+            self.before = nn.ModuleList(beside)
+        else:
+            self.norms, self.act, self.act_first = beside.norms, beside.act, beside.act_first
+            self.dropout = beside.dropout
         self._prepare(layers)
 
     def _prepare(self, layers: list[Any]) -> None:
@@ -198,15 +204,23 @@ class Decoupled(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """One row for each node; edge weights where the layers are ``GCNConv``."""
-        for conv, norm in zip(self.convs[:-1], self.norms, strict=False):
-            x = conv(x)
-            if self.act is not None and self.act_first:
-                x = self.act(x)
-            x = norm(x)
-            if self.act is not None and not self.act_first:
-                x = self.act(x)
-            x = self.dropout(x)
-        return self._propagated(self.convs[-1](x), edge_index, edge_weight)
+        for number, conv in enumerate(self.convs):
+            x = conv(self._before(number, x))
+        return self._propagated(x, edge_index, edge_weight)
+
+    def _before(self, number: int, x: Tensor) -> Tensor:
+        """What becomes of rows on their way to a layer's weights."""
+        if self.before is not None:
+            out: Tensor = self.before[number](x)
+            return out
+        if number == 0:
+            return x
+        if self.act is not None and self.act_first:
+            x = self.act(x)
+        x = self.norms[number - 1](x)
+        if self.act is not None and not self.act_first:
+            x = self.act(x)
+        return self.dropout(x)  # type: ignore[no-any-return]
 
     def _looped(self, edge_index: Tensor, num_nodes: int) -> Tensor:
         """The edges, and one from each node to itself."""
@@ -281,12 +295,14 @@ _KINDS: dict[type[MessagePassing], type[Decoupled]] = {
 }
 
 
-def decouple(model: BasicGNN) -> Decoupled:
+def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
     """Turn a stack of layers into L rounds of their weights, then L rounds of propagation; it is a different model.
 
     Args:
         model: PyG's ``GCN``, ``GraphSAGE``, ``GIN`` or ``GAT``, or another ``BasicGNN`` of such layers. Its parameters
-            are used, not copied, and keep the names that they have there.
+            are used, not copied, and keep the names that they have there. Or the layers of a model of your own in their
+            order, with what it does to rows in between: ``[GCNConv(16, 32), nn.ReLU(), GCNConv(32, 7)]``; the layers'
+            parameters are then under ``convs``, the others under ``before``.
 
     Returns:
         Called as ``model(x, edge_index)``. Rows of neighbours are summed with GCN's weights; averaged, a node's own row
@@ -294,19 +310,42 @@ def decouple(model: BasicGNN) -> Decoupled:
         the last layer has for the rows that it makes (``GATConv``).
 
     Raises:
-        InputError: If the layers are of other classes, or do more than weights and a sum.
+        InputError: If the layers are of other classes, subclasses among them, or do more than weights and a sum.
 
     Example:
         >>> model = decouple(GCN(16, 32, num_layers=3, out_channels=7))
         >>> out = model(x, edge_index)  # two exchanges forward and two backward with backend 'tensor'
     """
-    if not isinstance(model, BasicGNN):
-        raise InputError(f"decouple: expected GCN, GraphSAGE, GIN or GAT of PyG, got {type(model).__name__}")
-    layers = list(model.convs)
-    made = next((made for kind, made in _KINDS.items() if all(isinstance(layer, kind) for layer in layers)), None)
+    if isinstance(model, (list, tuple, nn.ModuleList, nn.Sequential)):
+        layers, beside = _apart(model)
+    elif isinstance(model, BasicGNN):
+        layers, beside = list(model.convs), model
+    else:
+        raise InputError(
+            f"decouple: expected GCN, GraphSAGE, GIN or GAT of PyG, or a list of layers, got {type(model).__name__}"
+        )
+    kinds = {type(layer) for layer in layers}  # a subclass may do something else
+    made = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
     if made is None:
-        found = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise InputError(f"decouple: {found} cannot be taken apart; GCNConv, SAGEConv, GINConv and GATConv can")
-    if model.jk_mode is not None:
+        found = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "what has no layers"
+        raise InputError(
+            f"decouple: {found} cannot be taken apart; layers that are all GCNConv, SAGEConv, GINConv or GATConv can"
+        )
+    if isinstance(model, BasicGNN) and model.jk_mode is not None:
         raise InputError("decouple: jumping knowledge needs the rows of every layer")
-    return made(model)
+    return made(layers, beside)
+
+
+def _apart(stack: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> tuple[list[Any], list[nn.Sequential]]:
+    """The layers of a stack, and what comes before each."""
+    layers: list[Any] = []
+    beside = [nn.Sequential()]
+    for module in stack:
+        if isinstance(module, MessagePassing):
+            layers.append(module)
+            beside.append(nn.Sequential())
+        else:
+            beside[-1].append(module)
+    if len(beside.pop()):
+        raise InputError("decouple: the last of the list must be a layer; what comes after it goes around the model")
+    return layers, beside

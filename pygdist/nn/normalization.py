@@ -1,8 +1,8 @@
 """Degree normalisation over the whole graph, for the layers that normalise their own edges (GCN and its relatives).
 
 A rank holds all in-edges of its nodes, so it knows their degrees; those of halo rows come from their owners, or were
-noted when the graph was partitioned. The
-result is kept: on a fixed graph the weights are computed, and the degrees exchanged, once.
+noted when the graph was partitioned. The result is kept: on a fixed graph the weights are computed, and the degrees
+exchanged, once.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class GlobalGCNNorm:
         else:  # some of the rows may lack edges here
             source_scale = _inverse_root(known.to(scale))
             scale = source_scale[: scale.numel()]
-        for_each = self._ranks.neighbours_for_each()
+        for_each = self._ranks.neighbours_for_each(weighted=given is not None)
         weight = source_scale.index_select(0, csr.index)
         weight = weight if edge_weight is None else weight * edge_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)

@@ -37,7 +37,7 @@ class Ranks(Protocol):
     def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """In-degrees of the sources in the whole graph, where they are known without asking their owners."""
 
-    def neighbours_for_each(self) -> Tensor | None:
+    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
         """For each neighbour of a source row that is here, how many it has in the whole graph; ``None`` for one."""
 
     def owned_rows(self, x: Tensor) -> Tensor:

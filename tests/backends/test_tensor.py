@@ -99,6 +99,38 @@ def test_layers_of_users_are_tried_too() -> None:
         distribute(Doubled(turn=True), backend=TensorBackend())
 
 
+class Averse(MessagePassing):
+    """Mixes columns where rows of both ends point away from each other, as positive ones never do."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x)
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_j * (-(x_i * x_j).sum(-1, keepdim=True)).relu()
+
+
+class Root(Averse):
+    """Takes no negative rows, and does not mix."""
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_j.sqrt() * x_i.log()
+
+
+class Checked(Root):
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        if x_j.min() < 0:
+            raise ValueError("negative rows")
+        return super().message(x_i, x_j)
+
+
+def test_rows_of_both_signs_are_tried() -> None:
+    with pytest.raises(InputError, match=r"'model' \(Averse\): it mixes columns \(propagate\(x\)\)"):
+        distribute(Averse(), backend=TensorBackend())
+    for layer in (Root(), Checked()):
+        distribute(layer, backend=TensorBackend())
+
+
 class TwoNames(nn.Module):
     """A layer that asks of its hop what it did not when it was tried: edge attributes under another name."""
 

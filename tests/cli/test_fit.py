@@ -98,9 +98,12 @@ def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder:
         (["--trainer.strategy=model_averaging", "--trainer.strategy.sync_every=2"], {"sync_every": 2}),
         (["--trainer.strategy", "graph_ddp_spawn", "--trainer.strategy.timeout_s", "20"],
          {"timeout_s": 20.0, "start_method": "spawn", "find_unused_parameters": False}),
+        (["--config=averaging.yaml", "--trainer.strategy.sync_every=2"], {"sync_every": 2}),
+        (["--trainer.strategy.sync_every", "3", "--config=averaging.yaml"], {"sync_every": 3}),
     ],
 )  # fmt: skip
 def test_a_strategy_by_name_takes_options(given: list[str], expected: dict[str, Any], folder: Path) -> None:
+    (folder / "averaging.yaml").write_text("trainer:\n  strategy: model_averaging\n")
     outcome = pygdist(*FIT, *given, "--print_config", folder=folder)
     assert outcome.code == 0, outcome.err
     strategy = yaml.safe_load(outcome.out)["trainer"]["strategy"]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.utils import to_undirected
 
 from pygdist.errors import InputError
-from pygdist.graph import Shard, corrupted_sources, hold_out, supervised, write_store
+from pygdist.graph import Shard, corrupted_sources, hold_out, known_pairs, supervised, write_store
 from pygdist.testing import random_graph
 
 
@@ -76,10 +77,43 @@ def test_shares_that_leave_nothing_are_refused(shares: tuple[float, ...], tmp_pa
 
 
 def test_other_sources_are_even_and_change_from_epoch_to_epoch() -> None:
-    edges = torch.arange(100_000)
-    first, second = (corrupted_sources(edges, 100, seed=0, epoch=epoch) for epoch in (0, 1))
-    assert torch.equal(first[5:9], corrupted_sources(edges[5:9], 100, seed=0, epoch=0))
+    edges, nothing = torch.arange(100_000), torch.empty(0, dtype=torch.long)
+    known = torch.tensor([0])  # of target 0 that node 0 is no other
+
+    def drawn(e_id: Tensor, epoch: int) -> Tensor:
+        return corrupted_sources(torch.ones_like(e_id), e_id, 100, known=known, seed=0, epoch=epoch)
+
+    first, second = drawn(edges, 0), drawn(edges, 1)
+    assert torch.equal(first[5:9], drawn(edges[5:9], 0))
     assert 0.005 < float((first == second).double().mean()) < 0.02
     counts = torch.bincount(first, minlength=100)
     assert counts.numel() == 100
     assert 850 < int(counts.min()) <= int(counts.max()) < 1150
+    assert corrupted_sources(nothing, nothing, 100, known=nothing, seed=0, epoch=0).numel() == 0
+
+
+def test_pairs_that_stand_for_no_edge_are_none_for_any_number_of_parts(tmp_path: Path) -> None:
+    found: list[dict[int, int]] = []
+    for world_size in (1, 3):
+        drawn, edges = dict[int, int](), set[tuple[int, int]]()
+        shards = _shards(tmp_path / str(world_size), world_size)
+        for shard in shards:
+            edges |= _edges(shard, "train")
+        for shard in (hold_out(shard, (0.1, 0.2), seed=4) for shard in shards):
+            target, known = shard.adjacency.csr().row_index().long(), known_pairs(shard)
+            assert shard.test_edges is not None
+            target, e_id = torch.cat([target, shard.test_edges[1]]), torch.cat([shard.e_id, shard.test_edges[2]])
+            others = corrupted_sources(target, e_id, 200, known=known, seed=0, epoch=2)
+            pairs = list(zip(others.tolist(), shard.n_id[target].tolist(), strict=True))
+            assert not edges.intersection(pairs)
+            assert all(source != node for source, node in pairs)
+            drawn |= dict(zip(e_id.tolist(), others.tolist(), strict=True))
+        found.append(drawn)
+    assert found[0] == found[1]
+    plain = corrupted_sources(e_id * 0, e_id, 200, known=torch.tensor([200]), seed=0, epoch=2)
+    assert 0 < int((plain != others).sum()) < len(e_id) / 2, "some had been edges"
+
+
+def test_of_a_node_with_all_others_as_neighbours_an_edge_remains() -> None:
+    known = torch.arange(5)
+    assert int(corrupted_sources(torch.tensor([0]), torch.tensor([7]), 5, known=known, seed=0, epoch=0)) in range(5)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch_geometric.nn import GCN
 
 from pygdist import GraphDataModule, InputError
-from pygdist.graph import corrupted_sources
+from pygdist.graph import corrupted_sources, known_pairs
 from pygdist.lightning import HitsAtK, LinkPredictor
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -58,7 +58,12 @@ def _fit(
 def test_any_number_of_ranks_learns_the_same(decoder: bool, pool: RankPool, tmp_path: Path) -> None:
     expected, state = pool.run(_fit, 1, str(tmp_path), decoder, {})[0]
     assert expected[-2]["train_loss"] < expected[0]["train_loss"]
-    for world_size, settings in ((2, {}), (3, {"backend": "cache"}), (3, {"backend": "tensor"})):
+    for world_size, settings in (
+        (2, {}),
+        (2, {"backend": "hybrid"}),
+        (3, {"backend": "cache"}),
+        (3, {"backend": "tensor"}),
+    ):
         for history, parameters in pool.run(_fit, world_size, str(tmp_path), decoder, settings):
             for mine, theirs in zip(history, expected, strict=True):
                 assert mine.keys() == theirs.keys()
@@ -83,7 +88,7 @@ def _scores(rank: int, world_size: int, folder: str) -> dict[str, float]:
         rows = _encoder().double().eval()(shard.x.double(), edges, shard.edge_weight)
     assert shard.val_edges is not None
     source, target, e_id = shard.val_edges
-    others = corrupted_sources(e_id, shard.num_nodes, seed=0, epoch=-1)
+    others = corrupted_sources(target, e_id, shard.num_nodes, known=known_pairs(shard), seed=0, epoch=-1)
     positive = (rows[source] * rows[target]).sum(1)
     negative = (rows[others] * rows[target]).sum(1)
     scores = torch.cat([positive, negative])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, PNA, GraphSAGE
+from torch_geometric.nn import GAT, GCN, GIN, PNA, GCNConv, GraphSAGE, SAGEConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import add_remaining_self_loops, softmax, to_dense_adj
 
@@ -100,6 +100,26 @@ def test_parameters_are_those_of_the_stack(name: str) -> None:
     assert dict(copied.named_parameters()).keys() == ours.keys()
 
 
+class Own(GCNConv):
+    """Sums something else."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+        return x_j.tanh()
+
+
+def test_a_list_of_layers_is_the_model_of_them() -> None:
+    model = _stack("GCN", 3, act="tanh", norm="batch_norm")
+    data, _ = random_graph("power-law")
+    convs, norms = list(model.convs), list(model.norms)
+    first = [convs[0], norms[0], nn.Tanh(), nn.Dropout(0.5)]
+    made = decouple([nn.Identity(), *first, convs[1], norms[1], nn.Tanh(), convs[2]]).eval()
+    expected = decouple(model).eval()
+    x = data.x.to(next(model.parameters()).dtype)
+    torch.testing.assert_close(made(x, data.edge_index), expected(x, data.edge_index), rtol=0, atol=0)
+    assert {name for name, _ in made.named_parameters()} >= {"convs.2.lin.weight", "before.1.0.module.weight"}
+    assert {id(one) for one in made.parameters()} == {id(one) for one in expected.parameters()}
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -109,8 +129,14 @@ def test_parameters_are_those_of_the_stack(name: str) -> None:
         ),
         (GCN(5, 6, 2, 4, jk="cat"), "jumping knowledge needs the rows of every layer"),
         (GCN(5, 6, 2, 4, normalize=False), "GCNConv with normalize=False is not supported"),
+        (GCN(5, 6, 2, 4, aggr="max"), "GCNConv with aggr='max' is not supported"),
+        (GIN(5, 6, 2, 4, flow="target_to_source"), "GINConv with flow='target_to_source' is not supported"),
+        ([Own(5, 4)], "Own cannot be taken apart; layers that are all GCNConv"),
+        ([GCNConv(5, 4), SAGEConv(4, 3)], "GCNConv, SAGEConv cannot be taken apart"),
+        ([nn.ReLU()], "the last of the list must be a layer"),
+        ([], "what has no layers cannot be taken apart"),
         (GraphSAGE(5, 6, 2, 4, aggr="max"), "SAGEConv with aggr='max' is not supported"),
-        (nn.Linear(5, 4), "expected GCN, GraphSAGE, GIN or GAT of PyG, got Linear"),
+        (nn.Linear(5, 4), "expected GCN, GraphSAGE, GIN or GAT of PyG, or a list of layers, got Linear"),
     ],
 )
 def test_what_cannot_be_decoupled_is_refused_by_name(model: BasicGNN, said: str) -> None:
