@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,8 +61,8 @@ class TensorBackend(FetchingBackend):
             (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
-            partitioned graph. No limit by default on the host; on a GPU half of what is free, if edges and slices of
-            the features need more.
+            partitioned graph. No limit by default on the host; on a GPU half of what is free, shared by the ranks that
+            have it, if edges and slices of the features need more.
             It bounds sums and means by weights without gradient, and all other hops (attention, maxima, messages of a
             layer's own), whose chunks are computed once more in the backward pass; what such messages take is an
             estimate. Layers with hooks on their hops are refused there, and where several chunks are needed those whose
@@ -243,7 +242,7 @@ class TensorBackend(FetchingBackend):
         if device.type != "cuda":
             return None
         free = float(torch.cuda.mem_get_info(device)[0]) / 2
-        name = float(zlib.crc32(f"{socket.gethostname()} {device}".encode()))  # ranks may share it
+        name = float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))  # ranks may share it
         width = -(-shard.x.size(-1) // self.communicator.world_size)
         held = _INDEX_COPIES * 4 * shard.num_edges + _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
         found = self.communicator.gather([free, float(held), name])
@@ -402,4 +401,7 @@ def _device_of(said: str | None, here: torch.device) -> torch.device:
         return found
     if here.type == "cuda":
         return here
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))
+    return torch.device(
+        "cuda",
+        int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) % max(torch.cuda.device_count(), 1),
+    )

@@ -283,13 +283,16 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
     name = _said_last(arguments, "trainer", "strategy")
     known = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # its own get() makes one
     option, rest, given = "--trainer.strategy", list[str](), dict[str, str]()
-    following = iter(arguments)
-    for argument in following:
+    value_of = ""
+    for argument in arguments:
         key, equals, value = argument.partition("=")
         if key == option or key.startswith(f"{option}."):
-            given[key] = value if equals else next(following, "")
+            given[key], value_of = value, "" if equals else key
+        elif value_of and not argument.startswith("--"):
+            given[value_of], value_of = argument, ""
         else:
             rest.append(argument)
+            value_of = ""
     own = [key for key in given if key != option and not key.endswith(".help")]
     if not own or known is None or not issubclass(known["strategy"], GraphDDPStrategy):
         return arguments

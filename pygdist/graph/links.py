@@ -81,8 +81,8 @@ def known_pairs(shard: Shard) -> Tensor:
 def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Tensor, seed: int, epoch: int) -> Tensor:
     """For each edge another node in place of its source, so that the pair is no edge; the same for any number of ranks.
 
-    What turns out to be an edge is drawn again, up to 20 times: of a node that has nearly all others as neighbours, an
-    edge may remain.
+    What turns out to be an edge is drawn again, 19 times at most: of a node that has nearly all others as neighbours,
+    an edge may remain.
 
     Args:
         target: Where the edges end, in local ids.

@@ -20,10 +20,8 @@ from typing_extensions import override
 
 from pygdist.backends import CommBackend, Savings, distribute, undistribute
 from pygdist.backends.overflow import writable
-from pygdist.backends.sampled import in_degrees
 from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
-from pygdist.graph.surroundings import Surroundings
 
 __all__ = ["WholeGraphEvaluation"]
 
@@ -142,29 +140,9 @@ class _Contents:
 
 
 class _WholeHops(CommBackend):
-    """Fetches the rows of a hop at once: parts that run one after another have no other work meanwhile.
-
-    What a part holds of those around it is not asked for, as each question is one more pass over all parts: features,
-    and degrees by number.
-    """
+    """Fetches the rows of a hop at once: parts that run one after another have no other work meanwhile."""
 
     name = ""
-
-    @override
-    def _known(self, value: Tensor) -> Tensor | None:
-        # by identity, so that all parts say the same
-        return self._around.x[: self.num_sources] if value is self.shard.x else super()._known(value)
-
-    @override
-    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        if edge_weight is not None:
-            return None
-        return in_degrees(self._around.in_degree[: self.num_sources], weighted=False, loop_weight=loop_weight)
-
-    @property
-    def _around(self) -> Surroundings:
-        assert self.shard.surroundings is not None, "parts that stand by themselves have them"
-        return self.shard.surroundings
 
     @override
     def halo_rows(self, x: Tensor, *, label: str) -> Tensor:

@@ -117,6 +117,13 @@ class Root(Averse):
         return x_j.sqrt() * x_i.log()
 
 
+class Distant(Averse):
+    """Mixes columns, of which nothing is seen where norms of rows are above 1: all is no number."""
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_j * (3 + x_j.norm(dim=-1, keepdim=True)).atanh()
+
+
 class Checked(Root):
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
         if x_j.min() < 0:
@@ -129,6 +136,8 @@ def test_rows_of_both_signs_are_tried() -> None:
         distribute(Averse(), backend=TensorBackend())
     for layer in (Root(), Checked()):
         distribute(layer, backend=TensorBackend())
+    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(gives no numbers\)"):
+        distribute(Distant(), backend=TensorBackend())
 
 
 class TwoNames(nn.Module):

@@ -115,5 +115,9 @@ def test_pairs_that_stand_for_no_edge_are_none_for_any_number_of_parts(tmp_path:
 
 
 def test_of_a_node_with_all_others_as_neighbours_an_edge_remains() -> None:
-    known = torch.arange(5)
-    assert int(corrupted_sources(torch.tensor([0]), torch.tensor([7]), 5, known=known, seed=0, epoch=0)) in range(5)
+    def drawn(known: list[int]) -> int:
+        given = {"known": torch.tensor(known), "seed": 0, "epoch": 0}
+        return int(corrupted_sources(torch.tensor([0]), torch.tensor([7]), 5, **given))
+
+    assert drawn([0, 1, 2, 3]) == 4, "the one that is left is found"
+    assert drawn([0, 1, 2, 3, 4]) in range(5), "and none is looked for for ever"

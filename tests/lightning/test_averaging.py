@@ -14,13 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, models
+from torch_geometric.nn import GAT, GCN
 
 from pygdist import GraphDataModule, NodeClassifier
 from pygdist.backends import ReplicaBackend
 from pygdist.comm import Communicator
-from pygdist.comm.replay import _Answers
 from pygdist.errors import InputError
 from pygdist.graph import write_store
 from pygdist.lightning import (
@@ -483,34 +481,6 @@ def test_evaluation_is_of_the_whole_graph(name: str, world_size: int, pool: Rank
     if world_size == 2:
         pool.run(_evaluate, world_size, str(tmp_path / "parts"), store, name, False)
         assert np.abs(np.load(tmp_path / "parts" / "logits.npy") - out.numpy()).max() > 1e-3
-
-
-def _unweighted() -> Data:
-    data = runs.graph()
-    del data.edge_weight
-    return data
-
-
-def _passes(rank: int, world_size: int, folder: str, net: torch.nn.Module) -> tuple[dict[str, float], int]:
-    data = GraphDataModule(_unweighted(), partitioner="hash", num_parts=4, cache_dir=Path(folder) / "cache")
-    trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy())
-    with mock.patch("pygdist.comm.replay._Answers.exchange", autospec=True, side_effect=_Answers.exchange) as asked:
-        found = trainer.test(NodeClassifier(net, backend="replica"), datamodule=data, verbose=False)[0]
-    return dict(found), asked.call_count
-
-
-@pytest.mark.parametrize(("name", "hidden", "asked"), [("GCN", 6, 2), ("GraphSAGE", 32, 1), ("GraphSAGE", 6, 2)])
-def test_what_a_part_holds_is_not_asked_for(name: str, hidden: int, asked: int, pool: RankPool, tmp_path: Path) -> None:
-    """Degrees, and rows of features, where these are what is summed: they are narrower than what comes of them."""
-    data = _unweighted()
-    torch.manual_seed(3)
-    net = getattr(models, name)(12, hidden, num_layers=2, out_channels=4).double()
-    with torch.no_grad():
-        out = net.eval()(data.x, data.edge_index)
-    loss = functional.cross_entropy(out[data.test_mask], data.y[data.test_mask])
-    for found, questions in pool.run(_passes, 2, str(tmp_path), net):
-        assert found["test_loss"] == pytest.approx(float(loss), rel=1e-6)
-        assert questions == asked
 
 
 def _some(rank: int, world_size: int, folder: str, store: str) -> bool:
