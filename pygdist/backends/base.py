@@ -172,10 +172,11 @@ class Backend(ABC):
     def source_rows(self, x: Tensor) -> Tensor:
         """One row per owned node in, one row per source of the adjacency out; differentiable. Used by normalisation."""
 
-    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+    def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """In-degrees in the whole graph of the sources of the adjacency, for a backend that knows them by itself.
 
         Args:
+            degree: In-degrees of destinations by the edges that are normalised, of those that are here.
             edge_weight: Weights of the edges that are normalised, as the layer was given them; ``None`` for ones.
             loop_weight: The weight of self-loops at nodes that have none; ``None`` if none are added.
 

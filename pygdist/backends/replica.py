@@ -281,7 +281,7 @@ class ReplicaBackend(RecomputingBackend):
         return super().num_rows if self._sampled is None else self._sampled
 
     @override
-    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+    def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         if self._sampled is not None:
             return self._sample_degrees(edge_weight, loop_weight)
         if self._alone or self.hops == 0:
@@ -291,7 +291,14 @@ class ReplicaBackend(RecomputingBackend):
                 "backend 'replica' knows in-degrees by the graph's own edge weights; the model normalises weights that "
                 "it computes, and those of edges in other parts are not here"
             )
-        return in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
+        found = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
+        own = slice(0, self.shard.num_owned)  # all their in-edges are here
+        if not torch.allclose(degree[own].to(found), found[own], rtol=1000 * torch.finfo(degree.dtype).eps):
+            raise InputError(
+                "backend 'replica' knows in-degrees by all edges of the graph; the model normalises others (some of "
+                "them, or with self-loops of its own), and those in other parts are not here"
+            )
+        return found
 
     def _sample_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Those of a mini-batch's rows in the part, where it is known how edges were sampled; else the batch's own."""

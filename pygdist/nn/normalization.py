@@ -108,7 +108,7 @@ class GlobalGCNNorm:
         else:
             degree = torch.segment_reduce(edge_weight, "sum", offsets=csr.indptr, initial=0)
         scale = _inverse_root(degree)
-        known = self._ranks.source_degrees(given, fill_value if add_self_loops else None)
+        known = self._ranks.source_degrees(degree.detach(), given, fill_value if add_self_loops else None)
         if known is None:
             source_scale = self._ranks.source_rows(scale)
         else:  # some of the rows may lack edges here

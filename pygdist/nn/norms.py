@@ -34,7 +34,7 @@ class Ranks(Protocol):
     def source_rows(self, x: Tensor) -> Tensor:
         """One row per owned node in, one per source of the adjacency out."""
 
-    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+    def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """In-degrees of the sources in the whole graph, where they are known without asking their owners."""
 
     def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import subgraph
+from torch_geometric.utils import add_self_loops, subgraph
 from typing_extensions import override
 
 from pygdist.backends import CommBackend, ReplicaBackend, distribute, undistribute
@@ -242,6 +242,26 @@ def test_degrees_are_those_of_the_whole_graph_and_neighbours_stand_for_those_els
             weight = torch.where(apart & keep, weight * (every / here)[target], weight)
         out = plain(data.x, source_target[:, keep], weight[keep])[own]
         _assert_same(_of_part(model, folder, number, 1, scale_rim=scaled), _step(plain, out))
+
+
+class OtherEdges(nn.Module):
+    """Normalises edges that are not those of the graph."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv = kind, pyg.GCNConv(5, 3, add_self_loops=kind == "some").double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edges = edge_index[:, ::2] if self.kind == "some" else add_self_loops(edge_index, num_nodes=x.size(0))[0]
+        out: Tensor = self.conv(x, edges)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["some", "loops"])
+def test_degrees_of_other_edges_are_refused(kind: str, tmp_path: Path) -> None:
+    data, part = _graph()
+    with pytest.raises(InputError, match="knows in-degrees by all edges of the graph; the model normalises others"):
+        _of_part(OtherEdges(kind), _store(data, part, tmp_path / "parts", 1), 0, 1)
 
 
 @pytest.mark.parametrize("layer", ["GCNConv", "GATConv-edges", "BatchNorm"])
