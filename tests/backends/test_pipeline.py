@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pygdist.backends.overflow import Overflow
 from pygdist.backends.slice_plan import SlicePlan
 from pygdist.backends.sliced import SlicedEdges, sum_of_slices
 from pygdist.comm import Communicator, Recorder
@@ -58,6 +59,23 @@ def test_chunks_have_every_row_once(num_chunks: int) -> None:
         for span in chunk.spans:
             assert set(csr.index[int(csr.indptr[span.start]) : int(csr.indptr[span.stop])].tolist()) <= here
     assert here == set(range(28))
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked", "expected"), [(1 << 30, 3, 3), (1500, 1, 8), (1500, 9, 9), (1500, None, 8)]
+)
+def test_a_number_of_chunks_does_not_lift_the_limit_of_memory(budget: int, asked: int | None, expected: int) -> None:
+    csr = _edges(sum(COUNTS))[1]
+    sliced = SlicedEdges(
+        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)),
+        counts=COUNTS,
+        num_chunks=asked,
+        communicator=Communicator(),
+        weights_of_all=lambda value, _: value,
+        factors_of_all=lambda _: None,
+        overflow=Overflow(torch.device("cpu"), budget),
+    )
+    assert len(sliced.plan(torch.zeros(28, 5), None).chunks) == expected
 
 
 def _sum(

@@ -32,6 +32,7 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, distribute, resolve_backend
+from pygdist.backends.tensor import _device_of
 from pygdist.backends.topology import EdgeTensors, Everyone
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
@@ -138,6 +139,23 @@ def test_rows_of_both_signs_are_tried() -> None:
         distribute(layer, backend=TensorBackend())
     with pytest.raises(InputError, match=r"could not be tried on a few nodes \(gives no numbers\)"):
         distribute(Distant(), backend=TensorBackend())
+
+
+@pytest.mark.parametrize(
+    ("said", "here", "local", "expected"),
+    [
+        (None, "cpu", {}, "cpu"),
+        ("cuda", "cuda:1", {"LOCAL_RANK": "0"}, "cuda:1"),
+        ("cuda", "cpu", {"LOCAL_RANK": "3"}, "cuda:1"),
+        ("cuda", "cpu", {"SLURM_LOCALID": "2"}, "cuda:0"),
+        ("cuda:0", "cpu", {"LOCAL_RANK": "1"}, "cuda:0"),
+    ],
+)
+def test_ranks_of_a_machine_take_its_gpus_in_turn(
+    said: str | None, here: str, local: dict[str, str], expected: str
+) -> None:
+    with mock.patch.dict("os.environ", local, clear=True), mock.patch("torch.cuda.device_count", return_value=2):
+        assert str(_device_of(said, torch.device(here))) == expected
 
 
 class TwoNames(nn.Module):
