@@ -55,10 +55,11 @@ def test_imports_run_downward(path: Path) -> None:
 
 def test_backends_do_not_import_each_other() -> None:
     systems = {path.stem for path in (ROOT / "backends").glob("*.py")} - {
-        "__init__", "arguments", "attention", "base", "blocks", "chunks", "columns", "fetched", "hop", "inputs",
-        "layers", "overflow", "overlap", "overlap_attention", "pipeline", "plans", "probe", "reached", "recomputing",
-        "refusals", "rehearsal", "replicas", "reuse", "routing", "sampled", "savings", "slice_plan", "sliced",
-        "sliced_attention", "sliced_chunks", "sliced_hop", "timing", "topology", "travels", "waiting", "weights",
+        "__init__", "alike", "arguments", "attention", "base", "blocks", "chunks", "columns", "fetched", "hop",
+        "inputs", "layers", "overflow", "overlap", "overlap_attention", "pipeline", "plans", "probe", "reached",
+        "recomputing", "refusals", "rehearsal", "replicas", "reuse", "routing", "sampled", "savings", "slice_plan",
+        "sliced", "sliced_attention", "sliced_chunks", "sliced_hop", "timing", "topology", "travels", "waiting",
+        "weights",
     }  # fmt: skip
     for system in systems:
         others = {f"pygdist.backends.{other}" for other in systems - {system}}

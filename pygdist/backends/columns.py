@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.layers import BASE, CACHES, hooked
+from pygdist.backends.alike import TrialCache
+from pygdist.backends.layers import BASE, CACHES, own_class
 from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
 
@@ -35,7 +36,7 @@ TRIED_WITH = ("x", "edge_index", "edge_weight", "edge_type", "edge_attr", "x_0")
 Kind = Literal["columns", "nodes", "edges", "edge columns", "same"]
 """What a hop gets: columns of nodes' rows, whole rows of nodes or of edges, columns of edges' rows, or the same."""
 
-_NODES, _EDGES, _ANY_WIDTH = 6, 17, 7
+_NODES, _EDGES, _ANY_WIDTH = 6, 17, 7  # or more nodes and edges
 _TOLERANCE = 1e-9
 
 
@@ -68,31 +69,6 @@ class _RefusedError(Exception):
     """Why a layer does not qualify: a clause that begins with a verb."""
 
 
-T = TypeVar("T")
-
-
-class _Memory(Generic[T]):
-    """What trials found, of each layer; layers that were made alike share it.
-
-    A distributed layer keeps what was found when it was distributed, though its attributes change while it trains.
-    """
-
-    def __init__(self, find: Callable[[MessagePassing], T]) -> None:
-        self.find = find
-        self.of_layer: WeakKeyDictionary[MessagePassing, T] = WeakKeyDictionary()
-        self.of_class: WeakKeyDictionary[type, dict[str | None, T]] = WeakKeyDictionary()
-
-    def of(self, layer: MessagePassing) -> T:
-        if layer not in self.of_layer:
-            key = _key(layer)
-            alike = {} if key is None else self.of_class.setdefault(_own(layer), {})
-            if key not in alike:
-                with torch.device("cpu"), torch.inference_mode(False):  # gradients tell what a hop reads
-                    alike[key] = self.find(layer)
-            self.of_layer[layer] = alike[key]
-        return self.of_layer[layer]
-
-
 def columns_of_hops(layer: MessagePassing) -> dict[frozenset[str], Columns]:
     """How each hop of a layer is shared out, by the names of the arguments that it gets; found once.
 
@@ -116,65 +92,6 @@ def acts_on_columns(layer: MessagePassing) -> bool:
     return any(one.training for one in layer.modules()) in _WHOLE.of(layer)
 
 
-# -- which layers are alike --------------------------------------------------------------------------------------------
-
-_LIBRARIES = ("torch", "torch_geometric", "pygdist")
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# what PyG's base class notes for itself; a layer of it would change the class
-_NOTED = (name for name in MessagePassing.__init__.__code__.co_names if name.startswith("_"))
-_OF_BASE = {*vars(nn.Module()), *_NOTED, "inspector"}
-
-
-def _own(module: nn.Module) -> type[Any]:
-    """The class of a module before it was distributed."""
-    found: type[Any] = getattr(type(module), BASE, type(module))
-    return found
-
-
-def _key(layer: MessagePassing) -> str | None:
-    """The same for layers that differ in nothing but the numbers in their parameters; ``None`` if that is not known."""
-    if hooked(layer):
-        return None
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-    said = [str(shapes)]
-    for name, one in layer.named_modules():
-        options = _options(one)
-        known = one is layer or (_of_library(one) and not (one._forward_hooks or one._forward_pre_hooks))
-        if options is None or not known:
-            return None
-        said.append(f"{name}: {_own(one).__module__}.{_own(one).__qualname__} {sorted(options.items())}")
-    return "\n".join(said)
-
-
-def _options(module: nn.Module) -> dict[str, Any] | None:
-    """What a module was made with, if all of that is plain."""
-    library = _of_library(module)
-    if module._buffers and not library:
-        return None
-    found = {}
-    for name, value in vars(module).items():
-        if name in _OF_BASE or name.startswith("_pygdist") or (library and name.startswith("_")):
-            continue
-        if library and isinstance(value, Tensor):  # libraries' layers keep degrees and the like, but no options in it
-            continue
-        if not _is_plain(value):
-            return None
-        found[name] = value
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(one) for item in value.items() for one in item)
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(one) for one in value)
-    return type(value) in _PLAIN
-
-
-def _of_library(module: nn.Module) -> bool:
-    return _own(module).__module__.split(".")[0] in _LIBRARIES
-
-
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
@@ -185,9 +102,9 @@ def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
             "has parameters without a shape yet; call the model once on a few nodes before it is distributed"
         )
     found: dict[frozenset[str], Columns] = {}
-    if not _propagates(_own(layer)):
+    if not _propagates(own_class(layer)):
         return found
-    failed, ran = "it takes no rows and edges", False
+    failed, ran = "", False
     for width in _widths(layer):
         for arguments in _guesses(layer, width):
             tried = dict(found)
@@ -198,7 +115,7 @@ def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
             except _RefusedError as error:
                 return f"{error}; 'comm', 'cache' and 'hybrid' run it"
             except Exception as error:  # whatever a layer says of arguments that do not fit
-                failed = str(error).split("\n")[0] or type(error).__name__
+                failed = failed or str(error).split("\n")[0] or type(error).__name__  # of the most arguments
             else:
                 found, ran = tried, True
         if ran:
@@ -241,8 +158,8 @@ def _tried_whole(layer: MessagePassing) -> frozenset[bool]:
     return frozenset(training for training in (False, True) if _whole_alone(layer, training))
 
 
-_HOPS = _Memory(_tried)
-_WHOLE = _Memory(_tried_whole)
+_HOPS = TrialCache(_tried)
+_WHOLE = TrialCache(_tried_whole)
 
 
 def _whole_alone(layer: MessagePassing, training: bool) -> bool:
@@ -296,7 +213,7 @@ def _plain_copy(layer: MessagePassing) -> MessagePassing:
                 memo[id(value)] = plain.double() if plain.is_floating_point() else plain
     trial = copy.deepcopy(layer, memo).cpu().double()
     for one in trial.modules():
-        one.__class__ = _own(one)
+        one.__class__ = own_class(one)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trial.parameters():
@@ -324,18 +241,20 @@ def _guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     def rand(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    parameters = inspect.signature(_own(layer).forward).parameters
-    given: dict[str, Any] = {"x": rand(_NODES, width), "x_0": rand(_NODES, width)}
-    given["edge_index"] = torch.stack([torch.randint(0, _NODES, (_EDGES,), generator=generator), _targets()])
+    parameters = inspect.signature(own_class(layer).forward).parameters
+    nodes, edges = _sizes(layer)
+    targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
+    given: dict[str, Any] = {"x": rand(nodes, width), "x_0": rand(nodes, width)}
+    given["edge_index"] = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
     types = getattr(layer, "num_relations", 1)
-    edges = {
-        "edge_weight": rand(_EDGES),
-        "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (_EDGES,), generator=generator),
+    of_edges = {
+        "edge_weight": rand(edges),
+        "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (edges,), generator=generator),
     }
     for attributes in _edge_widths(layer, width):
-        every = {**given, **edges, "edge_attr": rand(_EDGES, attributes)}
+        every = {**given, **of_edges, "edge_attr": rand(edges, attributes)}
         yield {name: value for name, value in every.items() if name in parameters}
-    yield {name: value for name, value in {**given, **edges}.items() if name in parameters}
+    yield {name: value for name, value in {**given, **of_edges}.items() if name in parameters}
     yield {name: value for name, value in given.items() if name in parameters}
 
 
@@ -347,9 +266,17 @@ def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
     yield from dict.fromkeys(one for one in [*candidates, width] if isinstance(one, int) and one > 0)
 
 
-def _targets() -> Tensor:
-    """Ascending; every node but the last has an in-edge."""
-    return (torch.arange(_EDGES) * (_NODES - 1) // _EDGES).sort().values
+def _sizes(layer: MessagePassing) -> tuple[int, int]:
+    """Nodes and edges of a trial: numbers that count nothing else in the layer, as its relations or heads.
+
+    What a hop gets is told by its size to be of nodes or of edges, to which a layer may have added self-loops.
+    """
+    inside = [value for one in layer.modules() for name, value in vars(one).items() if name not in CACHES]
+    tensors = [*layer.parameters(), *layer.buffers(), *(value for value in inside if isinstance(value, Tensor))]
+    taken = {size for one in tensors for size in one.shape} | {value for value in inside if isinstance(value, int)}
+    nodes = next(number for number in itertools.count(_NODES) if number not in taken)
+    edges = next(number for number in itertools.count(_EDGES) if taken.isdisjoint(range(number, number + nodes + 1)))
+    return nodes, edges
 
 
 def _widths(layer: MessagePassing) -> Iterator[int]:
@@ -357,7 +284,7 @@ def _widths(layer: MessagePassing) -> Iterator[int]:
     said = [getattr(layer, name, None) for name in ("in_channels", "channels")]
     said = [one[0] if isinstance(one, (tuple, list)) else one for one in said]
     seen = [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]
-    narrow = [1] if 1 in seen else []
+    narrow = [1] if 1 in [*seen, getattr(layer, "out_channels", None)] else []
     seen += [one.size(dim) for one in layer.parameters() for dim in range(one.dim())]
     seen += [one // 2 for one in seen if isinstance(one, int)]  # of both ends of an edge
     found = [one for one in said if isinstance(one, int) and one > 0]
@@ -367,7 +294,7 @@ def _widths(layer: MessagePassing) -> Iterator[int]:
 
 def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Callable[..., Tensor]:
     """A ``propagate`` that notes how each hop is shared out."""
-    own = type(layer).propagate
+    own, (num_nodes, _) = type(layer).propagate, _sizes(layer)
     read: list[Any] = []
 
     def propagate(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
@@ -384,7 +311,7 @@ def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Ca
                 f"draws random numbers in its hops{when} ({_called(names)}), "
                 "and ranks would draw others for other columns"
             )
-        columns = _shared_out(layer, run, edge_index.size(1), kwargs, whole)
+        columns = _shared_out(layer, run, (num_nodes, edge_index.size(1)), kwargs, whole)
         known = found.setdefault(names, columns)
         part = known.needs_all_edges or _needs_all_edges(
             layer, partial(own, layer), edge_index, kwargs, known.kinds, whole
@@ -453,7 +380,7 @@ def _mixes(how: str) -> _RefusedError:
 
 
 def _shared_out(
-    layer: MessagePassing, run: Callable[..., Tensor], num_edges: int, kwargs: dict[str, Any], whole: Tensor
+    layer: MessagePassing, run: Callable[..., Tensor], sizes: tuple[int, int], kwargs: dict[str, Any], whole: Tensor
 ) -> Columns:
     """How a hop that gave ``whole`` is shared out."""
     lifted = {name[:-2] for name in layer._user_args if name.endswith(("_i", "_j"))}
@@ -462,7 +389,7 @@ def _shared_out(
         for name, value in kwargs.items()
         if value is not None
     }
-    kinds = {name: _kind(name, value, lifted, layer.node_dim, num_edges) for name, value in first.items()}
+    kinds = {name: _kind(name, value, lifted, layer.node_dim, sizes) for name, value in first.items()}
     wide = {
         name: value.size(-1)
         for name, value in first.items()
@@ -480,10 +407,11 @@ def _shared_out(
     raise _mixes(_called(first))
 
 
-def _kind(name: str, value: Any, lifted: set[str], node_dim: int, num_edges: int) -> Kind:
+def _kind(name: str, value: Any, lifted: set[str], node_dim: int, sizes: tuple[int, int]) -> Kind:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return "same"
-    by_node = value.dim() >= abs(node_dim) and value.size(node_dim) == _NODES
+    num_nodes, num_edges = sizes
+    by_node = value.dim() >= abs(node_dim) and value.size(node_dim) == num_nodes
     if name in lifted and by_node:
         return "nodes"
     if value.size(0) == num_edges:

@@ -131,10 +131,22 @@ _AGGREGATIONS = {
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 
+def own_class(module: nn.Module) -> type[Any]:
+    """The class of a module before it was distributed."""
+    found: type[Any] = getattr(type(module), BASE, type(module))
+    return found
+
+
+def hooks_of(layer: MessagePassing, *names: str) -> tuple[int, ...]:
+    """The numbers of hooks on the parts ``names`` of the layer's hops, on any part by default; no two ever have one."""
+    kinds = ("forward_pre_hooks", "forward_hooks")
+    found = (getattr(layer, f"_{name}_{kind}") for name in names or _HOOKED for kind in kinds)
+    return tuple(number for hooks in found for number in hooks)
+
+
 def hooked(layer: MessagePassing, *names: str) -> bool:
     """Whether somebody registered a hook on the parts ``names`` of the layer's hops; on any part by default."""
-    kinds = ("forward_pre_hooks", "forward_hooks")
-    return any(getattr(layer, f"_{name}_{kind}") for name in names or _HOOKED for kind in kinds)
+    return bool(hooks_of(layer, *names))
 
 
 def fused_arguments(layer: MessagePassing, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -200,7 +212,7 @@ def computes_fewer(layer: MessagePassing) -> Literal["rows", "pairs"] | None:
     ``"rows"``: it uses its rows for nothing but messages, so edges with fewer destinations are enough. ``"pairs"``: it
     takes rows of sources and of destinations. ``None``: it has to compute as many as it is given.
     """
-    own = getattr(type(layer), BASE, type(layer))
+    own = own_class(layer)
     for classes, how in _FEWER.items():
         known = next((cls for cls in classes if issubclass(own, cls)), None)
         if known is not None:

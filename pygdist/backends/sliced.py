@@ -43,6 +43,7 @@ class SlicedEdges:
         overlap: While others are aggregated.
         overflow: Where edges and slices are but for those of one chunk; on the device by default.
         splits: Slices of rows that several hops of a layer read, with these rows and their version; split once.
+        runs_in_one_chunk: Told where ``num_chunks`` is not for a hop.
     """
 
     edges: Adjacency
@@ -55,6 +56,7 @@ class SlicedEdges:
     overlap: bool = True
     overflow: Overflow | None = None
     splits: dict[int, tuple[Tensor, int, Tensor]] | None = None
+    runs_in_one_chunk: Callable[[], None] = lambda: None
 
     def split(self, x: Tensor, label: str) -> Tensor:
         """This rank's columns of all ranks' rows."""
@@ -162,6 +164,7 @@ class SlicedAdjacency(Adjacency):
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
         if sliced.overflow is not None:
             return self._in_chunks(sliced.overflow, other.movedim(dim, 0), reduce, value).movedim(0, dim)
+        sliced.runs_in_one_chunk()
         every = None if value is None else sliced.weights_of_all(value, value.dtype)
         part = with_phantom_column(sliced.split(other if dim == 0 else other.movedim(dim, 0), self._label))
         part = sliced.edges.with_value(every).matmul(part.movedim(0, dim), reduce=reduce).movedim(dim, 0)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,7 @@ from pygdist.backends.attention import TransformerParts, Unweighted, attention_h
 from pygdist.backends.base import Inner
 from pygdist.backends.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
 from pygdist.backends.fetched import FetchingBackend
-from pygdist.backends.layers import fused_arguments, fuses, layer_name, with_phantom_edge
+from pygdist.backends.layers import fused_arguments, fuses, hooked, layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow, beyond_memory, writable
 from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.sliced_attention import (
@@ -45,6 +47,7 @@ from pygdist.nn.decoupled import AttentionPropagation, Propagation
 __all__ = ["TensorBackend"]
 
 _GIB = 2**30
+_NO_SHAPE = nn.UninitializedParameter
 _INDEX_COPIES = 5  # of each edge: source and weight, forward and backward, and where the weight is
 _SLICE_COPIES = 4  # of slices: forward and backward, what is read and what is summed
 
@@ -62,13 +65,13 @@ class TensorBackend(FetchingBackend):
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
             partitioned graph. No limit by default on the host; on a GPU half of what is free, shared by the ranks that
-            have it, if edges and slices of the features need more.
+            have it, if edges and slices of the widest rows need more.
             It bounds sums and means by weights without gradient, and all other hops (attention, maxima, messages of a
             layer's own), whose chunks are computed once more in the backward pass; what such messages take is an
-            estimate. Layers with hooks on their hops are refused there, and where several chunks are needed those whose
-            messages depend on the edges into other nodes. What a rank has of its own rows and edges is not counted: its
-            part of the graph, weights that it computes for its own edges, and for those of ``GATv2Conv`` and
-            ``TransformerConv`` the rows of their sources.
+            estimate. Layers with hooks on their hops are refused there (elsewhere hooks see this rank's columns), and
+            where several chunks are needed those whose messages depend on the edges into other nodes. What a rank has
+            of its own rows and edges is not counted: its part of the graph, weights that it computes for its own edges,
+            and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their sources.
         device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
             memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
             their own are refused, as their parameters are where the model is.
@@ -90,6 +93,8 @@ class TensorBackend(FetchingBackend):
         if memory_gib is not None and memory_gib <= 0:
             raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
         self.num_chunks, self.memory_gib, self.device = num_chunks, memory_gib, device
+        self._widest, self._heads = 0, 1  # of the layers' rows and attention
+        self._told: set[str] = set()  # layers that somebody was warned of
         self._forget_graph()
 
     def _forget_graph(self) -> None:
@@ -106,6 +111,7 @@ class TensorBackend(FetchingBackend):
     @override
     def forget_model(self, model: nn.Module) -> None:
         super().forget_model(model)
+        self._widest, self._heads = _most(model)
         self._shared = None
         if self._all is not None:
             self._all.forget()
@@ -130,9 +136,11 @@ class TensorBackend(FetchingBackend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if isinstance(layer, AttentionPropagation) and not self._alone:
+        shared = not self._alone
+        if isinstance(layer, AttentionPropagation) and shared and not (hooked(layer) or hooked(layer.propagation)):
             given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             if isinstance(given["edge_index"], Adjacency):
+                self._warn_of_one_chunk(layer)
                 return propagate_attention(
                     layer, self._everyone, self.communicator, overlap=self.overlap, label=layer_name(layer), **given
                 )
@@ -146,13 +154,14 @@ class TensorBackend(FetchingBackend):
         given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
         edges, x = given["edge_index"], given["x"]
         topology = everyone.topology(edges, (layer, self._hop))
-        if isinstance(layer, Propagation):
+        if isinstance(layer, Propagation) and not hooked(layer):
             sliced, weight, mean = self._sliced(layer, edges, topology), given.get("edge_weight"), layer.aggr == "mean"
             own = layer.own_factors()
             if sliced.sums(x, weight) and (own is None or not mean):
                 return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds, own=own)
         if everyone.overflow is not None:
             return super().run_layer(layer, forward, args, kwargs)
+        self._warn_of_one_chunk(layer)
 
         def changed(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
@@ -212,6 +221,7 @@ class TensorBackend(FetchingBackend):
             num_chunks=self.num_chunks,
             overlap=self.overlap,
             overflow=everyone.overflow,
+            runs_in_one_chunk=partial(self._warn_of_one_chunk, layer),
         )
 
     @property
@@ -243,8 +253,9 @@ class TensorBackend(FetchingBackend):
             return None
         free = float(torch.cuda.mem_get_info(device)[0]) / 2
         name = float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))  # ranks may share it
-        width = -(-shard.x.size(-1) // self.communicator.world_size)
-        held = _INDEX_COPIES * 4 * shard.num_edges + _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
+        width = -(-max(shard.x.size(-1), self._widest) // self.communicator.world_size)
+        held = (_INDEX_COPIES + self._heads - 1) * 4 * shard.num_edges
+        held += _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
         found = self.communicator.gather([free, float(held), name])
         budgets = found[:, 0] / (found[:, 2:] == found[:, 2]).sum(dim=1)
         short = device != here or bool((found[:, 1] > budgets).any())
@@ -264,9 +275,11 @@ class TensorBackend(FetchingBackend):
             raise beyond_memory(self._label(layer))
         parts = transformer_parts(layer)
         if parts is not None and isinstance(edge_index, Adjacency):
+            self._warn_of_one_chunk(layer)
             return self._transformer(layer, parts, edge_index, **kwargs)
         topology = self._everyone.topology(edge_index, (layer, self._hop))
         if isinstance(kwargs.get("alpha"), Unweighted):
+            self._warn_of_one_chunk(layer)
             return self._attention(layer, topology, kwargs["x"], kwargs["alpha"])
         if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
             x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
@@ -280,6 +293,7 @@ class TensorBackend(FetchingBackend):
             return inner(
                 SlicedAdjacency.over(cast(Adjacency, edge_index), sliced, self._label(layer)), size=size, **kwargs
             )
+        self._warn_of_one_chunk(layer)
         hop = SlicedHop(
             layer=layer,
             inner=inner,
@@ -334,7 +348,10 @@ class TensorBackend(FetchingBackend):
         return scores_are_fewer(self._everyone, self._everyone.topology(edge_index, (layer, self._hop)).counts)
 
     def _columns(self, layer: MessagePassing, kwargs: dict[str, Any]) -> Columns:
-        given, known = _given(kwargs), columns_of_hops(layer)
+        try:
+            given, known = _given(kwargs), columns_of_hops(layer)
+        except InputError as error:  # hooks may have come since it was distributed
+            raise InputError(f"{self._label(layer)}: {error}") from error
         if given not in known:
             raise InputError(
                 f"{layer_name(layer)}: propagate({', '.join(sorted(given))}) did not run when the layer was tried on a "
@@ -385,6 +402,18 @@ class TensorBackend(FetchingBackend):
         counts = self._everyone.counts
         return Ranks(communicator=self.communicator, counts=counts, overflow=overflow, overlap=self.overlap)
 
+    def _warn_of_one_chunk(self, layer: MessagePassing) -> None:
+        """Say, once for a class of layers, that ``num_chunks`` is not for one of its hops."""
+        name = layer_name(layer)
+        if (self.num_chunks or 1) > 1 and self._everyone.overflow is None and name not in self._told:
+            self._told.add(name)
+            if self.communicator.rank == 0:
+                warnings.warn(
+                    f"num_chunks={self.num_chunks} is for one sum or mean by weights without gradient; {name} has "
+                    "other hops, which run in one chunk, or with memory_gib in as many as fit",
+                    stacklevel=2,
+                )
+
     def _label(self, layer: MessagePassing) -> str:
         return f"hop {self._hop} of {layer_name(layer)}"
 
@@ -392,6 +421,14 @@ class TensorBackend(FetchingBackend):
 def _given(kwargs: dict[str, Any]) -> frozenset[str]:
     """The names of the arguments of a hop that are there."""
     return frozenset(name for name, value in kwargs.items() if value is not None)
+
+
+def _most(model: nn.Module) -> tuple[int, int]:
+    """How wide the rows of a model are at most, as far as its parameters tell, and the most heads of attention."""
+    modules = [one for one in model.modules() if not isinstance(one, nn.Embedding)]  # whose rows are looked up
+    matrices = [p for one in modules for p in one.parameters(recurse=False) if not isinstance(p, _NO_SHAPE)]
+    heads = [found for one in modules if isinstance(found := getattr(one, "heads", 1), int)]
+    return max((size for one in matrices if one.dim() > 1 for size in one.shape[-2:]), default=0), max(heads, default=1)
 
 
 def _device_of(said: str | None, here: torch.device) -> torch.device:

@@ -415,14 +415,15 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> FullGraphLoader | PartLoader | list[FullGraphLoader]:
-        if (
-            self.edge_split is None
-            and not self.shard.counts["val_mask"]
-            and self.trainer is not None
-            and self.trainer.state.fn == "fit"
-        ):
-            rank_zero_info("the graph has no validation nodes (val_mask): training goes on without validation")
-            return []
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            by_edges = getattr(self.trainer.lightning_module, "learns_edges", None)
+            if by_edges is None:
+                by_edges = self.edge_split is not None
+            there = self.edge_split is not None if by_edges else self.shard.counts["val_mask"]
+            if not there:
+                missing = "edges held out (edge_split)" if by_edges else "validation nodes (val_mask)"
+                rank_zero_info(f"the graph has no {missing}: training goes on without validation")
+                return []
         return self._evaluated()
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from pygdist.kernels import CSR, sddmm
 from pygdist.kernels.csr import pointers
 from pygdist.lightning.module import GraphModule
 from pygdist.nn.inputs import call_encoder
+from pygdist.nn.norms import GLOBAL_NORMS
 
 __all__ = ["HitsAtK", "LinkPredictor"]
 
@@ -73,8 +74,10 @@ class LinkPredictor(GraphModule):
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward has these parameters
             and the graph has them; gives a row for each node.
         decoder: Called with the rows of sources and of targets, ``(k, C)`` each; gives a score for each pair, ``(k,)``
-            or ``(k, 1)``. The dot product by default.
-        backend: How neighbours arrive: a registered name, a class path, or an instance.
+            or ``(k, 1)``. The dot product by default. Norms over all pairs are not trained
+            on several ranks.
+        backend: How neighbours arrive: a registered name, a class path, or an instance; one that trains on the whole
+            graph, so not ``replica``.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
         train_share: The share of the edges that each epoch learns from; every epoch draws others.
@@ -82,11 +85,16 @@ class LinkPredictor(GraphModule):
         seed: Pairs are drawn from it.
         savings: Which work need not be done, and the memory for it.
 
+    Raises:
+        InputError: If a number makes no sense; by ``fit``, on several ranks, if the decoder has a norm over all pairs.
+
     Example:
         >>> data = GraphDataModule("sbm", edge_split=(0.05, 0.1))
         >>> module = LinkPredictor(GCN(-1, 64, num_layers=2, out_channels=32), backend="tensor")
         >>> trainer.fit(module, datamodule=data)
     """
+
+    learns_edges: ClassVar[bool | None] = True
 
     def __init__(
         self,
@@ -114,6 +122,8 @@ class LinkPredictor(GraphModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if self.decoder is not None:
+            if stage == "fit" and self.communicator.world_size > 1:
+                _refuse_norms(self.decoder)
             self.trainer.precision_plugin.convert_module(self.decoder)
         shard, self._known = self.shard, None
         with torch.inference_mode(False):
@@ -203,3 +213,13 @@ class LinkPredictor(GraphModule):
             pointers(target, targets.size(0)), source, sources.size(0)
         )  # edges are in the order of their targets
         return sddmm(pairs, sources.unsqueeze(1), targets.unsqueeze(1)).squeeze(1)
+
+
+def _refuse_norms(decoder: nn.Module) -> None:
+    """A decoder's rows are pairs of this rank: what it takes over all of them is not that of all ranks."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, tuple(GLOBAL_NORMS)) and getattr(module, "mode", "graph") != "node":
+            raise InputError(
+                f"decoder: '{name}' ({type(module).__name__}) takes its statistics over the pairs of one rank, so that "
+                "models differ by the number of ranks; use a norm of each row by itself, as torch.nn.LayerNorm"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +35,9 @@ class GraphModule(pl.LightningModule):
         savings: Which work need not be done, and the memory for it.
         exact_evaluation: Where the backend trains without part of the graph, validate, test and predict on all of it.
     """
+
+    #: Whether edges are held out for its evaluation, or nodes; by default edges if the data is told to hold some out.
+    learns_edges: ClassVar[bool | None] = None
 
     def __init__(
         self,

@@ -238,7 +238,10 @@ class _DecoupledGCN(Decoupled):
 
     def _prepare(self, layers: list[Any]) -> None:
         super()._prepare(layers)
-        self.improved, self.add_self_loops = layers[-1].improved, layers[-1].add_self_loops
+        made = {(layer.improved, layer.add_self_loops) for layer in layers}
+        if len(made) > 1:
+            raise InputError("decouple: layers with different improved or add_self_loops; all hops have the same edges")
+        ((self.improved, self.add_self_loops),) = made
 
     def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
         edges = gcn_norm(edge_index, edge_weight, rows.size(0), self.improved, self.add_self_loops, dtype=rows.dtype)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
 
-__all__ = ["LAYERS", "LayerCase", "build"]
+__all__ = ["HIDDEN", "LAYERS", "LayerCase", "build"]
 
 HIDDEN = 6
+"""How wide rows are between layers."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,18 @@ class LayerCase:
 class Stack(nn.Module):
     """Layers with a non-linearity between them, each given the edge inputs that it takes."""
 
-    def __init__(self, case: LayerCase, in_channels: int, out_channels: int, num_layers: int) -> None:
+    def __init__(
+        self, case: LayerCase, in_channels: int, out_channels: int, num_layers: int, hidden_channels: int
+    ) -> None:
         super().__init__()
         self.takes = case.takes
         self.lin_in: nn.Module = nn.Identity()
         self.lin_out: nn.Module = nn.Identity()
         if "x_0" in case.takes:  # layers that mix in the first features keep one width
-            self.lin_in, self.lin_out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
-            in_channels = out_channels = HIDDEN
-        widths = [in_channels, *[HIDDEN] * (num_layers - 1), out_channels]
+            self.lin_in = nn.Linear(in_channels, hidden_channels)
+            self.lin_out = nn.Linear(hidden_channels, out_channels)
+            in_channels = out_channels = hidden_channels
+        widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
         self.layers = nn.ModuleList(case.make(one, other) for one, other in itertools.pairwise(widths))
 
     def forward(
@@ -73,11 +77,12 @@ class Stack(nn.Module):
 
 
 class Around(nn.Module):
-    """A layer that keeps the width, between linear maps that change it."""
+    """A layer that keeps the width, between linear maps."""
 
-    def __init__(self, layer: nn.Module, width: int, in_channels: int, out_channels: int) -> None:
+    def __init__(self, layer: nn.Module, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.lin_in, self.layer, self.lin_out = nn.Linear(in_channels, width), layer, nn.LazyLinear(out_channels)
+        self.lin_in, self.layer = nn.Linear(in_channels, in_channels), layer
+        self.lin_out = nn.LazyLinear(out_channels)
 
     def forward(self, x: Tensor, edge_index: Tensor, **extra: Tensor) -> Tensor:
         out: Tensor = self.lin_out(self.layer(self.lin_in(x), edge_index, **extra))
@@ -177,13 +182,13 @@ def _case(
     *takes: str,
     note: str = "",
     make: Callable[[int, int], nn.Module] | None = None,
-    around: Callable[[], nn.Module] | None = None,
+    around: Callable[[int], nn.Module] | None = None,
     whole: bool = False,
     **arguments: Any,
 ) -> LayerCase:
-    """A case from the layer's class and arguments, or from ``make``, or from a layer of constant width ``around``."""
+    """A case from the layer's class and arguments, from ``make``, or from a layer of constant width ``around``."""
     if around is not None:
-        return LayerCase(layer, lambda i, o: Around(around(), HIDDEN, i, o), note, takes, whole)
+        return LayerCase(layer, lambda i, o: Around(around(i), i, o), note, takes, whole)
     return LayerCase(layer, make or partial(layer, **arguments), note, takes, whole)
 
 
@@ -208,16 +213,16 @@ _WEIGHT, _ATTR, _TYPE = "edge_weight", "edge_attr", "edge_type"
 
 #: Name -> case. A name is a PyG class, with the option that makes it a case of its own after a dash.
 LAYERS: dict[str, LayerCase] = {
-    "AGNNConv": _case(pyg.AGNNConv, around=pyg.AGNNConv),
-    "APPNP": _case(pyg.APPNP, _WEIGHT, around=lambda: pyg.APPNP(K=3, alpha=0.2)),
+    "AGNNConv": _case(pyg.AGNNConv, around=lambda _: pyg.AGNNConv()),
+    "APPNP": _case(pyg.APPNP, _WEIGHT, around=lambda _: pyg.APPNP(K=3, alpha=0.2)),
     "ARMAConv": _case(pyg.ARMAConv, _WEIGHT, num_stacks=2, num_layers=2),
-    "AntiSymmetricConv": _case(pyg.AntiSymmetricConv, around=lambda: pyg.AntiSymmetricConv(HIDDEN)),
-    "CGConv": _case(pyg.CGConv, _ATTR, around=lambda: pyg.CGConv(HIDDEN, dim=4)),
+    "AntiSymmetricConv": _case(pyg.AntiSymmetricConv, around=pyg.AntiSymmetricConv),
+    "CGConv": _case(pyg.CGConv, _ATTR, around=lambda width: pyg.CGConv(width, dim=4)),
     "ClusterGCNConv": _case(pyg.ClusterGCNConv, diag_lambda=0.3),
     "DNAConv": _case(
         pyg.DNAConv, _WEIGHT, make=lambda i, o: Dna(i, o), whole=True, note="x holds the rows of all earlier layers"
     ),
-    "EGConv": _case(pyg.EGConv, around=lambda: pyg.EGConv(HIDDEN, 8, ["symnorm", "mean", "max"], num_heads=2)),
+    "EGConv": _case(pyg.EGConv, around=lambda width: pyg.EGConv(width, 8, ["symnorm", "mean", "max"], num_heads=2)),
     "EdgeConv": _case(pyg.EdgeConv, make=lambda i, o: pyg.EdgeConv(_mlp(2 * i, o), aggr="max")),
     "FAConv": _case(pyg.FAConv, "x_0", make=lambda i, o: pyg.FAConv(i)),
     "FastRGCNConv": _case(pyg.FastRGCNConv, _TYPE, num_relations=2),
@@ -237,14 +242,14 @@ LAYERS: dict[str, LayerCase] = {
     "GINConv": _case(pyg.GINConv, make=lambda i, o: pyg.GINConv(_mlp(i, o), train_eps=True)),
     "GINEConv": _case(pyg.GINEConv, _ATTR, make=lambda i, o: pyg.GINEConv(_mlp(i, o), edge_dim=4)),
     "GMMConv": _case(pyg.GMMConv, _ATTR, dim=4, kernel_size=2),
-    "GatedGraphConv": _case(pyg.GatedGraphConv, _WEIGHT, around=lambda: pyg.GatedGraphConv(HIDDEN, num_layers=2)),
+    "GatedGraphConv": _case(pyg.GatedGraphConv, _WEIGHT, around=lambda width: pyg.GatedGraphConv(width, num_layers=2)),
     "GeneralConv": _case(pyg.GeneralConv, _ATTR, in_edge_channels=4, attention=True),
     "GraphConv": _case(pyg.GraphConv, _WEIGHT),
     "GraphConv-max": _case(pyg.GraphConv, _WEIGHT, aggr="max"),
     "LEConv": _case(pyg.LEConv, _WEIGHT),
-    "LGConv": _case(pyg.LGConv, _WEIGHT, around=pyg.LGConv),
+    "LGConv": _case(pyg.LGConv, _WEIGHT, around=lambda _: pyg.LGConv()),
     "MFConv": _case(pyg.MFConv, max_degree=4),
-    "MixHopConv": _case(pyg.MixHopConv, _WEIGHT, around=lambda: pyg.MixHopConv(HIDDEN, 4)),
+    "MixHopConv": _case(pyg.MixHopConv, _WEIGHT, around=lambda width: pyg.MixHopConv(width, 4)),
     "NNConv": _case(pyg.NNConv, _ATTR, make=lambda i, o: pyg.NNConv(i, o, nn.Linear(4, i * o), aggr="mean")),
     "PDNConv": _case(pyg.PDNConv, _ATTR, edge_dim=4, hidden_channels=5),
     "PNAConv": _case(pyg.PNAConv, _ATTR, make=_pna),
@@ -262,7 +267,7 @@ LAYERS: dict[str, LayerCase] = {
     "SGConv": _case(pyg.SGConv, _WEIGHT, K=2),
     "SGConv-cached": _case(pyg.SGConv, make=lambda i, o: Cached(i, o), whole=True),
     "SSGConv": _case(pyg.SSGConv, _WEIGHT, alpha=0.1, K=2),
-    "SimpleConv": _case(pyg.SimpleConv, _WEIGHT, around=lambda: pyg.SimpleConv("sum")),
+    "SimpleConv": _case(pyg.SimpleConv, _WEIGHT, around=lambda _: pyg.SimpleConv("sum")),
     "TAGConv": _case(pyg.TAGConv, _WEIGHT, K=2),
     "TransformerConv": _case(pyg.TransformerConv, _ATTR, heads=2, concat=False, edge_dim=4, beta=True),
     # norms over nodes, between two SAGE layers
@@ -279,16 +284,21 @@ LAYERS: dict[str, LayerCase] = {
 }
 
 
-def build(name: str, in_channels: int, out_channels: int, *, num_layers: int = 2, seed: int = 0) -> nn.Module:
+def build(
+    name: str, in_channels: int, out_channels: int, *, num_layers: int = 2, hidden_channels: int = HIDDEN, seed: int = 0
+) -> nn.Module:
     """The model of one case in float64, with parameters drawn from ``seed``.
 
     Called as ``model(x, edge_index, edge_weight=..., edge_attr=...)``; gives ``(n, out_channels)``. Cases that are
-    whole models have as many layers as they have, whatever ``num_layers`` says.
+    whole models are as they are, whatever the others say.
     """
     case = LAYERS[name]
     torch.manual_seed(seed)
-    model = case.make(in_channels, out_channels) if case.whole else Stack(case, in_channels, out_channels, num_layers)
-    model = model.double()
+    model = (
+        case.make(in_channels, out_channels)
+        if case.whole
+        else Stack(case, in_channels, out_channels, num_layers, hidden_channels)
+    ).double()
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         x, attr = torch.zeros(2, in_channels, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
         with torch.no_grad():
@@ -296,5 +306,6 @@ def build(name: str, in_channels: int, out_channels: int, *, num_layers: int = 2
     with torch.no_grad():
         # zero biases would hide one that is added twice, and some layers leave parameters uninitialised
         for parameter in model.parameters():
-            parameter.normal_(0.0, 0.4)
+            wide = max(parameter.shape, default=1) if parameter.dim() > 1 else 1
+            parameter.normal_(0.0, min(0.4, wide**-0.5))  # wide products would grow until 1e-10 is less than a rounding
     return model

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,22 @@ from torch_geometric.nn import (
     GAT,
     GCN,
     GIN,
+    GATConv,
     GCNConv,
     GINEConv,
     GraphSAGE,
     LGConv,
     MessagePassing,
     RGCNConv,
+    SAGEConv,
+    SGConv,
     SimpleConv,
 )
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, distribute, resolve_backend
-from pygdist.backends.tensor import _device_of
+from pygdist.backends.columns import acts_on_columns
+from pygdist.backends.tensor import _device_of, _most
 from pygdist.backends.topology import EdgeTensors, Everyone
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
@@ -158,6 +164,60 @@ def test_ranks_of_a_machine_take_its_gpus_in_turn(
         assert str(_device_of(said, torch.device(here))) == expected
 
 
+def test_the_widest_rows_of_a_model_are_known() -> None:
+    """By which a GPU's memory is found to be too small for all of them at once."""
+    assert _most(GCN(5, 300, num_layers=2, out_channels=3)) == (300, 1)
+    assert _most(GAT(5, 24, num_layers=2, out_channels=3, heads=4)) == (24, 4)
+    assert _most(decouple(GCN(5, 8, num_layers=2, out_channels=300))) == (300, 1)
+    assert _most(decouple(GAT(5, 8, num_layers=2, out_channels=300, heads=4))) == (1200, 4)
+    assert _most(RGCNConv(5, 8, num_relations=1000)) == (8, 1)
+    assert _most(nn.Sequential(nn.Embedding(1000, 4), APPNP(K=2, alpha=0.1))) == (0, 1)
+
+
+def _warned(rank: int, world_size: int, store: str) -> list[str]:
+    shard, backend = Shard.load(store, rank), TensorBackend(num_chunks=3)
+    backend.bind(shard, Communicator(dist.new_group()))
+    model = distribute(nn.ModuleList([SAGEConv(5, 4), GATConv(5, 4), SAGEConv(5, 4, aggr="max")]), backend=backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for layer in (*model, *model):
+            layer(shard.x.float(), shard.adjacency)
+    return [str(one.message) for one in caught]
+
+
+def test_chunks_that_a_layer_does_not_make_are_told_of_once(tmp_path: Path, pool: RankPool) -> None:
+    said, by_another_rank = pool.run(_warned, 2, _store(tmp_path / "parts", 2))
+    assert {one.split("; ")[0] for one in said} == {"num_chunks=3 is for one sum or mean by weights without gradient"}
+    assert [one.split("; ")[1].split()[0] for one in said] == ["GATConv", "SAGEConv"]
+    assert by_another_rank == []
+
+
+def _normed(module: nn.Module, arguments: object, out: Tensor) -> Tensor:
+    return out / (1 + out.norm(dim=-1, keepdim=True))
+
+
+def _hooked_late(rank: int, world_size: int, store: str) -> list[str]:
+    shard, backend = Shard.load(store, rank), TensorBackend()
+    backend.bind(shard, Communicator(dist.new_group()))
+    said = []
+    for model in (GCNConv(5, 4), decouple(GCN(5, 6, num_layers=2, out_channels=4)), SGConv(5, 4, K=2)):
+        distribute(model.double(), backend=backend)
+        model(shard.x, shard.adjacency)
+        for layer in model.modules():
+            if isinstance(layer, MessagePassing):
+                layer.register_propagate_forward_hook(_normed)
+        with pytest.raises(InputError) as caught:
+            model(shard.x, shard.adjacency)
+        said.append(str(caught.value))
+    return said
+
+
+def test_hooks_that_come_after_the_trial_may_not_mix_columns_either(tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_hooked_late, 2, _store(tmp_path / "parts", 2)):
+        for one, name in zip(said, ("GCNConv", "Propagation", "SGConv"), strict=True):
+            assert re.match(rf"hop \d of {name}: mixes columns \(propagate\(edge_weight, x\)\)", one), one
+
+
 class TwoNames(nn.Module):
     """A layer that asks of its hop what it did not when it was tried: edge attributes under another name."""
 
@@ -200,8 +260,8 @@ def test_a_hop_that_was_not_tried_is_refused(tmp_path: Path, pool: RankPool) -> 
 
 
 def _dimensions() -> list[object]:
-    """Every number of ranks and features on every graph; without --exhaustive two of them, on one graph each."""
-    some = {(2, 7): ("no-train-part",), (3, 3): ("empty-part",)}
+    """Every number of ranks and features on every graph; without --exhaustive each of both once, on one graph."""
+    some = {(2, 7): ("no-train-part",), (3, 3): ("empty-part",), (4, 1): ("directed",), (5, 64): ("isolated",)}
     found = [pytest.param(*one, graphs, id="{}-ranks-{}-features".format(*one)) for one, graphs in some.items()]
     for world_size, num_features in itertools.product([1, 2, 3, 4, 5], [1, 3, 7, 64]):
         name = f"{world_size}-ranks-{num_features}-features-every-graph"
@@ -216,7 +276,13 @@ def test_every_layer_that_qualifies_equals_one_process(
     """With fewer columns than ranks too: of 3 features or classes on 4 and 5 of them, some have none."""
     layers = supported_layers("tensor")
     found = assert_exact(
-        "tensor", layers=layers, world_sizes=[world_size], graphs=graphs, num_features=num_features, pool=pool
+        "tensor",
+        layers=layers,
+        world_sizes=[world_size],
+        graphs=graphs,
+        num_features=num_features,
+        hidden_channels=num_features,
+        pool=pool,
     )
     assert set(found) == set(layers)
 
@@ -336,7 +402,7 @@ def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]
         for module in ("pipeline", "overlap"):
             stack.enter_context(mock.patch(f"pygdist.backends.{module}.spmm_into", counted))
         stack.enter_context(mock.patch("pygdist.graph.adjacency.spmm", counted_too))
-        for name, width in itertools.product(["comm", "tensor"], [40, 128]):
+        for name, width in itertools.product(["comm", "tensor"], [40, 41, 128]):
             backend = resolve_backend(name)
             backend.bind(shard, Communicator(dist.new_group()))
             layer = distribute(SimpleConv("sum"), backend=backend, savings=PLAIN)
@@ -356,8 +422,10 @@ def test_ranks_sum_as_much_as_each_other(tmp_path: Path, pool: RankPool) -> None
         assert sum(loads) == width * data.num_edges
         if name == "comm":
             assert max(loads) > 1.3 * min(loads)
-        else:
+        elif width % 4 == 0:
             assert max(loads) < 1.05 * min(loads)
+        else:
+            assert max(loads) - min(loads) == data.num_edges, "a column more"
 
 
 class Propagated(nn.Module):
@@ -391,6 +459,12 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def _dropout_by_value(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drops what one process would drop too: it is told by the numbers, not drawn."""
+    kept = (x.detach() * 1e4).sin().abs() > p
+    return x * kept / (1 - p) if training else x
+
+
 def _train(rank: int, world_size: int, store: str, name: str) -> float:
     """Two epochs as in training, where DDP waits for each rank's gradient of every parameter; how far off they end."""
     drops = name in DROPPING
@@ -403,19 +477,20 @@ def _train(rank: int, world_size: int, store: str, name: str) -> float:
     trained = DistributedDataParallel(model, **DDP_OPTIONS)
     scale = ddp_loss_scale(int(data.train_mask.sum()), world_size)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
-    for _ in range(2):
-        total, _ = summed_loss(trained(shard.x, shard.adjacency), shard.y, shard.train_mask)
-        ours.zero_grad()
-        (total * scale).backward()
-        ours.step()
-        if not drops:
+    for layer in model.modules():
+        if isinstance(layer, MessagePassing):
+            acts_on_columns(layer)  # found out of what really draws
+    with mock.patch("torch.nn.functional.dropout", _dropout_by_value):
+        for _ in range(2):
+            total, _ = summed_loss(trained(shard.x, shard.adjacency), shard.y, shard.train_mask)
+            ours.zero_grad()
+            (total * scale).backward()
+            ours.step()
             theirs.zero_grad()
             functional.cross_entropy(
                 plain(data.x, data.edge_index)[data.train_mask], data.y[data.train_mask]
             ).backward()
             theirs.step()
-    if drops:  # what one process would have drawn nobody knows, but what came of it can be evaluated
-        plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         found = [(model.eval()(shard.x, shard.adjacency), plain.eval()(data.x, data.edge_index)[shard.owned_id])]
     found += zip(model.state_dict().values(), plain.state_dict().values(), strict=True)

@@ -23,6 +23,7 @@ from torch_geometric.nn import (
     ResGatedGraphConv,
     SimpleConv,
 )
+from torch_geometric.utils import add_self_loops
 
 from pygdist.backends import TensorBackend, distribute, undistribute
 from pygdist.backends import columns as trials
@@ -294,6 +295,34 @@ def test_hops_that_look_beyond_a_destination_are_known() -> None:
     assert found(Scaled()) == {False}
 
 
+class Relations(Hop):
+    """A number for each relation, which is an argument of the hop."""
+
+    relations: int
+    loops: bool
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.strength = nn.Parameter(torch.ones(self.relations, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        if self.loops:
+            edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+            edge_type = torch.cat([edge_type, edge_type.new_zeros(x.size(0))])
+        out: Tensor = self.propagate(edge_index, x=x, edge_type=edge_type, strength=self.strength)
+        return out
+
+    def message(self, x_j: Tensor, edge_type: Tensor, strength: Tensor) -> Tensor:
+        return strength[edge_type] * x_j
+
+
+@pytest.mark.parametrize(("relations", "loops"), [(2, False), (6, False), (17, False), (23, True)])
+def test_what_has_as_many_rows_as_a_trial_has_nodes_or_edges_is_not_taken_for_them(relations: int, loops: bool) -> None:
+    (found,) = columns_of_hops(Relations(relations=relations, loops=loops)).values()
+    assert found.kinds == {"x": "columns", "edge_type": "edges", "strength": "same"}
+    assert not found.needs_all_edges
+
+
 # -- what cannot be tried ----------------------------------------------------------------------------------------------
 
 
@@ -311,6 +340,20 @@ def test_what_could_not_be_tried_is_tried_again() -> None:
         columns_of_hops(layer)
     Moody.broken = False
     columns_of_hops(layer)
+
+
+class Renamed(Hop):
+    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+        raise RuntimeError("with all that it takes")
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, edge_weight=edge_weight)
+        return out
+
+
+def test_the_reason_is_that_of_the_trial_with_all_arguments() -> None:
+    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(with all that it takes\)"):
+        columns_of_hops(Renamed())
 
 
 def test_a_layer_that_cannot_be_copied_is_refused() -> None:

@@ -46,7 +46,7 @@ from pygdist.native import load
 from pygdist.nn.decoupled import Decoupled, decouple
 from pygdist.testing import RankPool, Step, assert_exact, random_graph, supported_layers
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
-from tests.backends.memory import at_most, large_graph, private_bytes
+from tests.backends.memory import at_most, large_graph, private_bytes, return_freed_memory
 from tests.backends.training import TINY, epoch, one_rank_in_little_memory, same
 
 NODES, DEGREE, WIDTH = 10_000, 300, 8
@@ -149,6 +149,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "GAT": lambda width: GAT(width, WIDTH, num_layers=2, out_channels=3, add_self_loops=False),
     "GAT-decoupled": lambda width: decouple(GAT(width, WIDTH, num_layers=2, out_channels=3)),
     "GraphSAGE": lambda width: GraphSAGE(width, WIDTH, num_layers=2, out_channels=3),
+    "GraphSAGE-decoupled": lambda width: decouple(GraphSAGE(width, WIDTH, num_layers=2, out_channels=3)),
     "GraphSAGE-max": lambda width: GraphSAGE(width, WIDTH, num_layers=2, out_channels=3, aggr="max"),
 }
 
@@ -162,6 +163,7 @@ def _step(
     rank: int, world_size: int, store: str, small: str, name: str, memory_gib: float | None, limited: bool
 ) -> tuple[Step, Tensor, int]:
     """A step, of which nodes, and by how much the process grew."""
+    return_freed_memory()  # or a step would find some that nobody counted
     communicator = Communicator(dist.new_group())
     for folder in (small, store):  # threads start with the first exchange and the first backward pass
         shard, backend = Shard.load(folder, rank), TensorBackend(memory_gib=memory_gib)
@@ -183,7 +185,7 @@ def _step(
 @pytest.mark.skipif(load() is None, reason="the native library transposes in files")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if "GAT" in name else ()) for name in MODELS],
+    [pytest.param(name, marks=pytest.mark.exhaustive if name == "GAT" else ()) for name in MODELS],
 )
 @pytest.mark.usefixtures("fork_server")
 def test_a_graph_beyond_the_budget_trains_by_chunks(name: str, tmp_path: Path) -> None:

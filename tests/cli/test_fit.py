@@ -67,6 +67,13 @@ def test_links_are_learned_where_the_task_says_so(folder: Path) -> None:
     assert np.load(folder / "rows.npy").shape == (120, 4)
 
 
+def test_links_are_learned_where_none_is_held_out(folder: Path) -> None:
+    outcome = pygdist(*FIT, "--task=links", folder=folder)
+    assert outcome.code == 0, outcome.err
+    assert "no edges held out (edge_split): training goes on without validation" in outcome.err
+    assert list(folder.rglob("last.ckpt"))
+
+
 def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder: Path) -> None:
     checkpoint = _fit(
         folder,

@@ -124,6 +124,48 @@ def test_a_share_of_the_edges_changes_from_epoch_to_epoch(pool: RankPool, tmp_pa
     assert whole[0]["train_loss"] != pytest.approx(everything[0]["train_loss"], rel=1e-6)
 
 
+def _fit_all(rank: int, world_size: int, folder: str, norm: bool) -> list[dict[str, float]] | str:
+    """Nothing is held out; what all epochs logged, or why there are none."""
+    torch.manual_seed(3)
+    history, decoder = runs.History(), nn.Bilinear(6, 6, 1)
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    module = LinkPredictor(_encoder(), Normed(decoder) if norm else None)
+    try:
+        runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=2).fit(module, datamodule=data)
+    except InputError as error:
+        return str(error)
+    return history.epochs
+
+
+class Normed(nn.Module):
+    """A decoder with a norm over pairs, and one of each by itself."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder, self.each, self.over = decoder, nn.LayerNorm(6), nn.BatchNorm1d(1)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        out: Tensor = self.over(self.decoder(self.each(source), target))
+        return out
+
+
+def test_all_edges_are_learned_from_where_none_is_held_out(pool: RankPool, tmp_path: Path) -> None:
+    """Though the graph has nodes to validate on, as for other tasks."""
+    (whole,), both = (pool.run(_fit_all, size, str(tmp_path), False) for size in (1, 2))
+    assert len(whole) == 2
+    assert {name for epoch in whole for name in epoch if name.startswith("val")} == set()
+    for history in both:
+        losses = [epoch["train_loss"] for epoch in history]
+        assert losses == pytest.approx([epoch["train_loss"] for epoch in whole], rel=1e-6)
+
+
+def test_a_decoder_may_not_look_at_all_pairs_of_a_rank(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_fit_all, 2, str(tmp_path), True):
+        assert said.startswith("decoder: 'over' (BatchNorm1d) takes its statistics over the pairs of one rank")
+    (alone,) = pool.run(_fit_all, 1, str(tmp_path), True)
+    assert isinstance(alone, list), "one rank has all pairs"
+
+
 def _without_edges(rank: int, world_size: int, folder: str) -> str:
     data = GraphDataModule(runs.graph(), cache_dir=Path(folder) / "cache")
     with pytest.raises(InputError) as caught:

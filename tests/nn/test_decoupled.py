@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, PNA, GCNConv, GraphSAGE, SAGEConv
+from torch_geometric.nn import GAT, GCN, GIN, PNA, GCNConv, GraphSAGE, MessagePassing, SAGEConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import add_remaining_self_loops, softmax, to_dense_adj
 
@@ -133,6 +133,7 @@ def test_a_list_of_layers_is_the_model_of_them() -> None:
         (GIN(5, 6, 2, 4, flow="target_to_source"), "GINConv with flow='target_to_source' is not supported"),
         ([Own(5, 4)], "Own cannot be taken apart; layers that are all GCNConv"),
         ([GCNConv(5, 4), SAGEConv(4, 3)], "GCNConv, SAGEConv cannot be taken apart"),
+        ([GCNConv(5, 4, improved=True), GCNConv(4, 3)], "layers with different improved or add_self_loops"),
         ([nn.ReLU()], "the last of the list must be a layer"),
         ([], "what has no layers cannot be taken apart"),
         (GraphSAGE(5, 6, 2, 4, aggr="max"), "SAGEConv with aggr='max' is not supported"),
@@ -153,11 +154,21 @@ CASES: dict[str, tuple[str, dict[str, object], bool]] = {
 }
 #: With as many weights as edges to share, not scores of nodes.
 BY_EDGE = {"GAT-dropout": ("GAT", {"dropout": 0.1}, False), "GAT-few-edges": ("GAT", {"heads": 2}, False)}
+#: With somebody who changes what each hop gives.
+HOOKED = {"GCN-hooked": ("GCN", {}, False), "GAT-hooked": ("GAT", {}, False)}
+
+
+def _doubled(module: nn.Module, arguments: object, out: Tensor) -> Tensor:
+    return 2 * out
 
 
 def _case(case: str, num_layers: int) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
-    name, arguments, weighted = {**CASES, **BY_EDGE}[case]
+    name, arguments, weighted = {**CASES, **BY_EDGE, **HOOKED}[case]
     model, (data, parts) = decouple(_stack(name, num_layers, **arguments)), random_graph("power-law")
+    if case in HOOKED:
+        for layer in model.modules():
+            if isinstance(layer, MessagePassing):
+                layer.register_propagate_forward_hook(_doubled)
     if case == "GAT-few-edges":
         data.edge_index = data.edge_index[:, ::8]
     if not weighted:
@@ -219,6 +230,12 @@ def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path:
     if backend == "hybrid" and load() is None:
         pytest.skip("hybrid plans in the native library")
     difference, _ = _run(case, backend, 2, 1 if backend == "single" else 3, tmp_path / "parts", pool)
+    assert difference < 1e-10
+
+
+@pytest.mark.parametrize("case", list(HOOKED))
+def test_hooks_on_hops_are_called(case: str, tmp_path: Path, pool: RankPool) -> None:
+    difference, _ = _run(case, "tensor", 2, 3, tmp_path / "parts", pool)
     assert difference < 1e-10
 
 
