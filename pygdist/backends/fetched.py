@@ -21,6 +21,7 @@ from pygdist.backends.base import Backend, Inner
 from pygdist.backends.chunks import Arrival
 from pygdist.backends.hop import Hop
 from pygdist.backends.layers import (
+    Ends,
     fused_arguments,
     fuses,
     layer_name,
@@ -329,7 +330,7 @@ class FetchingBackend(Backend):
                 out[name] = (rows, value[1])
             else:
                 # PyG's fused path multiplies the one tensor it gets; the message path looks both ends up
-                out[name] = rows if fused else (rows, value)
+                out[name] = rows if fused else Ends((rows, value))
         return out
 
     def _fetch(self, layer: MessagePassing, sources: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import GCNConv, GINConv, GINEConv, GraphConv, Linear, MessagePassing, SAGEConv
+from torch_geometric.nn import EGConv, GCNConv, GINConv, GINEConv, GraphConv, Linear, MessagePassing, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 
 from pygdist.graph import Adjacency
@@ -19,6 +19,7 @@ from pygdist.nn.norms import GLOBAL_NORMS
 __all__ = [
     "BASE",
     "CACHES",
+    "Ends",
     "computes_fewer",
     "fused_adjacency",
     "fused_arguments",
@@ -44,6 +45,13 @@ CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 """Attributes in which layers with ``cached=True`` keep what they made of a graph."""
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class Ends(tuple[Tensor, Tensor]):
+    """Source and destination rows of an argument of ``propagate`` that the layer gave as one tensor.
+
+    An ``update`` that asks for the argument gets the destination rows, which are what the layer gave.
+    """
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
@@ -103,6 +111,8 @@ def _speaks_for_message(layer: MessagePassing) -> bool:
     if hooked(layer, "message", "aggregate") or set(_SPOKEN_FOR) & vars(layer).keys():
         return False
     # by ``aggr`` its code tells torch how to reduce; the module is what PyG's message path would run
+    if isinstance(layer, EGConv) and "std" in layer.aggregators:
+        return False  # PyG has it as sqrt(var + 1e-5) here and sqrt(max(var, 1e-5)) there
     expected = _AGGREGATIONS.get(layer.aggr) if isinstance(layer.aggr, str) else None
     if expected is not None and type(layer.aggr_module) is not expected:
         return False
@@ -256,7 +266,7 @@ def with_phantom_edge(
 
     def padded(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return tuple(padded(part) for part in value)
+            return type(value)(padded(part) for part in value)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         by_node = value.size(dim) in (num_src, num_dst) if value.dim() >= abs(dim) else False

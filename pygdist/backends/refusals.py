@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 
 from torch import nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import EGConv, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
@@ -63,6 +63,11 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
             return f"has flow='{module.flow}'; a shard holds the in-edges of its nodes, so only source_to_target runs"
         if module.explain:
             return "is in explain mode"
+        if isinstance(module, EGConv) and module.add_self_loops and "symnorm" not in module.aggregators:
+            return (
+                "adds self-loops up to the highest node of all edges, which no rank knows; with add_self_loops=False "
+                "it runs, and torch_geometric.transforms.AddRemainingSelfLoops adds them to the graph"
+            )
         return backend.refuse(module)
     if readouts := _readouts(type(module)):
         return f"calls {', '.join(readouts)}, which reads out all nodes at once"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
-from torch_geometric.utils import add_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
 
 from pygdist.backends.attention import UNSEEN, Unweighted, attention_forward, attention_hop
 from pygdist.backends.base import Backend
@@ -29,9 +29,11 @@ from pygdist.backends.blocks import Blocks
 from pygdist.backends.layers import (
     BASE,
     CACHES,
+    Ends,
     fused_adjacency,
     fused_arguments,
     fuses,
+    layer_name,
     plain,
     stood_in_for,
     writes_hops,
@@ -41,7 +43,7 @@ from pygdist.backends.refusals import refusals
 from pygdist.backends.reuse import FirstHop
 from pygdist.backends.savings import Savings
 from pygdist.backends.weights import cheaper_forward
-from pygdist.errors import InputError
+from pygdist.errors import InputError, LostRankError
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -154,6 +156,7 @@ class _Routing:
             "gcn_norm": (gcn_norm, self.gcn_norm),
             "remove_self_loops": (remove_self_loops, self.self_loops.remove),
             "add_self_loops": (add_self_loops, self.self_loops.add),
+            "add_remaining_self_loops": (add_remaining_self_loops, self.self_loops.add_remaining),
             "masked_edge_index": (masked_edge_index, self.relations.pick),
         }
         self.classes: dict[type, type] = {}
@@ -189,6 +192,8 @@ class _Routing:
             # a subclass may leave it to a class that was rebound
             own: Callable[..., Any] = getattr(type(base.__name__, bases, {}), "forward")  # noqa: B009 (made just now)
             forward = own if way is None else _another_way(way, own)
+            if base.update is not MessagePassing.update:
+                body["update"] = _of_destinations(base.update)
             # torch.compile leaves layers as they are and compiles what is between them
             body["forward"] = torch.compiler.disable(_entered(forward))
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
@@ -288,6 +293,17 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
     return hop
 
 
+def _of_destinations(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's ``update``, which is given what the layer gave."""
+
+    @functools.wraps(update)
+    def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
+        given = {key: value[1] if isinstance(value, Ends) else value for key, value in kwargs.items()}
+        return update(self, *args, **given)
+
+    return run
+
+
 def _with_gradient(value: Any) -> Any:
     """Rows as PyG would treat those of a model's first layer if they asked for a gradient."""
     if isinstance(value, (tuple, list)):
@@ -303,9 +319,28 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = getattr(type(self), _BACKEND)
         _routing_of(backend).relations.begin_layer()
-        return backend.run_layer(self, forward, args, kwargs)
+        try:
+            return backend.run_layer(self, forward, args, kwargs)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if backend.communicator.world_size == 1 or not _looks_beyond(error):
+                raise
+            raise InputError(
+                f"{layer_name(self)}: {error}; on rank {backend.shard.rank} edge_index has the ids of its own rows "
+                "and, after them, of their neighbours, whose rows come with propagate() alone: give it what is looked "
+                "up by sources (propagate(deg=deg) for deg_j in the message), and do not turn edges round",
+                of_one_rank=True,
+            ) from error
 
     return run
+
+
+def _looks_beyond(error: Exception) -> bool:
+    """Whether a layer looked up rows that are not there."""
+    said = str(error)
+    return not isinstance(error, (InputError, LostRankError)) and any(one in said for one in _BEYOND)
+
+
+_BEYOND = ("out of bounds", "Found indices in 'edge_index'", "Encountered invalid 'dim_size'")
 
 
 def _another_way(way: Callable[..., Tensor | None], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -325,6 +360,7 @@ def _aggregate(
     own: Callable[..., Tensor],
     name: str,
     edge_index: Tensor,
+    /,
     size: Any = None,
     **kwargs: Any,
 ) -> Tensor:

@@ -222,7 +222,7 @@ class Transfer:
         """The tensor as bytes: every dtype travels on every transport."""
         meter = self._communicator.meter
         (meter.sent if op is dist.isend else meter.received)(tensor.nbytes)
-        return tensor.view(torch.uint8)
+        return tensor.view(-1).view(torch.uint8)  # a last dimension of one may have any stride
 
     def _wait(self, works: list[Any], rank: int) -> None:
         if not works:

@@ -6,12 +6,14 @@ were. The result is kept: on a fixed graph the loops are added once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
 
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
@@ -22,7 +24,7 @@ _MOST_KEPT = 16  # results; what is kept longest goes first
 
 
 class KeptSelfLoops:
-    """PyG's ``remove_self_loops`` and ``add_self_loops``, with the edges of an adjacency in its own order."""
+    """PyG's functions that remove and add self-loops, with the edges of an adjacency in its own order."""
 
     def __init__(self) -> None:
         # by what was asked: the adjacency, kept so that its id stays its own, its successor, and which edges stayed
@@ -67,21 +69,46 @@ class KeptSelfLoops:
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
     ) -> tuple[Any, Tensor | None]:
-        """The edges and a self-loop at each node, and their attributes; see PyG."""
+        """The edges and a self-loop at each node, and their attributes; see PyG.
+
+        Raises:
+            InputError: If it is not said how many nodes there are.
+        """
+        return self._with_loops(add_self_loops, edge_index, edge_attr, fill_value, num_nodes)
+
+    def add_remaining(
+        self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
+    ) -> tuple[Any, Tensor | None]:
+        """The edges and a self-loop at each node that has none, and their attributes; see PyG.
+
+        Raises:
+            InputError: If it is not said how many nodes there are.
+        """
+        return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
+
+    def _with_loops(
+        self, pyg: Callable[..., Any], edge_index: Any, edge_attr: Tensor | None, fill_value: Any, num_nodes: Any
+    ) -> tuple[Any, Tensor | None]:
+        if num_nodes is None:
+            raise InputError(
+                f"{pyg.__name__} without num_nodes takes the highest node of all edges for the last one, which no rank "
+                "knows; pass num_nodes=x.size(0)"
+            )
         if not isinstance(edge_index, Adjacency) or not isinstance(num_nodes, int):
-            result: tuple[Any, Tensor | None] = add_self_loops(edge_index, edge_attr, fill_value, num_nodes)
+            result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
-        slot = (id(edge_index), "add", num_nodes)
+        slot = (id(edge_index), pyg, num_nodes)
         if slot not in self._kept:
             with torch.inference_mode(False):
-                csr, is_loop = insert_self_loops(edge_index.csr(), num_nodes)
+                csr = edge_index.csr()
+                csr = csr if pyg is add_self_loops else keep_entries(csr, ~is_self_loop(csr))
+                csr, is_loop = insert_self_loops(csr, num_nodes)
                 looped = Adjacency.from_csr(csr)
             self._keep(slot, (edge_index, looped, is_loop))
         _, adjacency, is_loop = self._kept[slot]
         if edge_attr is None:
             return adjacency, None
-        _, appended = add_self_loops(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
-        assert appended is not None
+        _, appended = pyg(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
         ordered = torch.empty_like(appended)
         ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
         return adjacency, ordered

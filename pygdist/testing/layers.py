@@ -223,6 +223,11 @@ LAYERS: dict[str, LayerCase] = {
         pyg.DNAConv, _WEIGHT, make=lambda i, o: Dna(i, o), whole=True, note="x holds the rows of all earlier layers"
     ),
     "EGConv": _case(pyg.EGConv, around=lambda width: pyg.EGConv(width, 8, ["symnorm", "mean", "max"], num_heads=2)),
+    "EGConv-std": _case(
+        pyg.EGConv,
+        around=lambda width: pyg.EGConv(width, 6, ["std", "var", "min"], num_heads=3, add_self_loops=False),
+        note="loops of its own (add_self_loops) with symnorm among its aggregators alone",
+    ),
     "EdgeConv": _case(pyg.EdgeConv, make=lambda i, o: pyg.EdgeConv(_mlp(2 * i, o), aggr="max")),
     "FAConv": _case(pyg.FAConv, "x_0", make=lambda i, o: pyg.FAConv(i)),
     "FastRGCNConv": _case(pyg.FastRGCNConv, _TYPE, num_relations=2),

@@ -19,6 +19,7 @@ from torch_geometric.nn import (
     BatchNorm,
     ChebConv,
     EdgeConv,
+    EGConv,
     FastRGCNConv,
     GATv2Conv,
     GCNConv,
@@ -315,6 +316,7 @@ class Picky(SingleBackend):
     ("module", "said"),
     [
         pytest.param(ChebConv(4, 4, K=2), r"'0' \(ChebConv\): it scales its Laplacian by a maximum", id="cheb"),
+        pytest.param(EGConv(4, 8, ["mean"]), r"'0' \(EGConv\): it adds self-loops up to the highest node", id="loops"),
         pytest.param(Reversed(), r"'0' \(Reversed\): it has flow='target_to_source'", id="flow"),
         pytest.param(TopKPooling(4), r"'0' \(TopKPooling\): it pools nodes of the whole graph", id="pool"),
         pytest.param(
