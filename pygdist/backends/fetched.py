@@ -330,7 +330,8 @@ class FetchingBackend(Backend):
                 out[name] = (rows, value[1])
             else:
                 # PyG's fused path multiplies the one tensor it gets; the message path looks both ends up
-                out[name] = rows if fused else Ends((rows, value))
+                own = value.narrow(layer.node_dim, 0, self.num_rows) if self.num_rows < self.num_local else value
+                out[name] = rows if fused else Ends((rows, own))
         return out
 
     def _fetch(self, layer: MessagePassing, sources: dict[str, Tensor]) -> dict[str, Tensor]:

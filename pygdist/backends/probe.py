@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan
+from pygdist.errors import InputError
 
 __all__ = ["Clock", "HopCosts", "Network", "probe_exchange", "probe_reduce", "running_s"]
 
@@ -102,7 +103,7 @@ class Clock:
             if not backward:
                 out = step()
             elif out.requires_grad and parameters:
-                torch.autograd.grad(out, parameters, allow_unused=True)
+                _backward(out, parameters)
             self._mark(None, 0)
             for (start, hop, after), (end, _, _) in itertools.pairwise(self._marks):
                 if hop is None:
@@ -121,6 +122,18 @@ class Clock:
 
     def _mark(self, hop: int | None, after: int) -> None:
         self._marks.append((running_s(self._device), hop, after))
+
+
+def _backward(out: Tensor, parameters: list[Tensor]) -> None:
+    try:
+        torch.autograd.grad(out, parameters, allow_unused=True)
+    except RuntimeError as error:
+        if "torch.utils.checkpoint" not in str(error):
+            raise
+        raise InputError(
+            "activation checkpointing (torch.utils.checkpoint) is not supported by backends that time the model's hops "
+            "or compute rows of neighbours; 'comm' does"
+        ) from error
 
 
 class _Mark(torch.autograd.Function):

@@ -245,18 +245,18 @@ class RecomputingBackend(FetchingBackend):
         edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
         if self._entered is not None:
             return forward(layer, *args, **kwargs)
-        if not edges:
-            if self._model is not None and self._model.shrinks:
-                raise InputError(
-                    f"{layer_name(layer)} is given edges of the model's own making, which it was not when the model "
-                    f"was first run: backend '{self.name}' took it for a chain; distribute it again when it changes"
-                )
-            return forward(layer, *args, **kwargs)
         if self._rows is None or self._model is None:
             raise InputError(
                 f"{layer_name(layer)} runs outside a forward pass of the model: backend '{self.name}' does not support "
                 "activation checkpointing, nor layers called by themselves; 'comm' does"
             )
+        if not edges:
+            if self._model.shrinks:
+                raise InputError(
+                    f"{layer_name(layer)} is given edges of the model's own making, which it was not when the model "
+                    f"was first run: backend '{self.name}' took it for a chain; distribute it again when it changes"
+                )
+            return forward(layer, *args, **kwargs)
         rows, model, hop = self._rows, self._model, self._hop + 1
         hops = model.hops_of.get(id(layer), 1)
         if hop - 1 + hops > rows.num_hops:
@@ -264,6 +264,8 @@ class RecomputingBackend(FetchingBackend):
                 f"{layer_name(layer)}: the model makes more hops than the {rows.num_hops} of its first pass, for which "
                 f"backend '{self.name}' computed what is needed; distribute it again when it changes"
             )
+        if hops == 0:  # it takes edges and does without them
+            return forward(layer, *args, **kwargs)
         num_rows, num_edges = rows.computed[hop - 1], edges[0].size(1)
         # a layer of several hops needs all its rows to the last one
         one_hop = hops == 1

@@ -1,4 +1,4 @@
-"""Layers that users write with all that PyG's message passing offers."""
+"""Layers and models that users write with all that PyG's message passing offers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, TAGConv
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, softmax
 
 from pygdist.backends import distribute, resolve_backend
@@ -89,16 +90,35 @@ class Remaining(Own):
         return weight.view(-1, 1) * x_j
 
 
-LAYERS: dict[str, Callable[[], Own]] = {
+class Chain(nn.Module):
+    """One layer after the other; some of them may make no hop, or be run once more in the backward pass."""
+
+    def __init__(self, *layers: nn.Module, again: bool = False) -> None:
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(layers), again
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, edge_index, use_reentrant=True) if self.again else layer(x, edge_index)
+        return x
+
+
+def _checkpointed() -> nn.Module:
+    return Chain(SAGEConv(5, 5), Chain(SAGEConv(5, 6), SAGEConv(6, 3), again=True))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "unannotated": Unannotated,
     "update": Updating,
     "names": Named,
     "stacked": Stacked,
     "remaining loops": Remaining,
+    "no product": lambda: GCN(5, 6, num_layers=2, out_channels=3, aggr="median"),
+    "no hop": lambda: Chain(GCNConv(5, 6), TAGConv(6, 6, K=0), GCNConv(6, 3)),
 }
 
 
-def _model(make: Callable[[], Own]) -> nn.Module:
+def _model(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make().double()
 
@@ -107,7 +127,7 @@ def _step(rank: int, world_size: int, store: str, backend: str, name: str) -> tu
     shard, bound = Shard.load(store, rank), resolve_backend(backend)
     communicator = Communicator(dist.new_group())
     bound.bind(shard, communicator)
-    model = distribute(_model(LAYERS[name]), backend=bound)
+    model = distribute(_model(MODELS[name]), backend=bound)
     return distributed_step(model, shard, communicator), shard.owned_id
 
 
@@ -118,9 +138,9 @@ def _store(folder: Path, world_size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", ["comm", "tensor", "cache", "hybrid"])
-@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_layers_of_ones_own_equal_one_process(name: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
-    expected = reference_step(_model(LAYERS[name]), random_graph("isolated")[0])
+    expected = reference_step(_model(MODELS[name]), random_graph("isolated")[0])
     for found, rows in pool.run(_step, 3, _store(tmp_path / "parts", 3), backend, name):
         assert max(one.absolute for one in largest_differences(found, expected, rows).values()) < 1e-10
 
@@ -151,7 +171,7 @@ class LookedUp(Own):
         return norm.view(-1, 1) * x_j
 
 
-REFUSED: dict[type[Own], str] = {
+REFUSED: dict[Callable[[], nn.Module], str] = {
     Unsaid: "add_self_loops without num_nodes",
     UnsaidRemaining: "add_remaining_self_loops without num_nodes",
     LookedUp: r"LookedUp: index \d+ is out of bounds.*on rank \d edge_index has the ids of its own rows.*propagate",
@@ -161,8 +181,8 @@ REFUSED: dict[type[Own], str] = {
 def _refused(rank: int, world_size: int, store: str, backend: str) -> list[str]:
     shard, bound, said = Shard.load(store, rank), resolve_backend(backend), []
     bound.bind(shard, Communicator(dist.new_group()))
-    for cls in REFUSED:
-        model = distribute(_model(cls), backend=bound)
+    for make in REFUSED:
+        model = distribute(_model(make), backend=bound)
         with pytest.raises(InputError) as caught:
             model(shard.x, shard.adjacency)
         said.append(str(caught.value))
@@ -174,6 +194,29 @@ def test_what_asks_for_rows_of_others_is_told_how(backend: str, tmp_path: Path, 
     for said in pool.run(_refused, 2, _store(tmp_path / "parts", 2), backend):
         for one, pattern in zip(said, REFUSED.values(), strict=True):
             assert re.match(pattern, one), one
+
+
+def _again(rank: int, world_size: int, store: str, backend: str) -> tuple[Any, Tensor] | str:
+    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    communicator = Communicator(dist.new_group())
+    bound.bind(shard, communicator)
+    model = distribute(_model(_checkpointed), backend=bound)
+    try:
+        return distributed_step(model, shard, communicator), shard.owned_id
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", "hybrid"])
+def test_layers_run_again_in_the_backward_pass(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    expected = reference_step(_model(_checkpointed), random_graph("isolated")[0])
+    for found in pool.run(_again, 2, _store(tmp_path / "parts", 2), backend):
+        if backend in ("comm", "tensor"):
+            step, rows = found
+            assert max(one.absolute for one in largest_differences(step, expected, rows).values()) < 1e-10
+        else:
+            assert "checkpointing" in found
+            assert "'comm' does" in found
 
 
 def test_errors_of_ones_own_stay_as_they_are(tmp_path: Path) -> None:
