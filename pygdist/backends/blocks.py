@@ -36,7 +36,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend
-from pygdist.backends.layers import layer_name
+from pygdist.backends.layers import arguments_of_messages, layer_name
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -233,7 +233,7 @@ def _cuttable(
     by_source = {name[:-2] for name in asked if name.endswith("_j")}
     by_target = {name[:-2] for name in asked if name.endswith("_i")}
     # the rows of what update() alone asks for are those of its output
-    in_messages = asked if edges else _in_messages(layer)
+    in_messages = asked if edges else arguments_of_messages(layer)
     found = _size(layer, size, kwargs, by_source, by_target)
     if found is None:
         return None
@@ -276,11 +276,6 @@ def _cuttable(
         rows=rows,
         sources=sources,
     )
-
-
-def _in_messages(layer: MessagePassing) -> set[str]:
-    """What the messages and their aggregation ask for, but for what PyG makes of the edges (``ptr``, ``size_i``)."""
-    return set(layer.inspector.get_flat_param_names(["message", "aggregate"], exclude=layer.special_args))
 
 
 def _size(

@@ -20,6 +20,7 @@ __all__ = [
     "BASE",
     "CACHES",
     "Ends",
+    "arguments_of_messages",
     "computes_fewer",
     "fused_adjacency",
     "fused_arguments",
@@ -47,7 +48,7 @@ CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Ends(tuple[Tensor, Tensor]):
+class Ends(tuple[Tensor | None, ...]):
     """Source and destination rows of an argument of ``propagate`` that the layer gave as one tensor.
 
     An ``update`` that asks for the argument gets the destination rows, which are what the layer gave.
@@ -62,6 +63,11 @@ def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:
     """
     names = layer._edge_user_args if edges else layer._user_args
     return sorted(name[:-2] for name in names if name.endswith("_j"))
+
+
+def arguments_of_messages(layer: MessagePassing) -> set[str]:
+    """What messages and their aggregation ask for, but for what PyG makes of the edges (``ptr``, ``size_i``)."""
+    return set(layer.inspector.get_flat_param_names(["message", "aggregate"], exclude=layer.special_args))
 
 
 def written_hop(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Inner
 from pygdist.backends.blocks import read_names
 from pygdist.backends.columns import Columns, Kind, read_ends
-from pygdist.backends.layers import hooked, layer_name, with_phantom_edge
+from pygdist.backends.layers import Ends, arguments_of_messages, hooked, layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow
 from pygdist.backends.sliced_chunks import hop_in_chunks
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
@@ -181,6 +181,7 @@ class SlicedHop:
         # what its code says, and what trials have seen, which need not be all that code may do
         attributes = read_names(layer_class, ("message", "aggregate", "message_and_aggregate", "update"))
         others = _Others(layer, self.columns.reads | attributes)
+        as_it_is = arguments_of_messages(layer)  # what update() alone asks for are rows of its own
 
         def place(name: str, value: Any, end: str) -> tuple[int, str, Kind] | None:
             kind = self._kind(name, value, width) if isinstance(value, Tensor) else "same"
@@ -200,13 +201,14 @@ class SlicedHop:
                 read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
             elif kind in ("edges", "edge columns") and value is not None:
                 read[name] = [place(name, value, "edge")]
-            if f"{name}_j" in layer._user_args and name in layer._user_args and not isinstance(value, (tuple, list)):
+            if f"{name}_j" in layer._user_args and name in as_it_is and not isinstance(value, (tuple, list)):
                 raise InputError(
                     f"{self.label}: reads '{name}' at the ends of edges and as it is, which a chunk of edges does not "
                     "have; leave memory_gib out, or use 'comm' with halo_gib"
                 )
         state = others.state()
         # the rows themselves must not be held for the backward pass
+        in_pairs = {name for name, value in kwargs.items() if isinstance(value, (tuple, list))}
         same = {name: others.leaves(value) for name, value in kwargs.items() if name not in read}
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:
@@ -215,10 +217,12 @@ class SlicedHop:
                 parts = [
                     None if one is None else self._as_read(getattr(taken[one[0]], one[1]), one[2]) for one in places
                 ]
-                # a layer that looks at destinations alone gets theirs, others both
-                given[name] = (
-                    parts[0] if len(parts) == 1 else tuple(parts) if read_ends(self.layer, name)[0] else parts[1]
-                )
+                if len(parts) == 1:
+                    given[name] = parts[0]
+                elif not read_ends(self.layer, name)[0]:  # a layer that looks at destinations alone gets theirs
+                    given[name] = parts[1]
+                else:
+                    given[name] = tuple(parts) if name in in_pairs else Ends(parts)
             with _attributes(layer, state):
                 out = self._compute(edges, (edges.num_src, edges.num_dst), given)
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)

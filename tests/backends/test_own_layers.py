@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, TAGConv
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, softmax
 
-from pygdist.backends import distribute, resolve_backend
+from pygdist.backends import Backend, TensorBackend, distribute, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -118,13 +119,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    name: partial(resolve_backend, name) for name in ("comm", "tensor", "cache", "hybrid")
+}
+BACKENDS["tensor in little memory"] = lambda: TensorBackend(memory_gib=192 / 2**20)
+
+
 def _model(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make().double()
 
 
 def _step(rank: int, world_size: int, store: str, backend: str, name: str) -> tuple[Any, Tensor]:
-    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    shard, bound = Shard.load(store, rank), BACKENDS[backend]()
     communicator = Communicator(dist.new_group())
     bound.bind(shard, communicator)
     model = distribute(_model(MODELS[name]), backend=bound)
@@ -137,7 +144,7 @@ def _store(folder: Path, world_size: int) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", "hybrid"])
+@pytest.mark.parametrize("backend", list(BACKENDS))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_layers_of_ones_own_equal_one_process(name: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
     expected = reference_step(_model(MODELS[name]), random_graph("isolated")[0])

@@ -382,12 +382,8 @@ class ReadsBoth(MessagePassing):
         return out
 
     @override
-    def message(self, x_j: Tensor) -> Tensor:
-        return x_j.exp()
-
-    @override
-    def update(self, inputs: Tensor, x: Tensor) -> Tensor:
-        return inputs + x
+    def message(self, x_j: Tensor, x: Tensor, index: Tensor) -> Tensor:
+        return x_j.exp() * x[index]
 
 
 def test_rows_that_are_read_in_two_ways_are_refused(tmp_path: Path) -> None:
