@@ -7,7 +7,8 @@ is made. A subclass that writes its own ``message`` or ``edge_update`` keeps wha
 ``GATConv`` and ``GATv2Conv`` ask for the weights of the edges in one hop and use them in the next. Where nobody else
 sees them, what they are made of is passed on in their place (:class:`Unweighted`), and :func:`pygdist.kernels.gat` does
 the rest; or nothing is (:class:`Unscored`), and they are computed where the rows arrive. Edge attributes, dropout of
-the weights in training, returned weights and a subclass's own ``forward`` need them edge by edge.
+the weights in training (but for a backend that drops some of them alike on all ranks), returned weights and a
+subclass's own ``forward`` need them edge by edge.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _unseen_forward(
     """The layer's own ``forward``, saying that its weights are only summed with."""
     # TransformerConv returns them if told True or False
     asked = return_attention_weights is not None or any(isinstance(one, bool) for one in args)
-    dropped = layer.training and layer.dropout > 0
+    dropped = layer.training and layer.dropout > 0 and not (isinstance(layer, GATConv) and backend.drops_alike)
     if edge_attr is not None or asked or dropped or getattr(layer, "negative_slope", 0) < 0:
         return None
     return own(stand_in(layer, **{UNSEEN: True}), x, edge_index, None, *args, **kwargs)

@@ -201,6 +201,11 @@ class Backend(ABC):
         """The sum of ``x`` over all ranks; differentiable. Used by norms over nodes."""
         return self.communicator.sum_over_ranks(x, label="norm statistics")
 
+    @property
+    def drops_alike(self) -> bool:
+        """Whether weights of ``GATConv`` that nobody sees may be dropped where they are computed, alike on all ranks."""
+        return False
+
     def max_over_ranks(self, value: int) -> int:
         """The largest value of any rank. Used by aggregations that pad."""
         return int(self.communicator.gather([float(value)]).max())

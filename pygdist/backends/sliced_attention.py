@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pygdist.backends.sliced_chunks import hop_in_chunks, repeated
 from pygdist.backends.topology import Everyone, Topology
@@ -34,6 +35,7 @@ __all__ = [
     "split_with_scores",
     "split_with_weights",
     "sum_of_values",
+    "weights_of_scores",
 ]
 
 _MOST_PAIRED = 16 << 20  # bytes of all edges' weights, of which a message for each rank holds a copy
@@ -81,6 +83,38 @@ def _of_one_dtype(rows: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """They differ under autocast, which leaves scores and weights wide."""
     dtype = torch.promote_types(rows.dtype, other.dtype)
     return rows.to(dtype), other.to(dtype)
+
+
+def weights_of_scores(
+    source: Tensor,
+    target: Tensor,
+    topology: Topology,
+    communicator: Communicator,
+    *,
+    negative_slope: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    r"""The weights of all ranks' edges, from the scores of all rows; some of them dropped, the same on every rank.
+
+    Shapes:
+        Scores are :math:`(N, H)`, the result :math:`(E, H)`.
+    """
+    edges = cast(Adjacency, topology.edges)
+    weights = edge_softmax(
+        edges.csr(), None, source=source, target=target, negative_slope=negative_slope, transposed=edges.transposed
+    )
+    if dropout == 0:
+        return weights
+    # a rank decides for its own edges, by its own state of random numbers, which checkpointing puts back
+    seeds = communicator.gather([float(torch.randint(2**31, ()))])[:, 0].tolist()
+    devices = [weights.device] if weights.is_cuda else []
+    generator = torch.cuda.default_generators[weights.get_device()] if weights.is_cuda else torch.default_generator
+    parts = []
+    with torch.random.fork_rng(devices):
+        for part, seed in zip(weights.split(list(topology.counts)), seeds, strict=True):
+            generator.manual_seed(int(seed))
+            parts.append(functional.dropout(part, dropout))
+    return torch.cat(parts)
 
 
 def sum_of_values(
@@ -200,13 +234,15 @@ def propagate_attention(
 ) -> Tensor:
     """The ``forward`` of a layer on slices: rows travel once there and once back, whatever its number of hops.
 
-    Scores, or weights where each rank draws for its own edges which are dropped, travel along.
+    Scores travel along, or weights where these are fewer.
     """
     topology = everyone.topology(edge_index, (layer, 0))
     edges, rounds = cast(Adjacency, topology.edges), layer.propagation.rounds
-    by_edge = (layer.training and layer.dropout > 0) or not scores_are_fewer(everyone, topology.counts)
+    dropout = layer.dropout if layer.training else 0.0
+    by_edge = not scores_are_fewer(everyone, topology.counts) or (dropout > 0 and not everyone.draws_alike)
     if everyone.overflow is not None:
-        by_edge = by_edge or layer.negative_slope < 0  # the kernel that computes weights where it sums takes none
+        # the kernel that computes weights where it sums drops none, and takes no such slope
+        by_edge = by_edge or dropout > 0 or layer.negative_slope < 0
         ranks = Ranks(
             communicator=communicator, counts=everyone.counts, overflow=everyone.overflow, overlap=overlap
         )  # fmt: skip
@@ -220,8 +256,7 @@ def propagate_attention(
         rows, weights = split_with_weights(x, own, topology, everyone, communicator, label=label)
     else:
         rows, source, target = split_with_scores(x, source, target, everyone, communicator, label=label)
-        weights = edge_softmax(
-            edges.csr(), None, source=source, target=target, negative_slope=layer.negative_slope,
-            transposed=edges.transposed,
-        )  # fmt: skip
+        weights = weights_of_scores(
+            source, target, topology, communicator, negative_slope=layer.negative_slope, dropout=dropout
+        )
     return sum_of_values(rows, weights, edges, everyone, communicator, width=x.size(-1), label=label, rounds=rounds)

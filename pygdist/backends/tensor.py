@@ -35,6 +35,7 @@ from pygdist.backends.sliced_attention import (
     split_with_scores,
     split_with_weights,
     sum_of_values,
+    weights_of_scores,
 )
 from pygdist.backends.sliced_hop import SlicedHop, gathered
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
@@ -337,6 +338,11 @@ class TensorBackend(FetchingBackend):
     def num_rows(self) -> int:
         return self._everyone.num_rows if self._slicing else super().num_rows
 
+    @property
+    @override
+    def drops_alike(self) -> bool:
+        return not self._alone and self._everyone.draws_alike and self._everyone.overflow is None
+
     def _gathers_scores(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether scores of nodes travel instead of weights of edges: if nobody sees the weights, and they are more."""
         if self._alone or not self.weights_unseen or not self.savings.fused_attention:
@@ -365,13 +371,17 @@ class TensorBackend(FetchingBackend):
         self._check_rows(layer, "x", value)
         everyone, ranks, label = self._everyone, self.communicator, self._label(layer)
         edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
+        width, dropout = value.size(-1), alpha.layer.dropout if alpha.layer.training else 0.0
         if everyone.overflow is not None:
             scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
             return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
         rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
+        if dropout > 0:
+            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=dropout)
+            return sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
         out = edges.attend(rows, source, target, slope)
-        own = columns_of(value.size(-1), ranks.rank, ranks.world_size)
-        return gather_columns(out[..., : own.stop - own.start], everyone.counts, value.size(-1), ranks, label=label)
+        own = columns_of(width, ranks.rank, ranks.world_size)
+        return gather_columns(out[..., : own.stop - own.start], everyone.counts, width, ranks, label=label)
 
     def _transformer(
         self,

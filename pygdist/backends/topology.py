@@ -6,6 +6,8 @@ by local ids is put together once for each set of edges, and kept with them.
 
 from __future__ import annotations
 
+import platform
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +50,7 @@ class Everyone:
 
     Attributes:
         counts: How many nodes each rank owns.
+        draws_alike: A seed gives the same random numbers on all ranks, as their devices are of one kind.
         overflow: As given.
         place: Where each of the shard's rows (owned, then halo) stands among all; ``(n + h,)`` int64.
     """
@@ -57,7 +60,9 @@ class Everyone:
         self._made = 0  # topologies; by number: the rank's edges and those of all, and who asked for which
         self._known: dict[int, tuple[Adjacency, Topology]] = {}
         self._asked: dict[tuple[object, ...], int] = {}
-        self.counts = tuple(int(count) for count in communicator.gather([float(shard.num_owned)])[:, 0])
+        found = communicator.gather([float(shard.num_owned), float(_generator_of(shard.n_id.device))])
+        self.counts = tuple(int(count) for count in found[:, 0])
+        self.draws_alike = bool((found[:, 1] == found[0, 1]).all())
         first = sum(self.counts[: communicator.rank])
         own = torch.arange(first, first + shard.num_owned, device=shard.n_id.device)
         halo = communicator.exchange_rows(own[:, None], shard.plan, label="places of rows").squeeze(1)
@@ -119,6 +124,12 @@ class Everyone:
         placed = self.place[edge_index].t().contiguous()
         found = self._communicator.swap([placed] * size, label="edges of all")
         return Topology(torch.cat(found).t().contiguous(), tuple(part.size(0) for part in found))
+
+
+def _generator_of(device: torch.device) -> int:
+    """What random numbers depend on besides their seed, as a number."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return zlib.crc32(f"{torch.__version__} {device.type} {kind} {torch.backends.mkl.is_available()}".encode())
 
 
 class EdgeTensors:
