@@ -4,9 +4,9 @@ Full-graph training aggregates the same features in every epoch. Rows that need 
 the same version as in the forward pass before, have the same neighbours' sum, so it is not computed again. Rows that
 turn out to change (dropout or augmentation on the input) are noticed at the second pass, and let go of.
 
-Every rank decides alike, as the hops exchange rows. Each sees for itself whether its rows are those of the pass before,
-except where a rank has no row: torch's dropout gives back what it gets then, so it cannot tell. Whether a result fits
-the limit is agreed on.
+Every rank decides alike, as the hops exchange rows. Each sees for itself whether its rows and weights are those of the
+pass before, except where a rank has at most one of them (:func:`~pygdist.graph.identity.blind_to`). Whether a result
+fits the limit is agreed on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.base import Backend
 from pygdist.backends.layers import hooked, layer_name
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import fixable, identity_of, version_of
+from pygdist.graph.identity import blind_to, fixable, identity_of, version_of
 
 __all__ = ["FirstHop"]
 
@@ -72,7 +72,7 @@ class FirstHop:
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
         self._limit: int | None = None
         self._inside = False  # a forward pass of the model
-        self._some_rank_is_empty: bool | None = None
+        self._some_rank_is_blind: bool | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -99,7 +99,7 @@ class FirstHop:
         """Let go of everything; called when the backend gets another graph or other savings."""
         self._states.clear()
         self._hops.clear()
-        self._limit = self._some_rank_is_empty = None
+        self._limit = self._some_rank_is_blind = None
 
     def drop(self, layer: MessagePassing) -> None:
         """Let go of what is kept for ``layer``."""
@@ -161,11 +161,12 @@ class FirstHop:
         return self._hops.get(layer, 0) if self._inside else 0, layer.training
 
     def _agreed(self, same: bool, x: Tensor) -> bool:
-        """``same`` on all ranks; only asked where a rank has no row to see a change by."""
-        if self._some_rank_is_empty is None:
-            empty = x.numel() == 0 or self._backend.shard.num_owned == 0  # rows of this hop, or of a later one
-            self._some_rank_is_empty = self._backend.max_over_ranks(int(empty)) > 0
-        return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_empty else same
+        """``same`` on all ranks; only asked where one may not see a change."""
+        if self._some_rank_is_blind is None:
+            shard = self._backend.shard  # of this hop, or of a later one
+            blind = blind_to(x) or shard.num_owned <= 1 or shard.adjacency.size(1) <= 1
+            self._some_rank_is_blind = self._backend.max_over_ranks(int(blind)) > 0
+        return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_blind else same
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:
         if self._limit is None:

@@ -256,7 +256,7 @@ class EdgeTensors:
         """What ``find`` gives, or has given; of what is not kept, nothing unless it is to be found ``anew``."""
         key = *identity_of(value), id(topology), what
         known = fixable(value) and key in self._known
-        if min(topology.counts) == 0:  # torch may give back the same empty tensor where other ranks have a new one
+        if min(topology.counts) <= 1:  # see blind_to()
             known = not self._communicator.gather([float(not known)]).any()
         if not known:
             if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew

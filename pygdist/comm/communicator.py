@@ -23,7 +23,7 @@ from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, recorded
-from pygdist.comm.transfer import Courier, Transfer
+from pygdist.comm.transfer import Courier, Transfer, as_bytes
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
 
@@ -239,7 +239,7 @@ class Communicator:
         try:
             for tensor in tensors:
                 if tensor.numel():
-                    op(tensor.view(-1).view(torch.uint8), group=self.group, **{end: rank})
+                    op(as_bytes(tensor), group=self.group, **{end: rank})
         except RuntimeError as error:
             raise self.lost(label, error, rank) from error
         self.done()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pygdist.comm.communicator import Communicator, describe_rows
+from pygdist.comm.transfer import as_bytes
 
 __all__ = [
     "Elsewhere",
@@ -268,7 +269,7 @@ def _exchange_pairs(
     for peer, (given, wanted) in enumerate(zip(outgoing, incoming, strict=True)):
         if peer != rank:
             memory = communicator.buffers.get(f"pair for rank {peer}", sum(one.nbytes for one in given), byte)
-            parts = [given[one].contiguous().view(-1).view(torch.uint8) for one in (first, second)]
+            parts = [as_bytes(given[one].contiguous()) for one in (first, second)]
             sent[peer] = torch.cat(parts, out=memory)
             arrived[peer] = communicator.buffers.get(f"pair of rank {peer}", sum(one.nbytes for one in wanted), byte)
     communicator.send_and_receive(sent, arrived, label)

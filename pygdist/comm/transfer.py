@@ -23,7 +23,7 @@ from pygdist.comm.recorder import Span, recorded
 if TYPE_CHECKING:
     from pygdist.comm.communicator import Communicator
 
-__all__ = ["Courier", "Leg", "Transfer", "part_of"]
+__all__ = ["Courier", "Leg", "Transfer", "as_bytes", "part_of"]
 
 
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
@@ -41,6 +41,12 @@ def part_of(num_rows: int, part: int, parts: int) -> slice:
     """Which of ``num_rows`` rows are a part of them; the same on both ends."""
     size = -(-num_rows // parts)
     return slice(min(part * size, num_rows), min((part + 1) * size, num_rows))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: every dtype travels on every transport."""
+    # dimensions of one may have any stride, which torch does not view as bytes
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class Transfer:
@@ -219,10 +225,10 @@ class Transfer:
         return op(self._counted(op, tensor), group=self._communicator.group, **{end: rank})
 
     def _counted(self, op: Callable[..., Any], tensor: Tensor) -> Tensor:
-        """The tensor as bytes: every dtype travels on every transport."""
+        """The tensor as bytes, which are counted."""
         meter = self._communicator.meter
         (meter.sent if op is dist.isend else meter.received)(tensor.nbytes)
-        return tensor.view(-1).view(torch.uint8)  # a last dimension of one may have any stride
+        return as_bytes(tensor)
 
     def _wait(self, works: list[Any], rank: int) -> None:
         if not works:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["fixable", "identity_of", "version_of"]
+__all__ = ["blind_to", "fixable", "identity_of", "version_of"]
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -24,6 +24,15 @@ def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
         return (None,)
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
+
+
+def blind_to(tensor: Tensor | None) -> bool:
+    """Whether others may compute a new tensor where torch gives this one back.
+
+    With no entry dropout does, with a single row ``contiguous()``. So of ranks that run the same code one may see the
+    tensor of before where the others see another; what all must decide alike they ask each other then.
+    """
+    return tensor is not None and (tensor.numel() <= 1 or tensor.size(0) <= 1)
 
 
 def fixable(tensor: Tensor | None) -> bool:

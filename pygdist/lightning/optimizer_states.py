@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pygdist.comm import Communicator
+from pygdist.comm.transfer import as_bytes
 from pygdist.errors import InputError
 
 __all__ = ["State", "StateByNumber", "average", "by_number", "by_parameter", "copied", "gathered", "pack", "unpack"]
@@ -169,7 +170,7 @@ def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:
 def _described(value: Any, contents: list[Tensor]) -> Any:
     """A value as JSON, where an object has one key, its type; the bytes of tensors go to ``contents``."""
     if isinstance(value, Tensor):
-        contents.append(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        contents.append(as_bytes(value.detach().cpu().contiguous()))
         return {str(value.dtype).removeprefix("torch."): list(value.shape)}
     if isinstance(value, dict):
         return {"dict": [[key, _described(one, contents)] for key, one in value.items()]}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.identity import blind_to, fixable, identity_of
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
@@ -36,7 +36,7 @@ class GlobalGCNNorm:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # what was asked for, the inputs, the result, and whether a rank has no weight to see a change by
+        # what was asked for, the inputs, the result, and whether a rank may not see that weights are others
         self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor], bool]] = {}
         self._looped: dict[tuple[object, ...], _Looped] = {}  # of edges whose weights change
 
@@ -65,14 +65,14 @@ class GlobalGCNNorm:
         slot, version = (id(edge_index), *arguments), identity_of(edge_weight)
         kept = self._kept.get(slot)
         same = kept is not None and kept[0] == version
-        if kept is not None and kept[3]:  # torch may give back the same empty tensor where others have a new one
+        if kept is not None and kept[3]:
             same = self._ranks.max_over_ranks(int(not same)) == 0
         if kept is None or not same:
             # the inputs are kept too, so that their ids and their memory stay theirs
             inputs = (edge_index, None if edge_weight is None else edge_weight.detach())
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
                 made = self._normalise(edge_index, edge_weight, *arguments, kept=edge_weight is not None)
-                kept = (version, inputs, made, self._some_rank_has_none(edge_weight))
+                kept = (version, inputs, made, self._some_rank_is_blind(edge_weight))
             if slot not in self._kept and len(self._kept) >= _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[slot] = kept
@@ -125,8 +125,8 @@ class GlobalGCNNorm:
             weight = torch.where(is_self_loop(csr), weight, weight * stands_for)
         return looped.edges(source_scale.size(0)), weight
 
-    def _some_rank_has_none(self, edge_weight: Tensor | None) -> bool:
-        return edge_weight is not None and self._ranks.max_over_ranks(int(edge_weight.numel() == 0)) > 0
+    def _some_rank_is_blind(self, edge_weight: Tensor | None) -> bool:
+        return edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
 
     def _with_loops(self, edge_index: Adjacency, num_loops: int, *, kept: bool) -> _Looped:
         """Edges whose weights alone change stay the same object, by which backends know them."""

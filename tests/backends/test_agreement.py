@@ -1,0 +1,128 @@
+"""What ranks must decide alike though one of them cannot see it: whether weights, rows or types of edges are others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv, GraphConv, RGCNConv
+
+from pygdist.backends import distribute, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, write_store
+from pygdist.testing import RankPool, random_graph
+
+
+class Dropped(nn.Module):
+    """Of a rank without in-edges dropout gives the weights back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([GraphConv(5, 5), GraphConv(5, 5)])
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor) -> Tensor:
+        weight = functional.dropout(edge_weight, 1e-9)  # others, with the same numbers
+        for conv in self.convs:
+            x = conv(x, edge_index, weight)
+        return x
+
+
+class Viewed(nn.Module):
+    """Of a rank with one edge ``contiguous()`` gives the same memory, of others a copy."""
+
+    def __init__(self, *, learned: bool, norm: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 5) if learned else nn.Identity()
+        self.conv = GCNConv(5, 5, add_self_loops=False) if norm else GraphConv(5, 5)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.lin(x), edge_index, edge_attr[:, 0].contiguous())
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropped": Dropped,
+    "viewed": lambda: Viewed(learned=False, norm=False),
+    "viewed-learned": lambda: Viewed(learned=True, norm=False),
+    "viewed-normalised": lambda: Viewed(learned=True, norm=True),
+}
+
+
+def _passes(rank: int, world_size: int, store: str, name: str, backend: str, data: Data) -> float:
+    bound, shard, worst = resolve_backend(backend), Shard.load(store, rank), 0.0
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    torch.manual_seed(0)
+    plain = MODELS[name]().double()
+    model = distribute(copy.deepcopy(plain), backend=bound)
+    for _ in range(4):
+        out, expected = (
+            one(part.x, edges, part.edge_weight, part.edge_attr)
+            for one, part, edges in ((model, shard, shard.adjacency), (plain, data, data.edge_index))
+        )
+        out.sum().backward()
+        worst = max(worst, float((out - expected[shard.owned_id]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("backend", ["comm", "hybrid", "tensor"])
+@pytest.mark.parametrize(("name", "edges_of_last"), [("dropped", 0), *((name, 1) for name in MODELS if "view" in name)])
+def test_weights_that_are_others_where_a_rank_sees_the_same(
+    name: str, edges_of_last: int, backend: str, tmp_path: Path, pool: RankPool
+) -> None:
+    edges = [[0, 1, 2, 3, 3, 0, 1], [1, 2, 3, 0, 1, 2, 3]]
+    edges = [row + [end] * edges_of_last for row, end in zip(edges, (3, 4), strict=True)]
+    torch.manual_seed(1)
+    weights = torch.rand(len(edges[0]), 2).double()
+    data = Data(torch.randn(6, 5).double(), torch.tensor(edges), weights, edge_weight=weights[:, 1].contiguous())
+    write_store(data, np.array([0, 0, 1, 1, 2, 2]), tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_passes, 3, str(tmp_path / "parts"), name, backend, data)) < 1e-10
+
+
+class Relations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+        self.convs = nn.ModuleList([RGCNConv(5, 5, 3), RGCNConv(5, 5, 3)])
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        x = self.lin(x)
+        for conv in self.convs:
+            x = conv(x, edge_index, edge_type)
+        return x
+
+
+def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: str) -> float:
+    data, _ = random_graph(kind)
+    bound, shard, worst = resolve_backend(backend), Shard.load(store, rank), 0.0
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    torch.manual_seed(0)
+    plain = Relations().double()
+    model = distribute(copy.deepcopy(plain), backend=bound)
+    # edges into the last rank's nodes keep their type, so that what it picks of the first relation stays the same
+    stays = torch.arange(data.num_nodes)[data.edge_index[1]] >= data.num_nodes // 2
+    flipped = torch.where(stays, data.edge_type, (data.edge_type + 1) % 3)
+    for turn in range(6):
+        types = (data.edge_type, flipped)[turn % 2 if turn < 4 else 1]
+        out = model(shard.x, shard.adjacency, types[shard.e_id])
+        out.sum().backward()
+        with torch.no_grad():
+            expected = plain(data.x, data.edge_index, types)
+        worst = max(worst, float((out - expected[shard.owned_id]).abs().max()) if out.numel() else 0.0)
+    return worst
+
+
+@pytest.mark.parametrize("backend", ["comm", "cache", "tensor"])
+@pytest.mark.parametrize("kind", ["directed", "empty-part"])
+def test_types_of_edges_that_change_on_some_ranks(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph(kind)
+    by_id = parts[3] if kind == "empty-part" else np.arange(data.num_nodes) * 3 // data.num_nodes
+    write_store(data, by_id, tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    assert max(pool.run(_changing_types, 3, str(tmp_path / "parts"), backend, kind)) < 1e-10
