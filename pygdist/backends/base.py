@@ -203,7 +203,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """Whether weights of ``GATConv`` that nobody sees may be dropped where they are computed, alike on all ranks."""
+        """Whether ranks drop the same weights of ``GATConv``'s edges, where nobody sees them."""
         return False
 
     def max_over_ranks(self, value: int) -> int:

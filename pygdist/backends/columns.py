@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.alike import TrialCache
-from pygdist.backends.layers import BASE, CACHES, own_class
+from pygdist.backends.layers import BASE, CACHES, Ends, of_destinations, own_class
 from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
 
@@ -49,14 +49,15 @@ class Columns:
         fold: The result has so many blocks of columns, each as wide as the rows that go in.
         repeated: The layer reads the same rows in several hops, one for each relation, say.
         reads: Names of the layer's parameters, and of other tensors that are its attributes, which it computes with.
-        needs_all_edges: Some of the destinations, with all edges into them, are not enough to get their rows right.
+        needs_all_edges: Why some of the destinations, with all edges into them, are not enough to get their rows right;
+            empty if they are.
     """
 
     kinds: Mapping[str, Kind]
     fold: int
     repeated: bool = False
     reads: frozenset[str] = frozenset()
-    needs_all_edges: bool = False
+    needs_all_edges: str = ""
 
 
 def read_ends(layer: MessagePassing, name: str) -> tuple[bool, bool]:
@@ -336,8 +337,26 @@ def _needs_all_edges(
     kwargs: dict[str, Any],
     kinds: Mapping[str, Kind],
     whole: Tensor,
-) -> bool:
-    """Whether a hop that gave ``whole`` gives half of the destinations something else if they are alone."""
+) -> str:
+    """Why a hop that gave ``whole`` cannot be run on half of the destinations; nothing if it can."""
+    attributes, before = vars(layer), dict(vars(layer))
+    if "update" not in attributes:  # which gets of both ends what it does where it runs by chunks
+        attributes["update"] = types.MethodType(of_destinations(type(layer).update), layer)
+    try:
+        return _why_not_in_halves(layer, run, edge_index, kwargs, kinds, whole)
+    finally:
+        attributes.clear()
+        attributes.update(before)
+
+
+def _why_not_in_halves(
+    layer: MessagePassing,
+    run: Callable[..., Tensor],
+    edge_index: Tensor,
+    kwargs: dict[str, Any],
+    kinds: Mapping[str, Kind],
+    whole: Tensor,
+) -> str:
     dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
     for span in (range(half), range(half, whole.size(dim))):
         among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
@@ -358,17 +377,19 @@ def _needs_all_edges(
                 one.index_select(dim, place) if used and one is not None else None
                 for one, place, used in zip(ends, rows, read, strict=True)
             ]
-            return tuple(parts) if read[0] else parts[1]
+            if not read[0]:
+                return parts[1]
+            return tuple(parts) if isinstance(value, (tuple, list)) else Ends(parts)
 
         given = {name: taken(name, value) for name, value in kwargs.items()}
         edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
         try:
             found = run(edges, size=size, **given)
-        except Exception:  # whatever a layer says of some of its rows
-            return True
+        except Exception as error:  # whatever a layer says of some of its rows
+            return f"could not be tried on some of the edges ({type(error).__name__}: {error})"
         if not _same(found, whole.narrow(dim, span.start, len(span))):
-            return True
-    return False
+            return "gave some destinations other numbers without the edges into others when it was tried on a few nodes"
+    return ""
 
 
 def _called(names: Iterable[str]) -> str:

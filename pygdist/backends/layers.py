@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
@@ -30,6 +31,7 @@ __all__ = [
     "layer_name",
     "neighbour_arguments",
     "norms_over_edges",
+    "of_destinations",
     "options_of",
     "plain",
     "stand_in",
@@ -53,6 +55,17 @@ class Ends(tuple[Tensor | None, ...]):
 
     An ``update`` that asks for the argument gets the destination rows, which are what the layer gave.
     """
+
+
+def of_destinations(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's ``update``, which is given what the layer gave."""
+
+    @functools.wraps(update)
+    def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
+        given = {key: value[1] if isinstance(value, Ends) else value for key, value in kwargs.items()}
+        return update(self, *args, **given)
+
+    return run
 
 
 def neighbour_arguments(layer: MessagePassing, *, edges: bool) -> list[str]:

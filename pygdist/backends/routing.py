@@ -29,11 +29,11 @@ from pygdist.backends.blocks import Blocks
 from pygdist.backends.layers import (
     BASE,
     CACHES,
-    Ends,
     fused_adjacency,
     fused_arguments,
     fuses,
     layer_name,
+    of_destinations,
     plain,
     stood_in_for,
     writes_hops,
@@ -194,7 +194,7 @@ class _Routing:
             own: Callable[..., Any] = getattr(type(base.__name__, bases, {}), "forward")  # noqa: B009 (made just now)
             forward = own if way is None else _another_way(way, own)
             if base.update is not MessagePassing.update:
-                body["update"] = _of_destinations(base.update)
+                body["update"] = of_destinations(base.update)
             # torch.compile leaves layers as they are and compiles what is between them
             body["forward"] = torch.compiler.disable(_entered(forward))
             self.classes[base] = type(f"Distributed{base.__name__}", bases, body)
@@ -292,17 +292,6 @@ def _routed(base: type[MessagePassing], name: str) -> Callable[..., Tensor]:
 
     hop.__name__ = name
     return hop
-
-
-def _of_destinations(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's ``update``, which is given what the layer gave."""
-
-    @functools.wraps(update)
-    def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
-        given = {key: value[1] if isinstance(value, Ends) else value for key, value in kwargs.items()}
-        return update(self, *args, **given)
-
-    return run
 
 
 def _with_gradient(value: Any) -> Any:

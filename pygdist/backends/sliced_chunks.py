@@ -50,7 +50,7 @@ def hop_in_chunks(
     messages: bool = False,
     weight_bytes: int = 0,
     fold: int = 1,
-    all_edges: bool = False,
+    all_edges: str = "",
 ) -> tuple[Tensor, ...]:
     r"""A hop over the edges of all ranks.
 
@@ -68,7 +68,7 @@ def hop_in_chunks(
         messages: It makes a message for each edge, as wide as what it reads.
         weight_bytes: Of the weights that it makes for each edge.
         fold: So many times as wide as the rows that it reads is the result.
-        all_edges: It does not get some rows right without the edges of others.
+        all_edges: Why it does not get some rows right without the edges of others, if it does not.
 
     Returns:
         The result, then of all that is to be kept what arrived.
@@ -90,9 +90,8 @@ def hop_in_chunks(
     plan = _plan(edges, ranks, _GRADED * nodes, edge_bytes, _GRADED * max(made, nodes))
     if all_edges and len(plan.chunks) > 1:
         raise InputError(
-            f"{label}: gave some destinations other numbers without the edges into others when it was tried on a few "
-            f"nodes, so it cannot run by chunks, and memory_gib asks for {len(plan.chunks)} of them; leave it out, or "
-            "give more"
+            f"{label}: {all_edges}, so it cannot run by chunks, and memory_gib asks for {len(plan.chunks)} of them; "
+            "leave it out, or give more"
         )
     hop = ChunkedHop(
         run=run,

@@ -6,6 +6,7 @@ and both directions of an edge are held out together.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,10 @@ __all__ = ["corrupted_sources", "drawn", "hold_out", "known_pairs", "supervised"
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _TRIES = 20
+_EDGES_REMAIN = (
+    f"pairs that stand for no edge are edges still, or a node with itself, after {_TRIES} draws: some nodes have "
+    "nearly all others as neighbours; what is learned and measured of these means little"
+)
 
 
 def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
@@ -82,7 +87,7 @@ def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Te
     """For each edge another node in place of its source, so that the pair is no edge; the same for any number of ranks.
 
     What turns out to be an edge is drawn again, 19 times at most: of a node that has nearly all others as neighbours,
-    an edge may remain.
+    an edge may remain, of which a warning tells.
 
     Args:
         target: Where the edges end, in local ids.
@@ -98,11 +103,14 @@ def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Te
     keys = torch.full_like(e_id, epoch), e_id
     found = _node_of(drawn(seed, *keys), num_nodes)
     again = torch.arange(e_id.numel(), device=e_id.device)
-    for number in range(1, _TRIES):
+    for number in range(1, _TRIES + 1):
         pairs = target[again] * num_nodes + found[again]
         place = torch.searchsorted(known, pairs).clamp(max=known.numel() - 1)
         again = again[known[place] == pairs] if again.numel() else again
         if again.numel() == 0:
+            break
+        if number == _TRIES:
+            warnings.warn(_EDGES_REMAIN, stacklevel=2)
             break
         some = [key[again] for key in keys]
         found[again] = _node_of(drawn(seed, *some, torch.full_like(again, number)), num_nodes)

@@ -419,12 +419,18 @@ class GraphDataModule(pl.LightningDataModule):
             by_edges = getattr(self.trainer.lightning_module, "learns_edges", None)
             if by_edges is None:
                 by_edges = self.edge_split is not None
-            there = self.edge_split is not None if by_edges else self.shard.counts["val_mask"]
+            there = self._held_out_for_validation() if by_edges else self.shard.counts["val_mask"]
             if not there:
                 missing = "edges held out (edge_split)" if by_edges else "validation nodes (val_mask)"
                 rank_zero_info(f"the graph has no {missing}: training goes on without validation")
                 return []
         return self._evaluated()
+
+    def _held_out_for_validation(self) -> int:
+        """Edges of all ranks."""
+        own = 0 if self.shard.val_edges is None else self.shard.val_edges.size(1)
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        return int(module.communicator.gather([float(own)]).sum())
 
     @override
     def test_dataloader(self) -> FullGraphLoader | PartLoader:

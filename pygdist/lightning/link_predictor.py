@@ -26,6 +26,11 @@ from pygdist.nn.norms import GLOBAL_NORMS
 __all__ = ["HitsAtK", "LinkPredictor"]
 
 Stage = Literal["train", "val", "test"]
+_NO_EDGES = {
+    "train": "the graph has no edges to learn from",
+    "val": "no edge fell into the share that is held out for validation (edge_split): take a larger one",
+    "test": "no edge fell into the share that is held out for test (edge_split): take a larger one",
+}
 _EVALUATED = {"val": -1, "test": -2}  # in place of an epoch: the same pairs whenever a model is evaluated
 
 
@@ -113,6 +118,11 @@ class LinkPredictor(GraphModule):
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:
             raise InputError(f"hits_at is {hits_at}, expected at least 1")
+        if self.backend.placement == "replicas":
+            raise InputError(
+                f"backend '{self.backend.name}' trains parts by themselves, and pairs have ends in two of them; links "
+                "are learned with comm, cache, hybrid and tensor"
+            )
         self.decoder = decoder
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None
@@ -148,8 +158,6 @@ class LinkPredictor(GraphModule):
         csr = shard.adjacency.csr()
         edges = torch.stack([csr.index[chosen].long(), csr.row_index()[chosen].long(), shard.e_id[chosen]])
         total, count = self._evaluate(shard, edges, "train")
-        if count == 0:
-            raise InputError("the graph has no edges to learn from")
         return self.scaled(total, count, 2 * edges.size(1))
 
     @override
@@ -172,6 +180,9 @@ class LinkPredictor(GraphModule):
         positive, negative = self._scores(shard, edges, _EVALUATED.get(stage, self.current_epoch))
         total = functional.softplus(-positive).sum() + functional.softplus(negative).sum()
         own = 2 * edges.size(1)
+        count = int(self.communicator.gather([float(own)]).sum())
+        if count == 0:
+            raise InputError(_NO_EDGES[stage])
         loss = cast(Metric, self.metrics[f"{stage}_loss"])
         loss.update(total.detach() / max(own, 1), weight=own)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -184,7 +195,7 @@ class LinkPredictor(GraphModule):
             hits.update(positive.detach(), negative.detach())
             self.log(f"{stage}_auc", auc, prog_bar=True, **options)
             self.log(f"{stage}_hits", hits, **options)
-        return total, int(self.communicator.gather([float(own)]).sum())
+        return total, count
 
     def _scores(self, shard: Shard, edges: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """Of edges, and of as many pairs with other sources."""

@@ -12,6 +12,7 @@ share columns out (``tensor``) go from rows to columns and back once, whatever L
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -290,6 +291,7 @@ class _DecoupledGAT(Decoupled):
         return finished
 
 
+_HOOKS = re.compile(r"_(?!state_dict|load_state_dict).*hooks")
 _KINDS: dict[type[MessagePassing], type[Decoupled]] = {
     GCNConv: _DecoupledGCN,
     SAGEConv: _DecoupledSAGE,
@@ -334,9 +336,28 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
         raise InputError(
             f"decouple: {found} cannot be taken apart; layers that are all GCNConv, SAGEConv, GINConv or GATConv can"
         )
-    if isinstance(model, BasicGNN) and model.jk_mode is not None:
-        raise InputError("decouple: jumping knowledge needs the rows of every layer")
+    if isinstance(model, BasicGNN):
+        _check_model(model)
+    for module in [*layers, *([model] if isinstance(model, BasicGNN) else [])]:
+        hooks = [name for name, value in vars(module).items() if _HOOKS.fullmatch(name) and value]
+        if hooks:
+            raise InputError(
+                f"decouple: {type(module).__name__} has hooks ({hooks[0].strip('_')}), which what is made of it would "
+                "not call; remove them, or register them afterwards"
+            )
     return made(layers, beside)
+
+
+def _check_model(model: BasicGNN) -> None:
+    if model.jk_mode == "last":
+        raise InputError("decouple: jk='last' has a Linear after the last layer; leave jk out, and put it around")
+    if model.jk_mode is not None:
+        raise InputError("decouple: jumping knowledge needs the rows of every layer")
+    if type(model).forward is not BasicGNN.forward:
+        raise InputError(
+            f"decouple: {type(model).__name__} has a forward of its own, of which nothing would be left; give the list "
+            "of its layers, with what stands between them"
+        )
 
 
 def _apart(stack: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> tuple[list[Any], list[nn.Sequential]]:
@@ -344,9 +365,16 @@ def _apart(stack: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> tuple[
     layers: list[Any] = []
     beside = [nn.Sequential()]
     for module in stack:
+        if not isinstance(module, nn.Module):
+            raise InputError(f"decouple: expected a list of modules, got {module!r}; for a function take a module")
         if isinstance(module, MessagePassing):
             layers.append(module)
             beside.append(nn.Sequential())
+        elif inside := next((one for one in module.modules() if isinstance(one, MessagePassing)), None):
+            raise InputError(
+                f"decouple: {type(inside).__name__} is inside of {type(module).__name__}; give the list itself, one "
+                "module after the other"
+            )
         else:
             beside[-1].append(module)
     if len(beside.pop()):

@@ -152,6 +152,27 @@ def test_layers_of_ones_own_equal_one_process(name: str, backend: str, tmp_path:
         assert max(one.absolute for one in largest_differences(found, expected, rows).values()) < 1e-10
 
 
+def _updated_in_chunks(rank: int, world_size: int, store: str, memory_gib: float) -> tuple[Any, Tensor, int]:
+    shard, bound = Shard.load(store, rank), TensorBackend(memory_gib=memory_gib)
+    communicator = Communicator(dist.new_group())
+    bound.bind(shard, communicator)
+    model = distribute(_model(Updating), backend=bound)
+    step = distributed_step(model, shard, communicator)
+    return step, shard.owned_id, communicator.meter.read().sent_messages
+
+
+def test_update_gets_its_own_rows_in_several_chunks(tmp_path: Path, pool: RankPool) -> None:
+    store = _store(tmp_path / "parts", 3)
+    expected = reference_step(_model(Updating), random_graph("isolated")[0])
+    messages = []
+    for memory_gib in (1.0, 24 / 2**20):
+        ranks = pool.run(_updated_in_chunks, 3, store, memory_gib)
+        for found, rows, _ in ranks:
+            assert max(one.absolute for one in largest_differences(found, expected, rows).values()) < 1e-10
+        messages.append(min(sent for *_, sent in ranks))
+    assert messages[1] > 2 * messages[0]
+
+
 # -- what a rank cannot know -------------------------------------------------------------------------------------------
 
 

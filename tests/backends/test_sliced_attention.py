@@ -1,4 +1,4 @@
-"""Dropout of attention's weights on slices: every rank drops the same, and sends scores of nodes, not weights of edges."""
+"""Dropout of attention's weights on slices: every rank drops the same, and sends scores, not weights of edges."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run(rank: int, world_size: int, store: str, kind: str, unlike: bool) -> Fou
         columns = out.unflatten(1, (-1, 4))
         return float((columns - columns[..., :1]).abs().max()) if out.numel() else 0.0
 
-    with mock.patch.object(topologies, "_generator_of", lambda device: rank if unlike else 0):
+    with mock.patch.object(topologies, "_generator_of", return_value=rank if unlike else 0):
         out = run(3)
     meter.reset()
     out = run(3)

@@ -287,12 +287,36 @@ class Centred(Hop):
         return x_j - x_j.mean(0) if self.training or not self.only_in_training else x_j
 
 
-def test_hops_that_look_beyond_a_destination_are_known() -> None:
-    def found(layer: MessagePassing) -> set[bool]:
-        return {one.needs_all_edges for one in columns_of_hops(layer).values()}
+class Whole(Hop):
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
 
-    assert found(Centred(only_in_training=False)) == found(Centred(only_in_training=True)) == {True}
-    assert found(Scaled()) == {False}
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> Tensor:
+        self.most = max(dim_size, getattr(self, "most", 0))
+        if dim_size < self.most:
+            raise ValueError("too few")
+        return super().aggregate(inputs, index, dim_size=dim_size)
+
+
+class Added(Hop):
+    """Its own rows are added after the sum, of an argument that is read at sources too."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j.tanh()
+
+    def update(self, inputs: Tensor, x: Tensor) -> Tensor:
+        return inputs + x
+
+
+def test_hops_that_look_beyond_a_destination_are_known() -> None:
+    def found(layer: MessagePassing) -> str:
+        (why,) = {one.needs_all_edges for one in columns_of_hops(layer).values()}
+        return why
+
+    for layer in (Centred(only_in_training=False), Centred(only_in_training=True)):
+        assert found(layer).startswith("gave some destinations other numbers")
+    assert found(Whole()) == "could not be tried on some of the edges (ValueError: too few)"
+    assert found(Scaled()) == found(Added()) == ""
 
 
 class Relations(Hop):

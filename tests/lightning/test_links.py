@@ -178,6 +178,36 @@ def test_without_held_out_edges_there_is_nothing_to_evaluate(pool: RankPool, tmp
     assert said == "no edges are held out for stage 'test': GraphDataModule(edge_split=(0.05, 0.1))"
 
 
+def _with_split(rank: int, world_size: int, folder: str, split: tuple[float, float]) -> tuple[list[str], str]:
+    """Which figures of validation were logged, and why there was no test."""
+    history = runs.History()
+    data = GraphDataModule(runs.graph(), cache_dir=Path(folder) / "cache", edge_split=split)
+    module = LinkPredictor(_encoder(), hits_at=K)
+    run = runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=1)
+    run.fit(module, datamodule=data)
+    logged = [name for epoch in history.epochs for name in epoch if name.startswith("val")]
+    try:
+        run.test(module, datamodule=data, verbose=False)
+    except InputError as error:
+        return logged, str(error)
+    return logged, ""
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_share_that_holds_no_edge(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    """Training goes on without validation; a test says which share was too small."""
+    for logged, said in pool.run(_with_split, world_size, str(tmp_path), (0.0, 0.2)):
+        assert (logged, said) == ([], "")
+    for logged, said in pool.run(_with_split, world_size, str(tmp_path), (0.2, 1e-9)):
+        assert "val_auc" in logged
+        assert said.startswith("no edge fell into the share that is held out for test (edge_split)")
+
+
+def test_parts_by_themselves_learn_no_links() -> None:
+    with pytest.raises(InputError, match="backend 'replica' trains parts by themselves, and pairs have ends in two"):
+        LinkPredictor(_encoder(), backend="replica")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"), [({"train_share": 0.0}, "train_share is 0.0"), ({"hits_at": 0}, "hits_at is 0")]
 )

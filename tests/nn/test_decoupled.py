@@ -120,6 +120,23 @@ def test_a_list_of_layers_is_the_model_of_them() -> None:
     assert {id(one) for one in made.parameters()} == {id(one) for one in expected.parameters()}
 
 
+class Residual(GCN):
+    """Does more than its layers."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = x + super().forward(x, edge_index)
+        return out
+
+
+def _hooked(model: BasicGNN) -> BasicGNN:
+    model.convs[1].register_forward_hook(_doubled)
+    return model
+
+
+def _doubled(module: nn.Module, arguments: object, out: Tensor) -> Tensor:
+    return 2 * out
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -137,6 +154,11 @@ def test_a_list_of_layers_is_the_model_of_them() -> None:
         ([nn.ReLU()], "the last of the list must be a layer"),
         ([], "what has no layers cannot be taken apart"),
         (GraphSAGE(5, 6, 2, 4, aggr="max"), "SAGEConv with aggr='max' is not supported"),
+        (GCN(5, 6, 2, 4, jk="last"), "jk='last' has a Linear after the last layer"),
+        (Residual(5, 6, 2, 5), "Residual has a forward of its own, of which nothing would be left"),
+        (_hooked(GCN(5, 6, 2, 4)), r"GCNConv has hooks \(forward_hooks\), which what is made of it would not call"),
+        ([nn.Sequential(GCNConv(5, 4), nn.ReLU()), GCNConv(4, 3)], "GCNConv is inside of Sequential; give the list"),
+        ([GCNConv(5, 4), torch.relu, GCNConv(4, 3)], "expected a list of modules, got <built-in method relu"),
         (nn.Linear(5, 4), "expected GCN, GraphSAGE, GIN or GAT of PyG, or a list of layers, got Linear"),
     ],
 )
@@ -156,10 +178,6 @@ CASES: dict[str, tuple[str, dict[str, object], bool]] = {
 BY_EDGE = {"GAT-few-edges": ("GAT", {"heads": 2}, False)}
 #: With somebody who changes what each hop gives.
 HOOKED = {"GCN-hooked": ("GCN", {}, False), "GAT-hooked": ("GAT", {}, False)}
-
-
-def _doubled(module: nn.Module, arguments: object, out: Tensor) -> Tensor:
-    return 2 * out
 
 
 def _case(case: str, num_layers: int) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
