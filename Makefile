@@ -22,9 +22,10 @@ demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two,
 	$(BIN)/python -m pygdist.demo
 
 # Two at a time, since much of what they do is to wait for processes to start; a file's tests share processes. Files in
-# their order: xdist would put those of few tests last, which take longest.
+# their order: xdist would put those of few tests last, which take longest. Hundreds of processes import pygdist, which
+# without compiled files takes each a second more.
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k spmm" picks some, "-n0" runs one at a time)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -259,7 +259,9 @@ class EdgeTensors:
         if min(topology.counts) <= 1:  # see blind_to()
             known = not self._communicator.gather([float(not known)]).any()
         if not known:
-            if not fixable(value) or not torch.is_grad_enabled():  # most of what evaluation computes, it computes anew
+            # most of what evaluation computes, it computes anew; that must not replace what training has kept
+            passing = not torch.is_grad_enabled() and (layer, name) in self._readers
+            if not fixable(value) or passing:
                 return find() if anew else None
             with torch.inference_mode(False), torch.no_grad():
                 self._known[key] = value.detach(), topology, find()

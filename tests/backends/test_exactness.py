@@ -35,6 +35,8 @@ OF_A_PART = {
 }
 #: By backend, the layers that it does not refuse; all of them where nothing is said.
 SOME_LAYERS = {"tensor": supported_layers("tensor"), "replica": [name for name in LAYERS if name not in OF_A_PART]}
+#: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
+EVERY_LAYER = {("comm", 1), ("cache", 2), ("cache", 3), ("hybrid", 1), ("tensor", 3), ("replica", 1)}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
@@ -68,10 +70,7 @@ def test_every_layer_equals_one_process_at_any_depth(
         pytest.skip("hybrid plans in the native library")
     graphs = ("directed", "empty-part", "power-law")
     layers = SOME_LAYERS.get(backend, list(LAYERS))
-    long = backend == "replica" or backend.startswith("hybrid")  # which plans each, where costs are measured
-    if (
-        (long and num_layers > 1) or backend in ("hybrid-0.0", "hybrid-0.7", "hybrid-1.0")
-    ) and not request.config.getoption("--exhaustive"):
+    if (backend, num_layers) not in EVERY_LAYER and not request.config.getoption("--exhaustive"):
         layers = [name for name in SOME if name in layers]
     found = assert_exact(
         DEEP[backend], layers=layers, world_sizes=[world_size], graphs=graphs[num_layers - 1 : num_layers],
@@ -91,7 +90,7 @@ def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
 
 
 @given(
-    backend=st.sampled_from(["comm", "cache", "hybrid-0.3"]),
+    backend=st.sampled_from(["comm", "cache", "hybrid-0.3", "tensor"]),
     num_layers=st.integers(1, 3),
     num_nodes=st.integers(4, 70),
     seed=st.integers(0, 2**16),

@@ -180,9 +180,9 @@ BY_EDGE = {"GAT-few-edges": ("GAT", {"heads": 2}, False)}
 HOOKED = {"GCN-hooked": ("GCN", {}, False), "GAT-hooked": ("GAT", {}, False)}
 
 
-def _case(case: str, num_layers: int) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
+def _case(case: str, num_layers: int, kind: str) -> tuple[Decoupled, Data, dict[int, np.ndarray]]:
     name, arguments, weighted = {**CASES, **BY_EDGE, **HOOKED}[case]
-    model, (data, parts) = decouple(_stack(name, num_layers, **arguments)), random_graph("power-law")
+    model, (data, parts) = decouple(_stack(name, num_layers, **arguments)), random_graph(kind)
     if case in HOOKED:
         for layer in model.modules():
             if isinstance(layer, MessagePassing):
@@ -208,9 +208,16 @@ class Traffic(NamedTuple):
 
 
 def _step(
-    rank: int, world_size: int, store: str, case: str, backend: str, num_layers: int, memory_gib: float | None
+    rank: int,
+    world_size: int,
+    store: str,
+    case: str,
+    backend: str,
+    num_layers: int,
+    memory_gib: float | None,
+    kind: str,
 ) -> tuple[float, Traffic]:
-    plain, data, _ = _case(case, num_layers)
+    plain, data, _ = _case(case, num_layers, kind)
     shard = Shard.load(store, rank)
     bound = resolve_backend(backend) if memory_gib is None else TensorBackend(memory_gib=memory_gib)
     bound.bind(shard, Communicator(dist.new_group(), check_order=True))
@@ -235,10 +242,11 @@ def _run(
     folder: Path,
     pool: RankPool,
     memory_gib: float | None = None,
+    kind: str = "power-law",
 ) -> tuple[float, list[Traffic]]:
-    _, data, parts = _case(case, num_layers)
+    _, data, parts = _case(case, num_layers, kind)
     write_store(data, parts[world_size], folder, num_parts=world_size, method="x", arguments={}, notes=[])
-    found = pool.run(_step, world_size, str(folder), case, backend, num_layers, memory_gib)
+    found = pool.run(_step, world_size, str(folder), case, backend, num_layers, memory_gib, kind)
     return max(difference for difference, _ in found), [traffic for _, traffic in found]
 
 
@@ -249,6 +257,13 @@ def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path:
         pytest.skip("hybrid plans in the native library")
     difference, _ = _run(case, backend, 2, 1 if backend == "single" else 3, tmp_path / "parts", pool)
     assert difference < 1e-10
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor"])
+@pytest.mark.parametrize("kind", ["directed", "empty-part", "isolated"])
+def test_deeper_models_on_other_graphs(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
+    for case in ("GCN", "GraphSAGE", "GIN-eps", "GAT-heads"):
+        assert _run(case, backend, 3, 3, tmp_path / case, pool, kind=kind)[0] < 1e-10, case
 
 
 @pytest.mark.parametrize("case", list(HOOKED))
