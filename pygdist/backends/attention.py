@@ -90,6 +90,11 @@ class Unweighted:
     source: Tensor
     target: Tensor
 
+    @property
+    def dropout(self) -> float:
+        """Of the weights; above 0 where the backend said that it drops some (:attr:`Backend.drops_alike`)."""
+        return float(self.layer.dropout) if self.layer.training else 0.0
+
     def weights(self) -> Tensor:
         """One for each edge and head."""
         return _gat_alpha(self.layer, self.adjacency, alpha=(self.source, self.target), edge_attr=None)
@@ -189,6 +194,7 @@ def _weighted_sum(
         score = partial(gatv2_scores, negative_slope=layer.negative_slope)
         return adjacency.attend_by([x[0].to(dtype)], score, (x[1].to(dtype), layer.att.squeeze(0).to(dtype)))
     if isinstance(alpha, Unweighted):
+        assert alpha.dropout == 0, "the kernel drops nothing"
         dtype = torch.promote_types(x[0].dtype, alpha.source.dtype)  # they differ under autocast
         rows = (x[0].to(dtype), alpha.source.to(dtype), alpha.target.to(dtype))
         out = adjacency.attend(*rows, layer.negative_slope)

@@ -5,8 +5,8 @@ the same version as in the forward pass before, have the same neighbours' sum, s
 turn out to change (dropout or augmentation on the input) are noticed at the second pass, and let go of.
 
 Every rank decides alike, as the hops exchange rows. Each sees for itself whether its rows and weights are those of the
-pass before, except where a rank has at most one of them (:func:`~pygdist.graph.identity.blind_to`). Whether a result
-fits the limit is agreed on.
+pass before, except for edges of one relation, and where a rank has at most one row or edge
+(:func:`~pygdist.graph.identity.blind_to`). Whether a result fits the limit is agreed on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,8 +25,13 @@ from pygdist.backends.base import Backend
 from pygdist.backends.layers import hooked, layer_name
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import blind_to, fixable, identity_of, version_of
+from pygdist.nn.relations import of_relation
 
 __all__ = ["FirstHop"]
+
+
+_Inputs: TypeAlias = tuple[Tensor | None, ...]
+"""Rows, weights, the edges' own, and the edges."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class _Kept:
     result: Tensor
     version: int
 
-    def is_of(self, identity: tuple[object, ...]) -> bool:
+    def is_of(self, inputs: _Inputs, identity: tuple[object, ...]) -> bool:
         """Whether it is the result of these inputs, and nobody has written into it since."""
         return self.identity == identity and version_of(self.result) == self.version
 
@@ -47,13 +52,18 @@ class _Kept:
 class _Changing:
     """Rows that were others the time before; ``latest`` are kept if they come again, unless that is ``too_large``."""
 
-    latest: weakref.ref[Tensor]
+    latest: tuple[weakref.ref[Tensor] | None, ...]
     identity: tuple[object, ...]
     too_large: bool = False
 
-    def is_of(self, identity: tuple[object, ...]) -> bool:
+    def came_again(self, inputs: _Inputs, identity: tuple[object, ...]) -> bool:
+        """Whether these are the same objects; others may have got the memory of those before, on some ranks."""
+        same = [None if one is None else one() for one in self.latest]
+        return self.identity == identity and all(one is other for one, other in zip(same, inputs, strict=True))
+
+    def is_of(self, inputs: _Inputs, identity: tuple[object, ...]) -> bool:
         """Whether the result of these inputs was found not to fit."""
-        return self.too_large and self.identity == identity
+        return self.too_large and self.came_again(inputs, identity)
 
 
 class FirstHop:
@@ -118,7 +128,7 @@ class FirstHop:
             return state is None
         same = self._agreed(_same_rows(state, x), x)
         if not same:
-            known[key] = _Changing(weakref.ref(x), identity_of(x))
+            known[key] = _Changing((weakref.ref(x),), identity_of(x))
         return same
 
     def run(
@@ -132,15 +142,20 @@ class FirstHop:
         value = edge_index.value if isinstance(edge_index, Adjacency) else None
         if not (self._applies(layer) and all(fixable(tensor) for tensor in (x, weight, value))):
             return hop()
+        given = (x, weight, value, edge_index)
         identity = (*identity_of(x), *identity_of(weight), *identity_of(value), id(edge_index), layer.aggr)
+        ask = of_relation(edge_index)
         known = self._states.setdefault(layer, {})
         state = known.get(key)
-        found = next((other for other in (state, *known.values()) if other is not None and other.is_of(identity)), None)
-        if self._agreed(found is not None, x):
+        found = next(
+            (other for other in (state, *known.values()) if other is not None and other.is_of(given, identity)), None
+        )
+        if self._agreed(found is not None, x, ask=ask):
             return _given(found.result) if isinstance(found, _Kept) else hop()
-        again = isinstance(state, _Changing) and state.latest() is x and state.identity == identity
-        if not (self._agreed(again, x) or (state is None and torch.is_grad_enabled())):
-            known[key] = _Changing(weakref.ref(x), identity)
+        again = isinstance(state, _Changing) and state.came_again(given, identity)
+        latest = tuple(None if one is None else weakref.ref(one) for one in given)
+        if not (self._agreed(again, x, ask=ask) or (state is None and torch.is_grad_enabled())):
+            known[key] = _Changing(latest, identity)
             return hop()
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad):  # training uses what evaluation may begin
@@ -150,7 +165,7 @@ class FirstHop:
             inputs = (*(None if tensor is None else tensor.detach() for tensor in (x, weight, value)), edge_index)
             known[key] = _Kept(inputs, identity, result, version_of(result))
         else:
-            known[key] = _Changing(weakref.ref(x), identity, too_large=True)
+            known[key] = _Changing(latest, identity, too_large=True)
         return _given(result)
 
     def _applies(self, layer: MessagePassing) -> bool:
@@ -160,13 +175,13 @@ class FirstHop:
     def _key(self, layer: MessagePassing) -> tuple[int, bool]:
         return self._hops.get(layer, 0) if self._inside else 0, layer.training
 
-    def _agreed(self, same: bool, x: Tensor) -> bool:
-        """``same`` on all ranks; only asked where one may not see a change."""
+    def _agreed(self, same: bool, x: Tensor, *, ask: bool = False) -> bool:
+        """``same`` on all ranks; only asked where one may not see a change, or if told to."""
         if self._some_rank_is_blind is None:
             shard = self._backend.shard  # of this hop, or of a later one
             blind = blind_to(x) or shard.num_owned <= 1 or shard.adjacency.size(1) <= 1
             self._some_rank_is_blind = self._backend.max_over_ranks(int(blind)) > 0
-        return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_blind else same
+        return self._backend.max_over_ranks(int(not same)) == 0 if self._some_rank_is_blind or ask else same
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:
         if self._limit is None:

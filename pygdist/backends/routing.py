@@ -151,7 +151,7 @@ class _Routing:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.gcn_norm = GlobalGCNNorm(backend)
-        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations(backend)
+        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
         self.replacements: dict[str, tuple[Any, Any]] = {
             "gcn_norm": (gcn_norm, self.gcn_norm),
             "remove_self_loops": (remove_self_loops, self.self_loops.remove),
@@ -168,7 +168,6 @@ class _Routing:
         """Drop what was computed for one graph, by us and by layers that cache (``cached=True``)."""
         self.gcn_norm.clear()
         self.self_loops.clear()
-        self.relations.clear()
         self.blocks.forget()
         self.first_hop.forget()
         for layer in self.layers:
@@ -308,7 +307,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # its parameters are looked at: which edge inputs it takes
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = getattr(type(self), _BACKEND)
-        _routing_of(backend).relations.begin_layer(self, (*args, *kwargs.values()))
+        _routing_of(backend).relations.begin_layer()
         try:
             return backend.run_layer(self, forward, args, kwargs)
         except (IndexError, RuntimeError, ValueError) as error:

@@ -111,8 +111,8 @@ def weights_of_scores(
     generator = torch.cuda.default_generators[weights.get_device()] if weights.is_cuda else torch.default_generator
     parts = []
     with torch.random.fork_rng(devices):
-        for part, seed in zip(weights.split(list(topology.counts)), seeds, strict=True):
-            generator.manual_seed(int(seed))
+        for rank, (part, seed) in enumerate(zip(weights.split(list(topology.counts)), seeds, strict=True)):
+            generator.manual_seed(int(seed) + rank)  # ranks may be in the same state
             parts.append(functional.dropout(part, dropout))
     return torch.cat(parts)
 

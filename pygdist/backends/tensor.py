@@ -371,13 +371,14 @@ class TensorBackend(FetchingBackend):
         self._check_rows(layer, "x", value)
         everyone, ranks, label = self._everyone, self.communicator, self._label(layer)
         edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
-        width, dropout = value.size(-1), alpha.layer.dropout if alpha.layer.training else 0.0
+        width = value.size(-1)
         if everyone.overflow is not None:
+            assert alpha.dropout == 0, "chunks drop nothing"
             scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
             return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
         rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
-        if dropout > 0:
-            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=dropout)
+        if alpha.dropout > 0:
+            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=alpha.dropout)
             return sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
         out = edges.attend(rows, source, target, slope)
         own = columns_of(width, ranks.rank, ranks.world_size)
@@ -437,8 +438,14 @@ def _most(model: nn.Module) -> tuple[int, int]:
     """How wide the rows of a model are at most, as far as its parameters tell, and the most heads of attention."""
     modules = [one for one in model.modules() if not isinstance(one, nn.Embedding)]  # whose rows are looked up
     matrices = [p for one in modules for p in one.parameters(recurse=False) if not isinstance(p, _NO_SHAPE)]
-    heads = [found for one in modules if isinstance(found := getattr(one, "heads", 1), int)]
+    heads = [found * _copies_of_weights(one) for one in modules if isinstance(found := getattr(one, "heads", 1), int)]
     return max((size for one in matrices if one.dim() > 1 for size in one.shape[-2:]), default=0), max(heads, default=1)
+
+
+def _copies_of_weights(layer: nn.Module) -> int:
+    """Weights of attention are held before and after some are dropped, and which these are."""
+    dropout = getattr(layer, "dropout", 0.0)
+    return 3 if isinstance(dropout, float) and dropout > 0 else 1
 
 
 def _device_of(said: str | None, here: torch.device) -> torch.device:

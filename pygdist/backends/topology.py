@@ -6,7 +6,6 @@ by local ids is put together once for each set of edges, and kept with them.
 
 from __future__ import annotations
 
-import platform
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import is_self_loop
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
+from pygdist.nn.relations import of_relation
 
 __all__ = ["EdgeTensors", "Everyone", "Topology"]
 
@@ -50,7 +50,7 @@ class Everyone:
 
     Attributes:
         counts: How many nodes each rank owns.
-        draws_alike: A seed gives the same random numbers on all ranks, as their devices are of one kind.
+        draws_alike: A seed gives the same random numbers on all ranks.
         overflow: As given.
         place: Where each of the shard's rows (owned, then halo) stands among all; ``(n + h,)`` int64.
     """
@@ -60,7 +60,7 @@ class Everyone:
         self._made = 0  # topologies; by number: the rank's edges and those of all, and who asked for which
         self._known: dict[int, tuple[Adjacency, Topology]] = {}
         self._asked: dict[tuple[object, ...], int] = {}
-        found = communicator.gather([float(shard.num_owned), float(_generator_of(shard.n_id.device))])
+        found = communicator.gather([float(shard.num_owned), float(_drawn(shard.n_id.device))])
         self.counts = tuple(int(count) for count in found[:, 0])
         self.draws_alike = bool((found[:, 1] == found[0, 1]).all())
         first = sum(self.counts[: communicator.rank])
@@ -89,14 +89,15 @@ class Everyone:
         Args:
             edge_index: The edges.
             reader: Who asks, the same on all ranks: a layer, and which of its hops. Who asks for the edges of the time
-                before gets them without a word. Otherwise ranks agree on whether all have met these before: two
-                relations of which a rank has no edge are one to it, and two to others.
+                before gets them without a word, unless they are a relation's, which may be others on some ranks alone.
+                Otherwise ranks agree on whether all have met these before: two relations of which a rank has no edge
+                are one to it, and two to others.
         """
         if not isinstance(edge_index, Adjacency):
             with torch.no_grad():
                 return self._of_list(edge_index)
         own, number = edge_index.origin, self._asked.get(reader)
-        if number is None or self._known[number][0] is not own:
+        if number is None or self._known[number][0] is not own or of_relation(own):
             met = [1.0, *(float(one is own) for one, _ in self._known.values())]
             everywhere = self._communicator.gather(met).amin(0)[1:].tolist()
             number = next((one for one, met_by_all in zip(self._known, everywhere, strict=True) if met_by_all), None)
@@ -126,10 +127,11 @@ class Everyone:
         return Topology(torch.cat(found).t().contiguous(), tuple(part.size(0) for part in found))
 
 
-def _generator_of(device: torch.device) -> int:
-    """What random numbers depend on besides their seed, as a number."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return zlib.crc32(f"{torch.__version__} {device.type} {kind} {torch.backends.mkl.is_available()}".encode())
+def _drawn(device: torch.device) -> int:
+    """What a seed gives on a device, as a number: on GPUs that depends on their kind, with more values than threads."""
+    values = torch.ones(1 << 22 if device.type == "cuda" else 1 << 12, device=device)
+    values.bernoulli_(0.5, generator=torch.Generator(device).manual_seed(0))
+    return zlib.crc32(values.to(torch.uint8).cpu().numpy().tobytes())
 
 
 class EdgeTensors:

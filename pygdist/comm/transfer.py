@@ -45,6 +45,8 @@ def part_of(num_rows: int, part: int, parts: int) -> slice:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: every dtype travels on every transport."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     # dimensions of one may have any stride, which torch does not view as bytes
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

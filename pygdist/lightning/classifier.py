@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class NodeClassifier(GraphModule):
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
     """
+
+    learns_edges: ClassVar[bool | None] = False
 
     def __init__(
         self,

@@ -87,9 +87,9 @@ def test_weights_that_are_others_where_a_rank_sees_the_same(
 
 
 class Relations(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, learned: bool) -> None:
         super().__init__()
-        self.lin = nn.Linear(5, 5)
+        self.lin = nn.Linear(5, 5) if learned else nn.Identity()  # rows that stay the same are aggregated once
         self.convs = nn.ModuleList([RGCNConv(5, 5, 3), RGCNConv(5, 5, 3)])
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
@@ -99,19 +99,20 @@ class Relations(nn.Module):
         return x
 
 
-def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: str) -> float:
+def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: str, learned: bool) -> float:
     data, _ = random_graph(kind)
     bound, shard, worst = resolve_backend(backend), Shard.load(store, rank), 0.0
     bound.bind(shard, Communicator(dist.new_group(), check_order=True))
     torch.manual_seed(0)
-    plain = Relations().double()
+    plain = Relations(learned=learned).double()
     model = distribute(copy.deepcopy(plain), backend=bound)
     # edges into the last rank's nodes keep their type, so that what it picks of the first relation stays the same
     stays = torch.arange(data.num_nodes)[data.edge_index[1]] >= data.num_nodes // 2
     flipped = torch.where(stays, data.edge_type, (data.edge_type + 1) % 3)
-    for turn in range(6):
-        types = (data.edge_type, flipped)[turn % 2 if turn < 4 else 1]
-        out = model(shard.x, shard.adjacency, types[shard.e_id])
+    both = [(types, types[shard.e_id]) for types in (data.edge_type, flipped)]
+    for turn in (0, 0, 0, 1, 1, 0, 1, 0, 2, 1):
+        types, mine = both[turn % 2]
+        out = model(shard.x, shard.adjacency, mine.clone() if turn == 2 else mine)
         out.sum().backward()
         with torch.no_grad():
             expected = plain(data.x, data.edge_index, types)
@@ -119,10 +120,13 @@ def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: 
     return worst
 
 
+@pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("backend", ["comm", "cache", "tensor"])
 @pytest.mark.parametrize("kind", ["directed", "empty-part"])
-def test_types_of_edges_that_change_on_some_ranks(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
+def test_types_of_edges_that_change_on_some_ranks(
+    kind: str, backend: str, learned: bool, tmp_path: Path, pool: RankPool
+) -> None:
     data, parts = random_graph(kind)
     by_id = parts[3] if kind == "empty-part" else np.arange(data.num_nodes) * 3 // data.num_nodes
     write_store(data, by_id, tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
-    assert max(pool.run(_changing_types, 3, str(tmp_path / "parts"), backend, kind)) < 1e-10
+    assert max(pool.run(_changing_types, 3, str(tmp_path / "parts"), backend, kind, learned)) < 1e-10

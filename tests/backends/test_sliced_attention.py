@@ -51,8 +51,10 @@ def _apart(*args: Any, dropout: float = 0.0, **kwargs: Any) -> Tensor:
     return functional.dropout(weights_of_scores(*args, **kwargs), dropout)
 
 
-def _run(rank: int, world_size: int, store: str, kind: str, unlike: bool) -> Found:
-    shard, backend = Shard.load(store, rank), TensorBackend()
+def _run(
+    rank: int, world_size: int, store: str, kind: str, unlike: bool = False, memory_gib: float | None = None
+) -> Found:
+    shard, backend = Shard.load(store, rank), TensorBackend(memory_gib=memory_gib)
     backend.bind(shard, Communicator(dist.new_group(), check_order=True))
     model, meter = distribute(_model(kind), backend=backend), backend.communicator.meter
 
@@ -65,7 +67,7 @@ def _run(rank: int, world_size: int, store: str, kind: str, unlike: bool) -> Fou
         columns = out.unflatten(1, (-1, 4))
         return float((columns - columns[..., :1]).abs().max()) if out.numel() else 0.0
 
-    with mock.patch.object(topologies, "_generator_of", return_value=rank if unlike else 0):
+    with mock.patch.object(topologies, "_drawn", return_value=rank if unlike else 0):
         out = run(3)
     meter.reset()
     out = run(3)
@@ -108,24 +110,34 @@ def _run(rank: int, world_size: int, store: str, kind: str, unlike: bool) -> Fou
     )
 
 
-def _store(folder: Path, world_size: int) -> str:
-    data, parts = random_graph("power-law")
+def _store(folder: Path, world_size: int, graph: str = "power-law") -> str:
+    data, parts = random_graph(graph)
     del data.edge_weight
     write_store(data, parts[world_size], folder, num_parts=world_size, method="x", arguments={}, notes=[])
     return str(folder)
 
 
 @pytest.mark.parametrize("kind", ["coupled", "decoupled"])
-def test_ranks_drop_alike(kind: str, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("graph", ["power-law", "empty-part"])
+def test_ranks_drop_alike(graph: str, kind: str, tmp_path: Path, pool: RankPool) -> None:
     """All columns of a row are equal where the weights of its edges are, which four columns on three ranks tell."""
-    found = pool.run(_run, 3, _store(tmp_path / "parts", 3), kind, False)
+    found = pool.run(_run, 3, _store(tmp_path / "parts", 3, graph), kind)
     assert max(one.spread for one in found) < 1e-12
     assert max(one.spread_where_ranks_drop_apart for one in found) > 0.01
-    assert min(one.dropped for one in found) > 0.01
+    assert sorted(one.dropped for one in found)[0 if graph == "power-law" else 1] > 0.01
     assert max(one.again for one in found) == 0
     slope, along = sum(one.slope for one in found), sum(one.grad_along for one in found)
     assert abs(slope - along) < 1e-6 * abs(slope)
     assert {one.calls for one in found} == {4}
+
+
+@pytest.mark.parametrize("kind", ["coupled", "decoupled"])
+def test_chunks_drop_too(kind: str, tmp_path: Path, pool: RankPool) -> None:
+    found = pool.run(_run, 3, _store(tmp_path / "parts", 3), kind, False, 24 / 2**20)
+    assert max(one.spread for one in found) < 1e-12
+    assert min(one.dropped for one in found) > 0.01
+    slope, along = sum(one.slope for one in found), sum(one.grad_along for one in found)
+    assert abs(slope - along) < 1e-6 * abs(slope)
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("coupled", 8), ("decoupled", 6)])

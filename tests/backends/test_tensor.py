@@ -26,6 +26,7 @@ from torch_geometric.nn import (
     GATConv,
     GCNConv,
     GINEConv,
+    GraphConv,
     GraphSAGE,
     LGConv,
     MessagePassing,
@@ -168,6 +169,7 @@ def test_the_widest_rows_of_a_model_are_known() -> None:
     """By which a GPU's memory is found to be too small for all of them at once."""
     assert _most(GCN(5, 300, num_layers=2, out_channels=3)) == (300, 1)
     assert _most(GAT(5, 24, num_layers=2, out_channels=3, heads=4)) == (24, 4)
+    assert _most(GAT(5, 24, num_layers=2, out_channels=3, heads=4, dropout=0.5)) == (24, 12)
     assert _most(decouple(GCN(5, 8, num_layers=2, out_channels=300))) == (300, 1)
     assert _most(decouple(GAT(5, 8, num_layers=2, out_channels=300, heads=4))) == (1200, 4)
     assert _most(RGCNConv(5, 8, num_relations=1000)) == (8, 1)
@@ -618,6 +620,26 @@ def _changing(rank: int, world_size: int, store: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["comm", "tensor"])
 def test_weights_that_change_where_a_rank_has_none(backend: str, tmp_path: Path, pool: RankPool) -> None:
     pool.run(_changing, 3, _store(tmp_path / "parts", 3, "empty-part"), backend)
+
+
+def _evaluated(rank: int, world_size: int, store: str) -> list[int]:
+    """Bytes that each pass sends: two evaluations, a step of training, an evaluation with other weights, a step."""
+    backend, shard = TensorBackend(), Shard.load(store, rank)
+    backend.bind(shard, Communicator(dist.new_group()))
+    layer = distribute(GraphConv(5, 3).double(), backend=backend, savings=PLAIN)
+    meter, weight, sent = backend.communicator.meter, shard.edge_weight, []
+    assert weight is not None
+    for graded, given in ((False, weight), (False, weight), (True, weight), (False, 2 * weight), (True, weight)):
+        meter.reset()
+        with torch.set_grad_enabled(graded):
+            layer(shard.x, shard.adjacency, given)
+        sent.append(meter.read().sent_bytes)
+    return sent
+
+
+def test_weights_that_stay_the_same_travel_once_in_evaluation_too(tmp_path: Path, pool: RankPool) -> None:
+    for first, again, training, others, last in pool.run(_evaluated, 3, _store(tmp_path / "parts", 3)):
+        assert first > others > again == training == last, "the first one shares the edges, too"
 
 
 def _single_precision(rank: int, world_size: int, store: str) -> float:
