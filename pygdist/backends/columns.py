@@ -7,6 +7,7 @@ there, whatever is drawn at random (NeutronTP, Sec. 3, for any message and aggre
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -339,24 +340,6 @@ def _needs_all_edges(
     whole: Tensor,
 ) -> str:
     """Why a hop that gave ``whole`` cannot be run on half of the destinations; nothing if it can."""
-    attributes, before = vars(layer), dict(vars(layer))
-    if "update" not in attributes:  # which gets of both ends what it does where it runs by chunks
-        attributes["update"] = types.MethodType(of_destinations(type(layer).update), layer)
-    try:
-        return _why_not_in_halves(layer, run, edge_index, kwargs, kinds, whole)
-    finally:
-        attributes.clear()
-        attributes.update(before)
-
-
-def _why_not_in_halves(
-    layer: MessagePassing,
-    run: Callable[..., Tensor],
-    edge_index: Tensor,
-    kwargs: dict[str, Any],
-    kinds: Mapping[str, Kind],
-    whole: Tensor,
-) -> str:
     dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
     for span in (range(half), range(half, whole.size(dim))):
         among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
@@ -384,12 +367,26 @@ def _why_not_in_halves(
         given = {name: taken(name, value) for name, value in kwargs.items()}
         edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
         try:
-            found = run(edges, size=size, **given)
+            with _given_destinations(layer):
+                found = run(edges, size=size, **given)
         except Exception as error:  # whatever a layer says of some of its rows
             return f"could not be tried on some of the edges ({type(error).__name__}: {error})"
         if not _same(found, whole.narrow(dim, span.start, len(span))):
             return "gave some destinations other numbers without the edges into others when it was tried on a few nodes"
     return ""
+
+
+@contextlib.contextmanager
+def _given_destinations(layer: MessagePassing) -> Iterator[None]:
+    """Its ``update`` gets of both ends what it gets where a hop runs by chunks."""
+    attributes, before = vars(layer), dict(vars(layer))
+    if "update" not in attributes:
+        attributes["update"] = types.MethodType(of_destinations(type(layer).update), layer)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
 
 
 def _called(names: Iterable[str]) -> str:

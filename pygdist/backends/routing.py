@@ -9,16 +9,18 @@ aggregations that pad (:mod:`pygdist.nn.aggregation`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch_geometric
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, RGCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
@@ -309,7 +311,8 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         backend: Backend = getattr(type(self), _BACKEND)
         _routing_of(backend).relations.begin_layer()
         try:
-            return backend.run_layer(self, forward, args, kwargs)
+            with _relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
+                return backend.run_layer(self, forward, args, kwargs)
         except (IndexError, RuntimeError, ValueError) as error:
             if backend.communicator.world_size == 1 or not _looks_beyond(error):
                 raise
@@ -321,6 +324,17 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return run
+
+
+@contextlib.contextmanager
+def _relations_in_turn() -> Iterator[None]:
+    """A hop for each relation; with pyg-lib a rank would choose by its own edges, or one hop for all."""
+    said = torch_geometric.backend.use_segment_matmul
+    torch_geometric.backend.use_segment_matmul = False if said is None else said
+    try:
+        yield
+    finally:
+        torch_geometric.backend.use_segment_matmul = said
 
 
 def _looks_beyond(error: Exception) -> bool:

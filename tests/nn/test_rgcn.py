@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch_geometric
 from torch_geometric.data import Data
+from torch_geometric.nn import RGCNConv
 
 from pygdist.backends import distribute, resolve_backend
 from pygdist.comm import Communicator
@@ -44,3 +46,24 @@ def test_a_graph_of_several_types_equals_one_process(backend: str, dealt: str, t
     part = nodes * 7 % 3 if dealt == "in turns" else nodes * 3 // num_nodes
     write_store(data, part, tmp_path / "parts", num_parts=3, method="", arguments={}, notes=[])
     assert max(pool.run(_step, 3, str(tmp_path / "parts"), backend)) < 1e-10
+
+
+def _chosen(rank: int, world_size: int, store: str) -> list[object]:
+    """Whether the layer looked at its own edges, and PyG's setting afterwards."""
+    shard, bound = Shard.load(store, rank), resolve_backend("comm")
+    bound.bind(shard, Communicator(dist.new_group()))
+    layer = RGCNConv(132, 6, num_relations=8).double()
+    distribute(layer, backend=bound)
+    layer(shard.x, shard.adjacency, shard.edge_type)
+    return [hasattr(layer, "_use_segment_matmul_heuristic_output"), torch_geometric.backend.use_segment_matmul]
+
+
+def test_ranks_do_not_choose_by_their_own_edges_how_many_hops_they_make(tmp_path: Path, pool: RankPool) -> None:
+    """With pyg-lib RGCNConv may make one hop for all relations, if a rank's largest is small."""
+    data = _graph()
+    part = torch.arange(int(data.num_nodes or 0)).numpy() % 2
+    write_store(data, part, tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
+    plain = RGCNConv(132, 6, num_relations=8).double()
+    plain(data.x, data.edge_index, data.edge_type)
+    assert hasattr(plain, "_use_segment_matmul_heuristic_output")
+    assert pool.run(_chosen, 2, str(tmp_path / "parts")) == [[False, None], [False, None]]
