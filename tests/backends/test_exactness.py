@@ -36,7 +36,7 @@ OF_A_PART = {
 #: By backend, the layers that it does not refuse; all of them where nothing is said.
 SOME_LAYERS = {"tensor": supported_layers("tensor"), "replica": [name for name in LAYERS if name not in OF_A_PART]}
 #: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
-EVERY_LAYER = {("comm", 1), ("cache", 2), ("cache", 3), ("hybrid", 1), ("tensor", 3), ("replica", 1)}
+EVERY_LAYER = {("comm", 1), ("cache", 2), ("hybrid", 1), ("replica", 1)}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 

@@ -17,9 +17,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch_geometric.nn import GCN
 
-from pygdist import GraphDataModule, InputError
+from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.lightning import (
-    LinkPredictor,
     ModelAveragingStrategy,
     averaging_checks,
 )
@@ -169,14 +168,14 @@ def test_manual_optimisation_is_refused(pool: RankPool, tmp_path: Path) -> None:
 
 
 def _links(rank: int, world_size: int, folder: str, store: str) -> str:
-    module = LinkPredictor(GCN(12, 8, num_layers=2), backend="replica")
+    module = NodeClassifier(GCN(12, 8, num_layers=2, out_channels=3), backend="replica")
     trainer = runs.trainer(rank, world_size, folder, strategy=ModelAveragingStrategy())
     with pytest.raises(InputError) as error:
         trainer.fit(module, datamodule=GraphDataModule(store=store, edge_split=(0.1, 0.1)))
     return str(error.value)
 
 
-def test_links_are_refused(pool: RankPool, tmp_path: Path) -> None:
+def test_held_out_edges_are_refused(pool: RankPool, tmp_path: Path) -> None:
     for message in pool.run(_links, 2, str(tmp_path), store_of(tmp_path, 2)):
         assert "edge_split: backend 'replica' classifies nodes" in message
 
