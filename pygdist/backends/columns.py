@@ -7,7 +7,6 @@ there, whatever is drawn at random (NeutronTP, Sec. 3, for any message and aggre
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.alike import TrialCache
-from pygdist.backends.layers import BASE, CACHES, Ends, of_destinations, own_class
+from pygdist.backends.layers import BASE, CACHES, Ends, having, of_destinations, own_class
 from pygdist.backends.reached import tensors_read
 from pygdist.errors import InputError
 
@@ -341,6 +340,8 @@ def _needs_all_edges(
 ) -> str:
     """Why a hop that gave ``whole`` cannot be run on half of the destinations; nothing if it can."""
     dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
+    # update() gets of both ends what it gets where a hop runs by chunks
+    update = vars(layer).get("update", types.MethodType(of_destinations(type(layer).update), layer))
     for span in (range(half), range(half, whole.size(dim))):
         among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
         if not among.any():  # many layers do not run on no edges
@@ -367,26 +368,13 @@ def _needs_all_edges(
         given = {name: taken(name, value) for name, value in kwargs.items()}
         edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
         try:
-            with _given_destinations(layer):
+            with having(layer, {"update": update}):
                 found = run(edges, size=size, **given)
         except Exception as error:  # whatever a layer says of some of its rows
             return f"could not be tried on some of the edges ({type(error).__name__}: {error})"
         if not _same(found, whole.narrow(dim, span.start, len(span))):
             return "gave some destinations other numbers without the edges into others when it was tried on a few nodes"
     return ""
-
-
-@contextlib.contextmanager
-def _given_destinations(layer: MessagePassing) -> Iterator[None]:
-    """Its ``update`` gets of both ends what it gets where a hop runs by chunks."""
-    attributes, before = vars(layer), dict(vars(layer))
-    if "update" not in attributes:
-        attributes["update"] = types.MethodType(of_destinations(type(layer).update), layer)
-    try:
-        yield
-    finally:
-        attributes.clear()
-        attributes.update(before)
 
 
 def _called(names: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "fused_adjacency",
     "fused_arguments",
     "fuses",
+    "having",
     "hooked",
     "is_linear",
     "layer_name",
@@ -55,6 +56,19 @@ class Ends(tuple[Tensor | None, ...]):
 
     An ``update`` that asks for the argument gets the destination rows, which are what the layer gave.
     """
+
+
+@contextlib.contextmanager
+def having(layer: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """The layer with these attributes; afterwards as it was, and what was left on it meanwhile is dropped."""
+    held = vars(layer)
+    before = dict(held)
+    held.update(attributes)
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(before)
 
 
 def of_destinations(update: Callable[..., Tensor]) -> Callable[..., Tensor]:

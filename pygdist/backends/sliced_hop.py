@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,7 +15,7 @@ from pygdist.backends.attention import attention_hop
 from pygdist.backends.base import Inner
 from pygdist.backends.blocks import read_names
 from pygdist.backends.columns import Columns, Kind, read_ends
-from pygdist.backends.layers import Ends, arguments_of_messages, hooked, layer_name, with_phantom_edge
+from pygdist.backends.layers import Ends, arguments_of_messages, having, hooked, layer_name, with_phantom_edge
 from pygdist.backends.overflow import Overflow
 from pygdist.backends.sliced_chunks import hop_in_chunks
 from pygdist.backends.topology import EdgeTensors, Everyone, Topology
@@ -223,7 +222,7 @@ class SlicedHop:
                     given[name] = parts[1]
                 else:
                     given[name] = tuple(parts) if name in in_pairs else Ends(parts)
-            with _attributes(layer, state):
+            with having(layer, state):  # as at the time of the forward pass
                 out = self._compute(edges, (edges.num_src, edges.num_dst), given)
             return _unfolded(out.movedim(layer.node_dim, 0), self.columns.fold, width, communicator)
 
@@ -297,16 +296,3 @@ class _Others:
             # what earlier passes left on the layer must not be held by this one
             if name in self._names or not (isinstance(value, Tensor) and value.grad_fn is not None)
         }
-
-
-@contextlib.contextmanager
-def _attributes(layer: MessagePassing, state: Mapping[str, Any]) -> Iterator[None]:
-    """The layer as it was at the time of the forward pass; what a chunk leaves on it is dropped."""
-    attributes = vars(layer)
-    before = dict(attributes)
-    attributes.update(state)
-    try:
-        yield
-    finally:
-        attributes.clear()
-        attributes.update(before)

@@ -21,8 +21,10 @@ from torch_geometric.nn import GCNConv, SAGEConv, SGConv, SimpleConv
 
 from pygdist import Shard, distribute
 from pygdist.backends import CommBackend, Savings
+from pygdist.backends.reuse import _Changing
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
+from pygdist.graph.identity import identity_of
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.layers import build
 from tests.backends.training import (
@@ -526,3 +528,14 @@ def test_gradients_of_fixed_rows_are_computed_where_that_is_asked_for(graph: tup
             with Columns() as columns:
                 same(epoch(model, shard.x, shard.adjacency), expected)
             assert columns.take() == ([5, 3, 3] if kind else [5, 3, 3, 5])
+
+
+def test_inputs_come_again_as_objects_not_as_memory() -> None:
+    """Freed memory may be given to others on some ranks alone."""
+    x, edges = torch.ones(3), torch.zeros(2, 4)
+    changing = _Changing((weakref.ref(x), None, None, weakref.ref(edges)), identity_of(x))
+    assert changing.came_again((x, None, None, edges), identity_of(x))
+    same_memory = x.view(3)
+    assert identity_of(same_memory) == identity_of(x)
+    assert not changing.came_again((same_memory, None, None, edges), identity_of(x))
+    assert not changing.came_again((x, None, None, edges.view(2, 4)), identity_of(x))
