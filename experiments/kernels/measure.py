@@ -31,11 +31,12 @@ from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 from torch_geometric.utils import scatter
 
 from experiments.machine import SOME_FAILED, cache_bytes, provenance
-from pygdist.backends import SingleBackend, distribute
+from pygdist.backends import SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency, Shard, power_law
 from pygdist.kernels import CSR
 from pygdist.partition import partition_graph
+from pygdist.routing import distribute
 
 OURS = "pygdist"
 HEADS, CHANNELS = 4, 32

@@ -3,12 +3,12 @@
 from pygdist.backends.base import Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
-from pygdist.backends.hybrid import Costs, HybridBackend
+from pygdist.backends.hybrid import HybridBackend
+from pygdist.backends.planning.greedy import Costs
 from pygdist.backends.replica import ReplicaBackend
-from pygdist.backends.routing import distribute, undistribute
-from pygdist.backends.savings import Savings
 from pygdist.backends.single import SingleBackend
 from pygdist.backends.tensor import TensorBackend
+from pygdist.hops.savings import Savings
 
 __all__ = [
     "Backend",
@@ -21,7 +21,5 @@ __all__ = [
     "SingleBackend",
     "TensorBackend",
     "backends",
-    "distribute",
     "resolve_backend",
-    "undistribute",
 ]

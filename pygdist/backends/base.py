@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.savings import Savings
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.hops.savings import Savings
 from pygdist.registry import Registry
 
 __all__ = ["Backend", "Inner", "Placement", "backends", "resolve_backend"]

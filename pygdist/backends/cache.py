@@ -5,7 +5,7 @@ Exact. Nothing is exchanged in a forward or backward pass; what several ranks ne
 
 from __future__ import annotations
 
-from pygdist.backends.recomputing import RecomputingBackend
+from pygdist.backends.recomputing.backend import RecomputingBackend
 
 __all__ = ["CacheBackend"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from pygdist.backends.chunks import Arrival
-from pygdist.backends.fetched import FetchingBackend
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.fetching.backend import FetchingBackend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
 

@@ -19,17 +19,17 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Inner
-from pygdist.backends.chunks import Arrival
-from pygdist.backends.layers import layer_name, options_of
-from pygdist.backends.recomputing import Probe, RecomputingBackend
-from pygdist.backends.rehearsal import Call, Kind
-from pygdist.backends.replicas import Rows, leading
-from pygdist.backends.sampled import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
+from pygdist.backends.passes.rehearsal import Call, Kind
+from pygdist.backends.passes.rows import Rows, leading
+from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.surroundings import Surroundings
+from pygdist.hops.layer import layer_name, options_of
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
 

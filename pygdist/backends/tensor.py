@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.attention import TransformerParts, Unweighted, attention_hop, transformer_parts
 from pygdist.backends.base import Inner
-from pygdist.backends.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
-from pygdist.backends.fetched import FetchingBackend
-from pygdist.backends.layers import fused_arguments, fuses, hooked, layer_name, with_phantom_edge
-from pygdist.backends.overflow import Overflow, beyond_memory, writable
-from pygdist.backends.sliced import SlicedAdjacency, SlicedEdges, sum_of_slices
-from pygdist.backends.sliced_attention import (
+from pygdist.backends.fetching.backend import FetchingBackend
+from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
+from pygdist.backends.slicing.any_hop import SlicedHop, gathered
+from pygdist.backends.slicing.attention import (
     attention_in_chunks,
     propagate_attention,
     scores_are_fewer,
@@ -37,12 +34,16 @@ from pygdist.backends.sliced_attention import (
     sum_of_values,
     weights_of_scores,
 )
-from pygdist.backends.sliced_hop import SlicedHop, gathered
-from pygdist.backends.topology import EdgeTensors, Everyone, Topology
-from pygdist.backends.waiting import Ranks
+from pygdist.backends.slicing.chunked_hop import Ranks
+from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
+from pygdist.backends.slicing.edge_tensors import EdgeTensors
+from pygdist.backends.slicing.everyone import Everyone, Topology
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
+from pygdist.hops.fused_attention import TransformerParts, Unweighted, attention_hop, transformer_parts
+from pygdist.hops.layer import fused_arguments, fuses, hooked, layer_name, with_phantom_edge
+from pygdist.memory.overflow import Overflow, beyond_memory, writable
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 
 __all__ = ["TensorBackend"]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pygdist.commands.train import Parser
 from pygdist.graph import Progress, read_description, write_generated
-from pygdist.graph.store import peak_rss_bytes
+from pygdist.graph.store.partitioned import peak_rss_bytes
 
 __all__ = ["generate", "run"]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 from torch_geometric.data import Data
 
-from pygdist.backends import Backend, SingleBackend, distribute
+from pygdist.backends import Backend, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.commands.messages import ArgumentParser
 from pygdist.commands.train import GraphCLI
@@ -23,6 +23,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
 from pygdist.nn.inputs import call_model, fill_in_sizes, row_lookup
+from pygdist.routing import distribute
 from pygdist.testing.exactness import (
     Difference,
     Step,

@@ -2,25 +2,33 @@
 
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import check
-from pygdist.graph.edge_file import EdgeFile, EdgeWriter
-from pygdist.graph.files import GraphFiles
-from pygdist.graph.generated import EdgeGenerator
-from pygdist.graph.generated_files import read_description, write_generated
-from pygdist.graph.hetero import load_hetero
-from pygdist.graph.homogeneous import as_homogeneous
+from pygdist.graph.generated.edges import EdgeGenerator
+from pygdist.graph.generated.files import read_description, write_generated
+from pygdist.graph.generated.power_law import power_law
+from pygdist.graph.generated.published import PUBLISHED
+from pygdist.graph.generated.sbm import degree_corrected_sbm
 from pygdist.graph.links import corrupted_sources, hold_out, known_pairs, supervised
-from pygdist.graph.npy import load_npy, save_npy
-from pygdist.graph.power_law import power_law
-from pygdist.graph.prepare import fingerprint, prepare
-from pygdist.graph.progress import Progress
-from pygdist.graph.published import PUBLISHED
-from pygdist.graph.sbm import degree_corrected_sbm
 from pygdist.graph.shard import Shard
-from pygdist.graph.sources import load_graph, register_generator
-from pygdist.graph.store import build_store, check_part, open_part, read_meta, store_key, write_graph, write_store
-from pygdist.graph.stream import EdgeSource, EdgeStream
+from pygdist.graph.sources.files import GraphFiles
+from pygdist.graph.sources.hetero import load_hetero
+from pygdist.graph.sources.homogeneous import as_homogeneous
+from pygdist.graph.sources.load import load_graph, register_generator
+from pygdist.graph.sources.npy import load_npy, save_npy
+from pygdist.graph.sources.prepare import fingerprint, prepare
+from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.store.partitioned import (
+    build_store,
+    check_part,
+    open_part,
+    read_meta,
+    store_key,
+    write_graph,
+    write_store,
+)
+from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
+from pygdist.graph.streams.progress import Progress
+from pygdist.graph.streams.stream import EdgeSource, EdgeStream
 from pygdist.graph.surroundings import Surroundings
-from pygdist.graph.whole import WholeGraph
 
 __all__ = [
     "PUBLISHED",

@@ -13,7 +13,7 @@ from torch import Tensor
 from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.store import open_part, read_meta
+from pygdist.graph.store.partitioned import open_part, read_meta
 from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, rows_and_edges
 
 __all__ = ["Shard"]
@@ -108,7 +108,7 @@ class Shard:
         verify: bool = True,
         meta: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """Map one part of an on-disk store (:mod:`pygdist.graph.store`); features stay memory-mapped.
+        """Map one part of an on-disk store (:mod:`pygdist.graph.store.partitioned`); features stay memory-mapped.
 
         Args:
             folder: The store, of either placement.
@@ -128,7 +128,7 @@ class Shard:
     def from_arrays(
         arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int, *, folder: Path | None = None
     ) -> Shard:
-        """A shard over the arrays of one part, as :func:`pygdist.graph.store.open_part` gives them."""
+        """A shard over the arrays of one part, as :func:`pygdist.graph.store.partitioned.open_part` gives them."""
         surroundings = None
         if meta["placement"] == "replicas":
             num_owned = int(meta["parts"][rank]["num_owned"])

@@ -62,7 +62,7 @@ class Surroundings:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], num_owned: int) -> Surroundings:
-        """Over the arrays of one part of a *replicas* store, as :func:`pygdist.graph.store.open_part` gives them."""
+        """Over the arrays of one part of a *replicas* store, as :func:`~pygdist.graph.store.open_part` gives them."""
         per_hop = arrays["recv_counts"].sum(axis=1).tolist()
         return Surroundings(
             num_hops=len(per_hop),

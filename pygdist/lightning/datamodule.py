@@ -14,14 +14,14 @@ from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from pygdist.backends.overflow import writable
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.memory import memory_bytes
 from pygdist.lightning.parts import PartBatch, PartLoader, Resumable
 from pygdist.lightning.precomputed import Precomputed
+from pygdist.memory.machine import memory_bytes
+from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches

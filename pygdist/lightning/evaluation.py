@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends import CommBackend, Savings, distribute, undistribute
-from pygdist.backends.overflow import writable
+from pygdist.backends import CommBackend, Savings
 from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
+from pygdist.memory.overflow import writable
+from pygdist.routing import distribute, undistribute
 
 __all__ = ["WholeGraphEvaluation"]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends import Backend, Savings, distribute, resolve_backend, undistribute
+from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -20,6 +20,7 @@ from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes
+from pygdist.routing import distribute, undistribute
 
 __all__ = ["GraphModule"]
 

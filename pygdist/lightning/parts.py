@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from pygdist.backends.sampled import EDGE_NORM, EdgeNorm
+from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS

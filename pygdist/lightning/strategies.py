@@ -26,7 +26,7 @@ from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.watchdog import FINISHED, LOST_A_NEIGHBOUR
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
-from pygdist.lightning.memory import keep_freed_memory
+from pygdist.memory.machine import keep_freed_memory
 
 __all__ = ["GraphDDPStrategy"]
 
@@ -53,7 +53,7 @@ class GraphDDPStrategy(DDPStrategy):
             wait in a call that no error reaches, as with nccl.
         check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, let processes keep the memory of freed tensors for those of the next epoch, from the second
-            epoch of training on; see :func:`~pygdist.lightning.memory.keep_freed_memory`.
+            epoch of training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
         start_method: How Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.

@@ -16,8 +16,8 @@ from torch_geometric.data import Data
 
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
-from pygdist.graph.progress import enter_stage
-from pygdist.graph.store import placement_of
+from pygdist.graph.store.partitioned import placement_of
+from pygdist.graph.streams.progress import enter_stage
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings

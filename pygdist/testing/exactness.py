@@ -28,13 +28,14 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
-from pygdist.backends import Backend, Savings, distribute, resolve_backend, undistribute
+from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.loss import labelled, summed_loss
+from pygdist.routing import distribute, undistribute
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import HIDDEN, LAYERS, build
 from pygdist.testing.ranks import RankPool

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torch import nn
 
-from pygdist.backends.refusals import REFUSED_LAYERS
 from pygdist.errors import InputError
+from pygdist.routing.refusals import REFUSED_LAYERS
 from pygdist.testing.layers import LAYERS, LayerCase
 
 __all__ = ["BLOCKS", "layers_table", "main", "norms_list", "refused_table", "update"]

@@ -43,7 +43,7 @@ def noted(communicator: Communicator) -> Iterator[list[str]]:
             super().finish()
             order.found.append(f"has {_name(self._label)}")
 
-    with mock.patch("pygdist.backends.travels.Transfer", Noted):
+    with mock.patch("pygdist.backends.slicing.pipeline.Transfer", Noted):
         yield order.found
     communicator.recorder = None
 

@@ -15,9 +15,10 @@ from torch.nn import functional
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, GraphConv, RGCNConv
 
-from pygdist.backends import distribute, resolve_backend
+from pygdist.backends import resolve_backend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 
 

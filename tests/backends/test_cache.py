@@ -17,12 +17,13 @@ from torch_geometric.nn import GCN, BatchNorm, GCNConv, MessagePassing, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops
 
-from pygdist.backends import Backend, CacheBackend, HybridBackend, distribute, undistribute
-from pygdist.backends.arguments import tensors_of
+from pygdist.backends import Backend, CacheBackend, HybridBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
+from pygdist.hops.arguments import tensors_of
 from pygdist.native import load
+from pygdist.routing import distribute, undistribute
 from pygdist.testing import RankPool, assert_exact, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 

@@ -13,11 +13,12 @@ from torch_geometric.nn import GCN
 
 from pygdist import Shard, distribute
 from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
-from pygdist.backends.chunks import Arrival, split_by_source
-from pygdist.backends.overflow import Overflow
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.fetching.groups import split_by_source
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import write_store
 from pygdist.kernels import CSR
+from pygdist.memory.overflow import Overflow
 from pygdist.testing import LAYERS, run_ranks
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import random_graph

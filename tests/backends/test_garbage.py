@@ -12,10 +12,11 @@ from torch import Tensor
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, TransformerConv
 from torch_geometric.nn import Sequential as Layers
 
-from pygdist.backends import CacheBackend, CommBackend, HybridBackend, distribute
+from pygdist.backends import CacheBackend, CommBackend, HybridBackend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 
 MODELS = {

@@ -19,16 +19,19 @@ from torch import Tensor
 from torch.nn import Linear
 from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 
-from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, distribute, plans
+from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, plans
 from pygdist.backends.hybrid import _chosen
-from pygdist.backends.plans import Expected, _followed, _similar, expected_epoch, load_plan, save_plan
-from pygdist.backends.probe import HopCosts, Network
-from pygdist.backends.replicas import replicas_of
+from pygdist.backends.planning.expected import Expected, expected_epoch
+from pygdist.backends.planning.hop_costs import HopCosts
+from pygdist.backends.planning.kept_plans import _followed, _similar, load_plan, save_plan
+from pygdist.backends.planning.network import Network
+from pygdist.backends.recomputing.rows import replicas_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import load
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, assert_exact, random_graph
 
 needs_native = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")

@@ -18,12 +18,13 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, subgraph
 from typing_extensions import override
 
-from pygdist.backends import CommBackend, ReplicaBackend, distribute, undistribute
+from pygdist.backends import CommBackend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.lightning.parts import sampled_graph
 from pygdist.native import load
+from pygdist.routing import distribute, undistribute
 from pygdist.sampler import SaintNodeBatches
 from pygdist.testing import LAYERS, RankError, RankPool, assert_exact, random_graph
 from pygdist.testing.layers import build

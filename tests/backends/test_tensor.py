@@ -37,10 +37,11 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from pygdist.backends import Savings, TensorBackend, distribute, resolve_backend
-from pygdist.backends.columns import acts_on_columns
+from pygdist.backends import Savings, TensorBackend, resolve_backend
+from pygdist.backends.slicing.columns import acts_on_columns
+from pygdist.backends.slicing.edge_tensors import EdgeTensors
+from pygdist.backends.slicing.everyone import Everyone
 from pygdist.backends.tensor import _device_of, _most
-from pygdist.backends.topology import EdgeTensors, Everyone
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.slices import columns_of
@@ -52,6 +53,7 @@ from pygdist.nn import GlobalGCNNorm
 from pygdist.nn.decoupled import decouple
 from pygdist.nn.loss import summed_loss
 from pygdist.partition import partition_graph
+from pygdist.routing import distribute
 from pygdist.testing import LAYERS, RankError, RankPool, assert_exact, random_graph, supported_layers
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import GRAPHS

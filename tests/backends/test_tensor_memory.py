@@ -33,17 +33,18 @@ from torch_geometric.nn import (
 )
 from typing_extensions import override
 
-from pygdist.backends import TensorBackend, distribute
-from pygdist.backends.overflow import Overflow
-from pygdist.backends.slice_plan import SlicePlan, chunks_within, length_of
-from pygdist.backends.sliced_chunks import repeated
-from pygdist.backends.waiting import Waiting
+from pygdist.backends import TensorBackend
+from pygdist.backends.slicing.chunk_plan import SlicePlan, chunks_within, length_of
+from pygdist.backends.slicing.chunked_autograd import repeated
+from pygdist.backends.slicing.chunked_hop import Waiting
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.kernels import CSR
+from pygdist.memory.overflow import Overflow
 from pygdist.native import load
 from pygdist.nn.decoupled import Decoupled, decouple
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, Step, assert_exact, random_graph, supported_layers
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from tests.backends.memory import at_most, large_graph, private_bytes, return_freed_memory
@@ -367,7 +368,7 @@ def test_wider_results_take_more_memory(tmp_path: Path) -> None:
     taken = []
     for number, aggr in enumerate((["max"], ["max", "std", "mean"])):
         model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr=aggr).double(), tmp_path / str(number), 1.0)
-        with mock.patch("pygdist.backends.sliced_chunks.chunks_within", return_value=1) as asked:
+        with mock.patch("pygdist.backends.slicing.chunked_autograd.chunks_within", return_value=1) as asked:
             model(shard.x, shard.adjacency)
         taken.append(asked.call_args.kwargs["out_bytes"])
     assert taken[1] == 3 * taken[0] > 0

@@ -26,7 +26,7 @@ from pygdist.graph import (
     write_store,
 )
 from pygdist.partition import partition_graph
-from tests.graph.test_store import random_graph
+from tests.graph.store.test_partitioned import random_graph
 
 
 @given(

@@ -8,10 +8,11 @@ import lightning.pytorch as pl
 import torch
 from torch_geometric.nn import GCN
 
-from pygdist.backends import ReplicaBackend, Savings, distribute
+from pygdist.backends import ReplicaBackend, Savings
 from pygdist.comm import Communicator
 from pygdist.lightning import ModelAveragingStrategy
 from pygdist.lightning.evaluation import WholeGraphEvaluation
+from pygdist.routing import distribute
 from pygdist.testing import RankPool
 from tests.lightning import runs
 

@@ -16,13 +16,14 @@ from torch_geometric.nn import GAT, GCN, GIN, PNA, GCNConv, GraphSAGE, MessagePa
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import add_remaining_self_loops, softmax, to_dense_adj
 
-from pygdist.backends import TensorBackend, distribute, resolve_backend
+from pygdist.backends import TensorBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
 from pygdist.nn.decoupled import Decoupled, decouple
 from pygdist.nn.inputs import edge_inputs
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch_geometric.nn import SAGEConv, SGConv
 
-from pygdist.backends import distribute, resolve_backend
+from pygdist.backends import resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.nn.ngnn import NGNN
+from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 

@@ -12,10 +12,11 @@ import torch_geometric
 from torch_geometric.data import Data
 from torch_geometric.nn import RGCNConv
 
-from pygdist.backends import distribute, resolve_backend
+from pygdist.backends import resolve_backend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, load_graph, write_store
 from pygdist.nn.rgcn import RGCN
+from pygdist.routing import distribute
 from pygdist.testing import RankPool
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 

@@ -1,0 +1,53 @@
+"""Rows that are fetched at once, and where they belong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.comm import ExchangePlan, part_of
+
+__all__ = ["Arrival"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows that are fetched at once, and where they belong.
+
+    Attributes:
+        plan: Who sends what.
+        position: Of each row that arrives, among the rows of this rank; ``(h,)`` int64.
+    """
+
+    plan: ExchangePlan
+    position: Tensor
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Arrival:
+        """No row, from nobody."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(plan=ExchangePlan(send_index=none, send_counts=(), recv_counts=()), position=none)
+
+    def to(self, device: torch.device) -> Arrival:
+        """The same on ``device``."""
+        return Arrival(plan=self.plan.to(device), position=self.position.to(device))
+
+    def piece(self, first: int, rows: int) -> Arrival:
+        """Of what each rank sends to each other the rows from number ``first`` on, at most so many."""
+        plan = self.plan
+        send, arrive = (
+            tuple(min(max(count - first, 0), rows) for count in counts)
+            for counts in (plan.send_counts, plan.recv_counts)
+        )
+        peers = range(len(send))
+        index = [plan.send_index_of(peer)[first : first + rows] for peer in peers]
+        position = [self.positions_of(peer)[first : first + rows] for peer in peers]
+        cut = ExchangePlan(send_index=torch.cat(index), send_counts=send, recv_counts=arrive)
+        return Arrival(plan=cut, position=torch.cat(position))
+
+    def positions_of(self, peer: int, part: int = 0, parts: int = 1) -> Tensor:
+        """Where the rows of ``peer`` belong, or those of a part of them."""
+        start, count = sum(self.plan.recv_counts[:peer]), self.plan.recv_counts[peer]
+        return self.position[start : start + count][part_of(count, part, parts)]

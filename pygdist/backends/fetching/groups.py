@@ -1,0 +1,257 @@
+"""A hop's edges in chunks by where their sources come from, so that each is aggregated when its rows are here.
+
+The in-edges whose sources arrive from rank *j* are one chunk (NeutronStar, Sec. 4.3), those whose sources this rank
+holds are another, which needs nothing to arrive. Columns of a chunk count the rows of its rank as they arrive, so that
+rows are aggregated where they lie, and gradients are written where they leave from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.comm import Leg
+from pygdist.graph.identity import fixable, identity_of
+from pygdist.kernels import CSR, transpose
+from pygdist.kernels.csr import narrowest, pointers
+from pygdist.memory.overflow import Overflow
+
+__all__ = ["Chunk", "Chunks", "EdgeMemory", "split_by_source"]
+
+_EDGES_AT_A_TIME = 1 << 20  # to sort
+
+
+class EdgeMemory:
+    """What a hop holds for each of its edges: one array of a kind, of which each chunk has its part.
+
+    Args:
+        num_edges: Of all chunks.
+        device: Where edges are computed with.
+        overflow: Where they wait for that, if there is no memory for them on the device.
+    """
+
+    def __init__(self, num_edges: int, device: torch.device, overflow: Overflow | None = None) -> None:
+        self.device = device
+        self._num_edges, self._overflow = num_edges, overflow
+        self._arrays: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether edges are elsewhere until they are computed with."""
+        return self._overflow is not None
+
+    def part(self, kind: str, dtype: torch.dtype, among: slice) -> Tensor:
+        """Of one kind, the values of some edges; what is written there stays."""
+        if (kind, dtype) not in self._arrays:
+            self._arrays[kind, dtype] = self.empty((self._num_edges,), dtype)
+        return self._arrays[kind, dtype][among]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory where edges wait, or on the device."""
+        if self._overflow is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        small = math.prod(shape) * dtype.itemsize < self._overflow.small
+        return torch.empty(shape, dtype=dtype) if small else self._overflow.empty(shape, dtype)
+
+
+class Chunk:
+    """Some of the edges of a hop.
+
+    Args:
+        memory: Holds the column of each edge (``index``) and its place among all edges of the hop (``perm``).
+        among: Which of them these are.
+        row: The row of each; kept if ``tight``.
+        num_rows: Destinations of the hop.
+        num_cols: Rows that arrive.
+        tight: Hold the row of each edge where that takes less memory than a pointer for each row of the hop.
+
+    Attributes:
+        perm: The place of each edge of :attr:`csr` among all edges of the hop; it waits with them.
+    """
+
+    def __init__(
+        self, memory: EdgeMemory, among: slice, row: Tensor, num_rows: int, num_cols: int, *, tight: bool = False
+    ) -> None:
+        self._memory, self._among = memory, among
+        self._num_rows, self._num_cols = num_rows, num_cols
+        self._index, self.perm = (memory.part(kind, row.dtype, among) for kind in ("index", "perm"))
+        self._by_entry = tight and row.nbytes < torch.int64.itemsize * num_rows
+        if self._by_entry:
+            self._rows = row
+        else:
+            indptr = pointers(row, num_rows)
+            self._rows = memory.empty(tuple(indptr.shape), indptr.dtype).copy_(indptr)
+        self._transposed: CSR | None = None
+        self._values: dict[bool, tuple[Tensor, tuple[object, ...], Tensor]] = {}
+
+    @property
+    def csr(self) -> CSR:
+        """The edges by destination: destinations by the rows that arrive."""
+        return self._on(self._memory.device)
+
+    @property
+    def filled(self) -> Tensor:
+        """Which destinations have an edge here; ``(n, 1)`` bool."""
+        rows = self._rows.to(self._memory.device, non_blocking=True)
+        if not self._by_entry:
+            return (rows.diff() > 0).unsqueeze(-1)
+        return rows.new_zeros(self._num_rows, dtype=torch.bool).index_fill_(0, rows.long(), True).unsqueeze(-1)
+
+    @property
+    def transposed(self) -> CSR:
+        """The edges by source; computed once, where they wait."""
+        back, device = self._backwards(), self._memory.device
+        assert back.perm is not None
+        indptr, index, perm = (part.to(device, non_blocking=True) for part in (back.indptr, back.index, back.perm))
+        return CSR(indptr, index, back.num_cols, perm)
+
+    def values(self, value: Tensor | None, *, transposed: bool = False) -> Tensor | None:
+        """Those of the edges' values that belong here, ``(edges, 1)``; kept while ``value`` stays the same."""
+        if value is None:
+            return None
+        known = self._values.get(transposed)
+        if known is not None and known[1] == identity_of(value):
+            return known[2].to(value.device, non_blocking=True)
+        order = self.perm
+        if transposed:
+            perm = self._backwards().perm
+            assert perm is not None
+            order = order.index_select(0, perm)
+        with torch.inference_mode(False):
+            found = value.detach().index_select(0, order.to(value.device)).unsqueeze(1)
+            if fixable(value):
+                kept = found
+                if self._memory.waits:
+                    kind = "value by source" if transposed else "value"
+                    kept = self._memory.part(kind, found.dtype, self._among).unsqueeze(1).copy_(found)
+                self._values[transposed] = (value.detach(), identity_of(value), kept)
+        return found
+
+    def _on(self, device: torch.device) -> CSR:
+        rows, index = (part.to(device, non_blocking=True) for part in (self._rows, self._index))
+        return CSR(pointers(rows, self._num_rows) if self._by_entry else rows, index, self._num_cols)
+
+    def _backwards(self) -> CSR:
+        if self._transposed is None:
+            kinds = iter(("index by source", "perm by source"))
+            with torch.inference_mode(False):
+                self._transposed = transpose(
+                    self._on(self._index.device),
+                    lambda shape, dtype: self._memory.part(next(kinds), dtype, self._among),
+                )
+        return self._transposed
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The edges of a hop.
+
+    Attributes:
+        num_rows: Destinations.
+        degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
+        local: Edges whose sources this rank holds; columns are its rows.
+        remote: For each piece in which rows arrive, by leg: edges whose sources arrive with it, where any do.
+    """
+
+    num_rows: int
+    degree: Tensor
+    local: Chunk
+    remote: tuple[dict[Leg, Chunk], ...]
+
+
+def split_by_source(
+    csr: CSR, num_local: int, pieces: Sequence[Arrival], parts: int = 1, overflow: Overflow | None = None
+) -> Chunks:
+    """Sort the edges of a hop into chunks; their order within a destination stays.
+
+    Args:
+        csr: Destinations by sources; ``csr.perm`` is not used.
+        num_local: Rows that this rank holds; all other columns that occur arrive.
+        pieces: What arrives, one after the other.
+        parts: Of what comes from each rank.
+        overflow: Where edges wait until their chunk is computed with, and are sorted; the device by default.
+    """
+    memory = EdgeMemory(csr.num_entries, csr.index.device, overflow)
+    degree = csr.indptr.diff().clamp(min=1).unsqueeze(-1)
+    if overflow is not None:
+        csr = CSR(csr.indptr.cpu(), csr.index.cpu(), csr.num_cols)
+        pieces = [piece.to(csr.index.device) for piece in pieces]
+    device, dtype = csr.index.device, csr.index.dtype
+    chunk_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
+    column = torch.arange(csr.num_cols, dtype=dtype, device=device)
+    widths: list[tuple[int, Leg, int]] = []
+    for number, arrival in enumerate(pieces):
+        for rank, count in enumerate(arrival.plan.recv_counts):
+            for part in range(parts if count else 0):
+                places = arrival.positions_of(rank, part, parts)
+                if places.numel():
+                    widths.append((number, Leg(rank, part), places.numel()))
+                    chunk_of[places] = len(widths)
+                    column[places] = torch.arange(places.numel(), dtype=dtype, device=device)
+    tight = len(pieces) > 1
+    edges = _Sorted(csr, chunk_of, column, len(widths) + 1, memory, keep_rows=tight or memory.waits)
+
+    def chunk(number: int, width: int) -> Chunk:
+        among = edges.parts[number]
+        return Chunk(memory, among, edges.row[among], csr.num_rows, width, tight=tight)
+
+    remote: list[dict[Leg, Chunk]] = [{} for _ in pieces]
+    for entry, (number, leg, width) in enumerate(widths, 1):
+        remote[number][leg] = chunk(entry, width)
+    return Chunks(num_rows=csr.num_rows, degree=degree, local=chunk(0, num_local), remote=tuple(remote))
+
+
+class _Sorted:
+    """Edges by chunk, written into memory; some rows at a time, as no more may be held than that.
+
+    Attributes:
+        parts: The edges of each chunk.
+        row: The row of each edge.
+    """
+
+    def __init__(
+        self, csr: CSR, chunk_of: Tensor, column: Tensor, num_chunks: int, memory: EdgeMemory, *, keep_rows: bool
+    ) -> None:
+        blocks = list(_blocks(csr.indptr, _EDGES_AT_A_TIME))
+        counts = torch.zeros(num_chunks, dtype=torch.int64, device=csr.index.device)
+        for _, edges in blocks:
+            counts += torch.bincount(chunk_of[csr.index[edges].long()], minlength=num_chunks)
+        ends = counts.cumsum(0)
+        self.parts = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+        every, place = slice(None), ends - counts
+        # rows, columns and edges are counted in one type
+        dtype = torch.promote_types(csr.index.dtype, narrowest(max(csr.num_entries, csr.num_rows)))
+        index, perm = (memory.part(kind, dtype, every) for kind in ("index", "perm"))
+        self.row = memory.part("row", dtype, every) if keep_rows else torch.empty_like(index)
+        for rows, edges in blocks:
+            source = csr.index[edges].long()
+            order = torch.argsort(chunk_of[source], stable=True)
+            kind = chunk_of[source[order]].long()
+            found = torch.bincount(kind, minlength=num_chunks)
+            # each goes behind those of its chunk that were there before
+            at = torch.arange(kind.numel(), device=kind.device) + (place - (found.cumsum(0) - found))[kind]
+            row = torch.repeat_interleave(
+                torch.arange(rows.start, rows.stop, dtype=dtype, device=kind.device),
+                csr.indptr[rows.start : rows.stop + 1].diff(),
+                output_size=kind.numel(),
+            )
+            index[at] = column[source[order]].to(dtype)
+            perm[at] = (order + edges.start).to(dtype)
+            self.row[at] = row[order]
+            place += found
+
+
+def _blocks(indptr: Tensor, most: int) -> Iterator[tuple[slice, slice]]:
+    """Consecutive rows and their entries, about ``most`` at a time."""
+    num_rows, first = indptr.numel() - 1, 0
+    while first < num_rows:
+        start = int(indptr[first])
+        last = int(torch.searchsorted(indptr, start + most, right=True)) - 1  # the last that ends within so many
+        last = max(last, first + 1)
+        yield slice(first, last), slice(start, int(indptr[last]))
+        first = last

@@ -1,0 +1,174 @@
+"""What makes up for how edges of a mini-batch were sampled (GraphSAINT, Zeng et al., ICLR 2020, Sec. 3.2).
+
+A weight for each edge, by which a sum over the sampled neighbours is on average that over all. A layer that takes edge
+weights gets it as one, from the model or, if the model gives it none, from here; degrees that it normalises by are
+those of the part. For layers that take none, a sum or mean of neighbours' rows is weighted here, as it is one sparse
+product. Any other hop knows no such weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.graph import Adjacency
+from pygdist.graph.self_loops import is_self_loop
+from pygdist.hops.layer import fuses
+from pygdist.kernels import CSR
+
+__all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
+
+EDGE_NORM = "edge_norm"
+"""Where an adjacency of a mini-batch has it, in :attr:`~pygdist.graph.Adjacency.derived`."""
+
+
+@dataclass(frozen=True)
+class EdgeNorm:
+    """The weights of a mini-batch's edges, in the order of its adjacency.
+
+    Attributes:
+        weight: ``(E,)``; a sum of neighbours' rows times this is on average that of the whole part.
+        given: ``(E,)``, what the model is given as ``edge_weight``: the same, times the graph's own weights.
+        missing: ``(n,)``, how many in-edges of each row were not sampled; ``None`` if nobody knows, and so how many
+            there are to take a mean over.
+        n_id: ``(n,)``, the rows of the part that the batch has; ``None`` if nobody knows.
+    """
+
+    weight: Tensor
+    given: Tensor
+    missing: Tensor | None = None
+    n_id: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, csr: CSR, *, edge_weight: Tensor | None, in_degree: Tensor | None, n_id: Tensor | None
+    ) -> EdgeNorm:
+        """From GraphSAINT's norm of each edge, and how many in-edges each row has where nothing is sampled.
+
+        Shapes:
+            ``weight`` and ``edge_weight`` are :math:`(E)`, ``in_degree`` and ``n_id`` :math:`(n)`, and ``csr`` has
+            :math:`n` rows and :math:`E` entries.
+        """
+        given = weight if edge_weight is None else weight * edge_weight
+        return cls(weight, given, None if in_degree is None else in_degree - csr.indptr.diff(), n_id)
+
+    def is_weighted_by_graph(self, edge_weight: Tensor) -> bool | None:
+        """Whether edge weights are these times the graph's own, or these alone; ``None`` if they are others."""
+        for known in (self.weight, self.given):
+            if _same(edge_weight, known):
+                return known is not self.weight
+        return None
+
+    def to_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """A call of a layer's ``forward`` with this as its edge weights, if it takes some and has none.
+
+        Returns:
+            The arguments, and whether this alone is its weights: in the whole part it has none.
+        """
+        names = list(inspect.signature(forward).parameters)
+        if "edge_weight" not in names:
+            return args, kwargs, False
+        at = names.index("edge_weight") - 1  # ``args`` begin after the layer itself
+        edge_weight = args[at] if at < len(args) else kwargs.get("edge_weight")
+        if edge_weight is not None:
+            return args, kwargs, isinstance(edge_weight, Tensor) and self.is_weighted_by_graph(edge_weight) is False
+        takes = _sums(layer) or (_averages(layer) and self.missing is not None)
+        if not (takes and any(self._is_of(value) for value in (*args, *kwargs.values()))):
+            return args, kwargs, False
+        if at < len(args):
+            return (*args[:at], self.weight, *args[at + 1 :]), kwargs, True
+        return args, {**kwargs, "edge_weight": self.weight}, True
+
+    def on(
+        self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any], *, in_weights: bool
+    ) -> tuple[Tensor, dict[str, Any], bool]:
+        """The edges and arguments of a hop that makes up for the sampling.
+
+        Args:
+            layer: The layer that propagates.
+            edge_index: The edges, perhaps with self-loops.
+            kwargs: The arguments.
+            in_weights: Whether edge weights of the layer, if it has any, hold this as a factor.
+
+        Returns:
+            Edges, arguments, and whether they do make up for it.
+        """
+        edge_weight = kwargs.get("edge_weight")
+        if edge_weight is None:
+            weighted = self._weighted(layer, edge_index, kwargs)
+            return (edge_index if weighted is None else weighted), kwargs, weighted is not None
+        if not in_weights or layer.aggr is None or _sums(layer):
+            return edge_index, kwargs, in_weights
+        if _averages(layer) and self.missing is not None and isinstance(edge_index, Adjacency):
+            return edge_index, {**kwargs, "edge_weight": edge_weight * self._sampled_share(edge_index.csr())}, True
+        if self._is_of(edge_index):  # a maximum, say, is better off without
+            kwargs = {**kwargs, "edge_weight": edge_weight / self.weight}
+        return edge_index, kwargs, False
+
+    def _weighted(self, layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
+        """The edges of a hop that has no weights; ``None`` if it is no sum or mean of rows."""
+        if not (self._is_of(edge_index) and fuses(layer, edge_index, kwargs)):
+            return None
+        assert isinstance(edge_index, Adjacency)
+        if _sums(layer):
+            return edge_index.with_value(self.weight)
+        if _averages(layer) and self.missing is not None:
+            return edge_index.with_value(self.weight * self._sampled_share(edge_index.csr()))
+        return None
+
+    def _sampled_share(self, csr: CSR) -> Tensor:
+        """Of each edge: how many there are into its row, of those in the whole part; the layer's loops are in both."""
+        assert self.missing is not None
+        sampled = csr.indptr.diff()
+        share = sampled.to(self.weight.dtype) / (sampled + self.missing).clamp(min=1)
+        return share[csr.row_index().long()]
+
+    def _is_of(self, edges: Any) -> bool:
+        return isinstance(edges, Adjacency) and edges.derived.get(EDGE_NORM) is self
+
+
+def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:
+    """What :attr:`~pygdist.graph.surroundings.Surroundings.in_degree` notes of each row, by these edges alone."""
+    row, loop = csr.row_index().long(), is_self_loop(csr)
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(csr.num_rows, dtype=torch.float64, device=row.device).index_add_(0, row, values.double())
+
+    columns = [csr.indptr.diff().double(), summed(loop)]
+    if edge_weight is not None:
+        last = torch.zeros_like(columns[0])
+        last[row[loop]] = edge_weight[loop].double()
+        columns += [summed(edge_weight), summed(edge_weight * loop), last]
+    return torch.stack(columns, dim=1)
+
+
+def in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tensor:
+    """In-degrees, from :func:`in_degree_facts` of each row: with the self-loops it has, or with one at every node."""
+    number, loops, *weights = facts.unbind(1)
+    if not weighted:
+        return number if loop_weight is None else number - loops + 1
+    total, of_loops, last = weights
+    if loop_weight is None:
+        return total
+    return total - of_loops + torch.where(loops > 0, last, loop_weight)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, however they are viewed."""
+    return one.numel() == other.numel() > 0 and one.data_ptr() == other.data_ptr()
+
+
+def _sums(layer: MessagePassing) -> bool:
+    return layer.aggr in ("sum", "add")
+
+
+def _averages(layer: MessagePassing) -> bool:
+    return bool(layer.aggr == "mean")

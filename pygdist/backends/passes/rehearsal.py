@@ -1,0 +1,240 @@
+"""A model by itself on a few nodes: which hops it makes, how wide they are, whether its layers are a chain.
+
+Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to it what layers ask for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.passes.clock import Clock
+from pygdist.backends.passes.rows import Rows
+from pygdist.graph import Adjacency
+from pygdist.hops.arguments import mapped, node_dim, tensors_of
+from pygdist.hops.layer import neighbour_arguments
+from pygdist.kernels import CSR
+
+__all__ = ["Attempt", "Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "within"]
+
+log = logging.getLogger(__name__)
+
+_COUNTED_ON = 2  # rows
+_LEFT = 89  # rows that a model is left with where each hop leaves one fewer
+
+Kind: TypeAlias = Literal["node", "edge"] | None
+"""Of what an argument holds a row."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model, and of what each of its arguments holds a row, in the order of :func:`~.arguments.mapped`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kinds: list[Kind]
+
+    def changed(self, change: Callable[[Any, Kind], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, each changed by its value and its kind."""
+        kind = iter(self.kinds)
+        return mapped(self.model.forward, self.args, self.kwargs, lambda _, value: change(value, next(kind)))
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a model that is called with certain arguments.
+
+    Attributes:
+        widths: How many values of a source each hop of a forward pass reads.
+        shrinks: Whether its layers may put out fewer rows than go in.
+        hops_of: Hops of each layer, by its id.
+    """
+
+    widths: tuple[int, ...]
+    shrinks: bool
+    hops_of: dict[int, int]
+
+
+class Rehearsal:
+    """One model, run as often as its maker likes.
+
+    Args:
+        num_rows: Of the graph.
+        clock: Times the hops.
+    """
+
+    def __init__(self, num_rows: int, clock: Clock | None = None) -> None:
+        self.num_rows, self.clock = num_rows, clock
+        self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
+        self.hops_of: dict[int, int] = {}
+        self.exchanges: dict[int, int] = {}  # that a hop makes before that of its rows, in a pass
+        self.graded: set[int] = set()  # hops whose rows need a gradient, which travels back
+        self.num_hops = 0
+        self._hop = 0
+
+    def begin_pass(self) -> None:
+        """Called before a forward pass that is not the first."""
+        self._hop = 0
+        self.exchanges.clear()
+
+    def begin_hop(self) -> None:
+        """Called before each hop, also where what was kept of an earlier one stands for it."""
+        self._hop += 1
+        self.num_hops = max(self.num_hops, self._hop)
+        if self.clock is not None:
+            self.clock.begin(self._hop)
+
+    def propagate(
+        self, layer: MessagePassing, inner: Callable[..., Tensor], edge_index: Tensor, size: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """A hop, noted and timed."""
+        read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
+        rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
+        if any(isinstance(one, Tensor) and one.requires_grad for one in rows):
+            self.graded.add(self._hop)
+        values = sum(one.numel() // one.size(node_dim(layer, one)) for one in rows if isinstance(one, Tensor))
+        self.widths[self._hop] = values
+        return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)
+
+    def edge_updater(
+        self,
+        layer: MessagePassing,
+        inner: Callable[..., Tensor],
+        edge_index: Tensor,
+        size: Any,
+        kwargs: dict[str, Any],
+        *,
+        fetches: bool,
+    ) -> Tensor:
+        """What a layer does before a hop with its edges, timed as part of it; ``fetches`` if it reads other ranks."""
+        self.exchanges[self._hop + 1] = self.exchanges.get(self._hop + 1, 0) + fetches
+        return self._timed(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
+
+    def _timed(self, hop: int, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:
+        return run(**kwargs) if self.clock is None else self.clock.timed(hop, run, kwargs)
+
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A layer, whose hops are counted."""
+        before = self._hop
+        out = forward(layer, *args, **kwargs)
+        # a layer may keep what its hops made, and make none from then on (cached=True)
+        hops = self.hops_of[id(layer)] = max(self._hop - before, self.hops_of.get(id(layer), 0))
+        self._hop = before + hops
+        return out
+
+
+Rehearse: TypeAlias = Callable[[Rehearsal, bool], AbstractContextManager[None]]
+"""Hands a model's layers over to a rehearsal, in training mode or not; afterwards all is as it was."""
+
+Attempt: TypeAlias = Callable[[Looked, Rows, bool], AbstractContextManager[None]]
+"""Runs a model's layers on such rows, as in a pass on the rank's own graph but for exchanges."""
+
+
+def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> Looked:
+    """The hops of a forward pass: on a few nodes, each with a self-loop.
+
+    Two passes are made: only in the second is known whether the rows that the first layers get stay the same, and so
+    which side of their weights they aggregate.
+
+    In a chain of layers each may put out fewer rows than the one before. Whether a model is one is tried: where rows of
+    several depths meet, in a sum or a concatenation, their numbers do not fit.
+
+    Args:
+        call: The model, and what it is given.
+        rehearse: Runs it by itself.
+        attempt: The same on given rows.
+        begin_pass: Called before each pass.
+    """
+    counted = [Rehearsal(_COUNTED_ON) for _ in range(2)]
+    for rehearsal, training in zip(counted, (True, False), strict=True):  # some layers are there for training alone
+        with rehearse(rehearsal, training):
+            model = _on_loops(call, _loops(call, _COUNTED_ON), _COUNTED_ON)
+            for _ in range(2):
+                begin_pass()
+                rehearsal.begin_pass()
+                model()
+    longer = max(counted, key=lambda one: one.num_hops)
+    # a hop that never ran reads nothing: an earlier one over the same rows stands for it
+    widths = tuple(longer.widths.get(hop, 0) for hop in range(1, longer.num_hops + 1))
+    chain = Looked(widths, shrinks=True, hops_of=longer.hops_of)
+    if widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
+        return chain
+    return replace(chain, shrinks=False)
+
+
+def _fits(call: Call, attempt: Attempt, chain: Looked, training: bool) -> bool:
+    """Whether the model runs where each hop leaves one row fewer, and puts out nothing of an earlier layer."""
+    rows = _rows_of_loops(_loops(call, _LEFT + len(chain.widths)), len(chain.widths))
+    try:
+        with attempt(chain, rows, training):
+            out = _on_loops(call, rows.adjacency, rows.num_owned)()
+    except Exception as error:  # whatever a model says where numbers of rows do not fit
+        log.debug("taken for no chain of layers, so each hop keeps all rows: %s: %s", type(error).__name__, error)
+        return False
+    return not any(one.dim() and _LEFT < one.size(0) < rows.num_rows for one in tensors_of(out))
+
+
+def _loops(call: Call, num_rows: int) -> Adjacency:
+    given = [*call.args, *call.kwargs.values(), *call.model.parameters()]
+    device = next((one.device for one in given if isinstance(one, Tensor)), None)
+    indptr = torch.arange(num_rows + 1, device=device)
+    return Adjacency.from_csr(CSR(indptr, indptr[:-1].to(torch.int32), num_rows))
+
+
+def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
+    """Of each hop all rows but one are left, and nothing is fetched."""
+    computed = tuple(edges.num_dst - hop for hop in range(num_hops + 1))
+    nothing = Arrival.nothing(edges.device)
+    return Rows(
+        n_id=torch.arange(edges.num_dst, device=edges.device),
+        num_owned=computed[-1],
+        computed=computed,
+        num_sources=computed[:-1],
+        adjacency=edges,
+        fetched=(nothing,) * num_hops,
+        inputs=nothing,
+        everything=nothing,
+        edges=nothing,
+        num_own_edges=computed[-1],
+        exchanges=(False,) * num_hops,
+    )
+
+
+def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
+    """The model on a graph of self-loops, with ones in place of numbers that are given, and ids below ``num_ids``."""
+
+    def given(value: Any, kind: Kind) -> Any:
+        if isinstance(value, Adjacency):
+            return edges
+        if kind is None:
+            return within(value, num_ids)
+        return value.new_full((edges.num_dst, *value.shape[1:]), 1 if value.is_floating_point() else 0)
+
+    args, kwargs = call.changed(given)
+
+    def run() -> Any:
+        # as in training, where a layer's weight may come before or after its sum for other reasons
+        with torch.enable_grad():
+            return call.model.forward(*args, **kwargs)
+
+    return run
+
+
+def within(value: Any, num_rows: int) -> Any:
+    """A tensor of ids, say of nodes whose rows are wanted, as ids in a graph of so many; anything else as it is."""
+    ids = isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+    return value % max(num_rows, 1) if ids else value

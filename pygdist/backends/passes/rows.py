@@ -1,0 +1,64 @@
+"""The rows that a rank computes for a model, hop by hop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.backends.fetching.arrival import Arrival
+from pygdist.graph import Adjacency
+from pygdist.kernels import CSR
+
+__all__ = ["Rows", "leading"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of a rank for a model of L hops.
+
+    Attributes:
+        n_id: Global ids.
+        num_owned: The first so many are the rank's own.
+        computed: ``computed[l]`` leading rows are there after hop ``l``, for ``l`` from 0 (the features) to L.
+        num_sources: ``num_sources[l - 1]`` leading rows hold every source of hop ``l``.
+        adjacency: In-edges of the first ``computed[1]`` rows; the other rows have none.
+        fetched: What arrives for hop ``l``, at ``l - 1``.
+        inputs: Fetches the replicas' rows of what the model is given.
+        everything: Fetches all rows that are not owned.
+        edges: Fetches rows of the replicas' edges; positions are among the edges of ``adjacency``.
+        num_own_edges: Edges of the rank's own nodes; they come first.
+        exchanges: Whether any rank fetches anything for hop ``l``, at ``l - 1``.
+    """
+
+    n_id: Tensor
+    num_owned: int
+    computed: tuple[int, ...]
+    num_sources: tuple[int, ...]
+    adjacency: Adjacency
+    fetched: tuple[Arrival, ...]
+    inputs: Arrival
+    everything: Arrival
+    edges: Arrival
+    num_own_edges: int
+    exchanges: tuple[bool, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the model is given."""
+        return self.computed[0]
+
+    @property
+    def num_hops(self) -> int:
+        """Hops of the model."""
+        return len(self.fetched)
+
+
+def leading(adjacency: Adjacency, num_rows: int, num_with_edges: int, num_sources: int) -> Adjacency:
+    """The first ``num_rows`` rows, of which those after the first ``num_with_edges`` lose their edges."""
+    csr = adjacency.csr()
+    end = int(csr.indptr[num_with_edges])
+    indptr = torch.cat([csr.indptr[: num_with_edges + 1], csr.indptr.new_full((num_rows - num_with_edges,), end)])
+    value = adjacency.value
+    return Adjacency.from_csr(CSR(indptr, csr.index[:end], num_sources), None if value is None else value[:end])

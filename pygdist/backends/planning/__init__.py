@@ -1,0 +1,1 @@
+"""Measures what hops cost here and predicts what an epoch takes."""

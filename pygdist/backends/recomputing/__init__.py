@@ -1,0 +1,1 @@
+"""Computes rows of other ranks here again, instead of fetching them."""

@@ -1,0 +1,1 @@
+"""Gives every rank some columns of all rows."""

@@ -1,0 +1,1 @@
+"""Graphs made by name, at any size."""

@@ -1,0 +1,220 @@
+"""Doubles of published graphs as folders of ``.npy`` arrays, as large as the disk: streamed, never held in memory.
+
+A homogeneous graph is a folder that :func:`pygdist.graph.load_npy` and ``pygdist partition --input`` read; a
+heterogeneous one holds ``nodes/TYPE`` with the arrays of the nodes and ``edges/SOURCE__RELATION__TARGET`` with an
+``edge_index.npy``, for :func:`pygdist.graph.load_hetero`. Both have a ``graph.json``: name, scale and seed, which tell
+the graph from others, then counts, the arguments of the generators, and what was seen on the way:
+
+- ``largest_in_degree`` of each relation, counted over the 65,536 most frequent targets;
+- ``parallel_share``: share of edges that repeat another one, counted over the edges into some targets, which are about
+  a million edges, or all if there are fewer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph.generated.edges import EdgeGenerator, node_ranks
+from pygdist.graph.generated.graph import GraphGenerator
+from pygdist.graph.generated.nodes import NodeGenerator
+from pygdist.graph.streams.edge_file import EdgeWriter
+from pygdist.graph.streams.folder import ArrayWriter, exclusive, flush, fresh_folder
+from pygdist.graph.streams.progress import Progress, enter_stage, watched
+from pygdist.graph.streams.stream import EdgeStream
+
+__all__ = ["FORMAT_VERSION", "read_description", "write_generated"]
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+_COUNTED_TARGETS = 1 << 16
+_SAMPLED_EDGES = 1 << 20
+
+
+def write_generated(
+    name: str,
+    folder: str | Path,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    features: bool = True,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the double of a published graph; memory does not grow with it.
+
+    The folder appears when it is complete. A finished folder of the same arguments is left as it is.
+
+    Args:
+        name: ``reddit-like``, ``products-like``, ``papers-like`` or ``mag-like``.
+        folder: Where the graph goes.
+        scale: Nodes and edges are so many times those that were published.
+        seed: Seed.
+        features: Whether to write features.
+        overwrite: Replace a finished folder that differs. Anything else in the place is never removed.
+        progress: Shows the passes over edges and nodes.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: If an argument makes no sense, something else lies in the place, or the disk is full or refuses.
+
+    Example:
+        >>> write_generated("reddit-like", "reddit-0.1", scale=0.1)
+        >>> load_graph("reddit-0.1")  # the same as load_graph("reddit-like", scale=0.1)
+    """
+    graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
+    wanted = {"format_version": FORMAT_VERSION, **graph.arguments}
+    folder = Path(folder)
+    try:
+        if _is_there(folder, wanted, overwrite):
+            log.info("%s is there already", folder)
+            return folder  # without the lock: the place may be read-only
+        with exclusive(folder):
+            if _is_there(folder, wanted, overwrite):
+                return folder
+            _check_room(graph, folder)
+            with fresh_folder(folder, replace=overwrite) as temporary:
+                description = {**wanted, **_write(graph, temporary, progress)}
+                (temporary / "graph.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+                flush(temporary / "graph.json")
+            _is_there(folder, wanted, overwrite=False)  # without locks another writer may have been first
+    except OSError as error:
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
+    return folder
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """What ``graph.json`` says.
+
+    Raises:
+        InputError: If there is none, or it is damaged or of another format.
+    """
+    path = Path(folder) / "graph.json"
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        version = description["format_version"]
+        complete = description["nodes"] and description["edges"]
+    except FileNotFoundError as error:
+        raise InputError(f"{folder}: there is no graph.json in this folder; pygdist generate writes one") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({error!r}); generate the graph again") from error
+    if version != FORMAT_VERSION or not complete:
+        raise InputError(f"{path}: format version {version}, expected {FORMAT_VERSION}; generate the graph again")
+    assert isinstance(description, dict)
+    return description
+
+
+def _is_there(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether the wanted graph is in the place already; if not, the place is free or to be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
+        return False
+    if not (folder / "graph.json").is_file():
+        raise InputError(f"{folder}: exists and is no generated graph; remove it or choose another folder")
+    try:
+        found = read_description(folder)
+    except InputError:
+        if overwrite:
+            return False
+        raise
+    differing = [f"{name} {found.get(name)}" for name, value in wanted.items() if found.get(name) != value]
+    if differing and not overwrite:
+        raise InputError(
+            f"{folder}: holds another graph ({', '.join(differing)}); choose another folder, or overwrite it"
+        )
+    return not differing
+
+
+def _check_room(graph: GraphGenerator, folder: Path) -> None:
+    """Refuse before the first byte what cannot be finished."""
+    needed = sum(16 * edges.num_edges for edges in graph.edges.values())
+    for nodes in graph.nodes.values():
+        needed += sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in nodes.arrays.values())
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise InputError(
+            f"{folder}: {graph.arguments['name']} at scale {graph.arguments['scale']:g} takes {needed / 1e9:,.1f} GB, "
+            f"but {free / 1e9:,.1f} GB are free; lower the scale, or leave out the features"
+        )
+
+
+def _write(graph: GraphGenerator, place: Path, progress: Progress | None) -> dict[str, Any]:
+    """Write all arrays, and return the entries of ``graph.json`` that follow."""
+    hetero = graph.facts.is_heterogeneous
+    edges, nodes = [], {}
+    for relation in graph.facts.relations:
+        inner = place / "edges" / "__".join(relation.key) if hetero else place
+        inner.mkdir(parents=True, exist_ok=True)
+        enter_stage(progress, f"edges ({relation.name})" if hetero else "edges")
+        figures = _EdgeFigures(relation.num_edges, graph.facts.nodes[relation.target].num_nodes)
+        _write_edges(graph.edges[relation.key], inner / "edge_index.npy", figures, progress)
+        ends = {"source": relation.source, "relation": relation.name, "target": relation.target}
+        edges.append({**ends, **graph.edge_arguments(relation), **figures.result()})
+    for kind, facts in graph.facts.nodes.items():
+        inner = place / "nodes" / kind if hetero else place
+        inner.mkdir(parents=True, exist_ok=True)
+        enter_stage(progress, f"nodes ({kind})" if hetero else "nodes")
+        _write_nodes(graph.nodes[kind], inner, progress)
+        nodes[kind] = {**vars(facts), "num_features": graph.nodes[kind].num_features}
+    return {"original": graph.facts.original, "heterogeneous": hetero, "nodes": nodes, "edges": edges}
+
+
+def _write_edges(edges: EdgeGenerator, path: Path, figures: _EdgeFigures, progress: Progress | None) -> None:
+    with EdgeWriter(path, np.int64) as out:
+        for chunk in EdgeStream(edges, num_nodes=edges.num_nodes, progress=progress).chunks():
+            out.append(chunk)
+            figures.add(chunk)
+    flush(path)
+
+
+def _write_nodes(nodes: NodeGenerator, place: Path, progress: Progress | None) -> None:
+    with contextlib.ExitStack() as files, watched(progress, nodes.num_nodes if nodes.arrays else 0, "nodes") as advance:
+        writers = {
+            name: files.enter_context(
+                ArrayWriter(place / f"{name}.npy", dtype, width=shape[1] if len(shape) == 2 else None)
+            )
+            for name, (dtype, shape) in nodes.arrays.items()
+        }
+        for start in nodes.starts:
+            for name, block in (rows := nodes.read(start)).items():
+                writers[name].append(block)
+            advance(len(rows["y"]))
+    for name in nodes.arrays:
+        flush(place / f"{name}.npy")
+
+
+class _EdgeFigures:
+    """What can be seen of a stream of edges with a bounded memory."""
+
+    def __init__(self, num_edges: int, num_targets: int) -> None:
+        self._targets = num_targets
+        self._every = max(1, -(-num_edges // _SAMPLED_EDGES))
+        self._in_degrees = np.zeros(min(self._targets, _COUNTED_TARGETS), dtype=np.int64)  # by rank
+        self._sample: list[NDArray[np.int64]] = []
+
+    def add(self, chunk: NDArray[np.int64]) -> None:
+        ranks = node_ranks(chunk[1], self._targets)
+        count = len(self._in_degrees)
+        self._in_degrees += np.bincount(ranks[ranks < count], minlength=count)
+        source, target = chunk[:, chunk[1] % self._every == 0]  # ids say nothing of degrees
+        self._sample.append(source * self._targets + target)
+
+    def result(self) -> dict[str, Any]:
+        sample = np.concatenate([np.empty(0, dtype=np.int64), *self._sample])
+        distinct = len(np.unique(sample))
+        return {
+            "largest_in_degree": int(self._in_degrees.max()),
+            "parallel_share": 1 - distinct / len(sample) if len(sample) else 0.0,
+        }

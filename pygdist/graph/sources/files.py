@@ -1,0 +1,285 @@
+"""A graph in files, as large as the disk: the way in that holds no edge and no feature in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
+from pygdist.graph.sources.npy import array_paths, pick_split, read_array, read_mask, read_tensor
+from pygdist.graph.sources.prepare import count_classes, prepare_nodes
+from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
+from pygdist.graph.streams.edge_parquet import read_parquet
+from pygdist.graph.streams.edge_text import TEXT_SUFFIXES, read_text
+from pygdist.graph.streams.folder import forget_pages
+from pygdist.graph.streams.numbering import checked, distinct_ids, largest_id, renumbered
+from pygdist.graph.streams.progress import Progress, enter_stage
+from pygdist.graph.streams.stream import EdgeStream
+
+__all__ = ["GraphFiles"]
+
+log = logging.getLogger(__name__)
+
+_LEAST_BYTES_PER_NODE = 16
+
+Chunks = Iterator[NDArray[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphFiles:
+    """A graph in files.
+
+    The edges are read a chunk at a time, by all that works on them; text and Parquet are first turned into numbers in a
+    scratch file. Features are memory-mapped and copied to the parts in blocks. What is held in memory is some numbers
+    for each node.
+
+    Args:
+        edges: The edges: ``.npy`` of shape ``(2, E)`` or ``(E, 2)``; text (``.txt``, ``.csv``, ``.tsv``, or with
+            ``.gz``; :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; or a folder of ``.npy`` arrays that holds
+            the rest, too (:mod:`pygdist.graph.sources.npy`).
+        features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
+        labels: ``.npy`` of shape ``(N,)`` or ``(N, C)``.
+        num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
+        relabel: Number the nodes that have edges from 0, and keep the map. By default this happens where nothing else
+            says how many nodes there are and fewer than half of the ids up to the largest have edges.
+        symmetrize: Add the reverse of every edge, and keep one edge of each source and target.
+        remove_duplicates: Keep one edge of each source and target.
+        remove_self_loops: Drop edges from a node to itself.
+        split: Shares of the labelled nodes for training, validation and test, in place of masks in the folder; where
+            there are none, 50/25/25 are drawn.
+        split_seed: Seed of the drawn split.
+        split_index: Which column of masks that hold several splits.
+        num_classes: Number of classes; the largest label plus one by default.
+
+    Raises:
+        InputError: If arguments contradict each other.
+
+    Example:
+        >>> files = GraphFiles(edges="web-Google.txt.gz", features="x.npy", labels="y.npy")
+        >>> partition_graph(files, "parts", num_parts=8, partitioner="spring")
+    """
+
+    edges: str | Path
+    features: str | Path | None = None
+    labels: str | Path | None = None
+    num_nodes: int | None = None
+    relabel: bool | None = None
+    symmetrize: bool = False
+    remove_duplicates: bool = False
+    remove_self_loops: bool = False
+    split: tuple[float, float, float] | None = None
+    split_seed: int = 0
+    split_index: int = 0
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes is not None and not 1 <= self.num_nodes < 1 << 63:
+            raise InputError(f"num_nodes is {self.num_nodes}, expected at least 1")
+        if self.relabel and (self.num_nodes is not None or self.features is not None or self.labels is not None):
+            raise InputError("relabel: nodes get new numbers, so num_nodes, features and labels by id do not fit them")
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The files by what they hold: ``edge_index``, ``x``, ``y``, ...
+
+        Raises:
+            InputError: If one is missing.
+        """
+        edges = Path(self.edges)
+        found = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
+        given = {"x": self.features, "y": self.labels}
+        found |= {name: Path(path) for name, path in given.items() if path is not None}
+        for path in found.values():
+            if not path.is_file():
+                raise InputError(f"{path}: there is no such file")
+        return found
+
+    def fingerprint(self) -> str:
+        """Tells these files from others by their names, sizes and times of change, without reading them; 32 digits."""
+        files = {}
+        for name, path in self.paths.items():
+            stat = path.stat()
+            files[name] = [path.name, stat.st_size, stat.st_mtime_ns]
+        options = {name: value for name, value in vars(self).items() if name not in ("edges", "features", "labels")}
+        return hashlib.blake2b(json.dumps([files, options], default=str).encode(), digest_size=16).hexdigest()
+
+    def open(self, scratch: Path, *, progress: Progress | None = None) -> WholeGraph:
+        """Make a stream of the edges, check what there is, draw a split.
+
+        Args:
+            scratch: A folder for files that are of use as long as the graph is.
+            progress: Shows the passes over the files.
+
+        Raises:
+            InputError: If a file is none that can be read, or does not fit the others: the message names it.
+        """
+        notes: list[str] = []
+        paths = self.paths
+        if self.num_nodes is not None:
+            _fits(self.num_nodes, "num_nodes", "state fewer")
+        if self.relabel and paths.keys() - {"edge_index"}:
+            raise InputError(f"{self.edges}: relabel does not go with arrays by id ({', '.join(sorted(paths))})")
+        num_nodes, fields = self._arrays(paths)
+        file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)
+        file, num_nodes, ids = self._numbered(file, num_nodes, scratch, progress, notes)
+        _fits(num_nodes, str(paths["edge_index"]), "number them anew (relabel)")
+        self._check(fields, num_nodes, file.num_edges, paths)
+        nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
+        prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
+        for note in notes:
+            log.info("%s", note)
+        return WholeGraph(
+            edges=EdgeStream(file, num_nodes=num_nodes, name=str(paths["edge_index"]), progress=progress),
+            fields=fields | {name: value.numpy() for name, value in nodes.items()},
+            num_classes=self.num_classes or count_classes(nodes.get("y")),
+            notes=notes,
+            ids=ids,
+            merge=self.symmetrize or self.remove_duplicates,
+        )
+
+    def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
+        """All arrays but the edges, mapped, and the number of nodes if something tells it."""
+        fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
+        for name, value in fields.items():
+            if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
+                raise InputError(f"{paths[name]}: an array of {value.dtype}, expected numbers, such as float32")
+            if name == "edge_type" and value.dtype.kind == "u" and value.dtype.itemsize > 1:
+                raise InputError(f"{paths[name]}: an array of {value.dtype}, expected signed integers, such as int64")
+            if name == "x" and (value.ndim != 2 or value.shape[1] == 0):
+                raise InputError(f"{paths[name]}: shape {value.shape}, expected (number of nodes, number of features)")
+            if name in ("edge_weight", "edge_type") and value.ndim == 2 and value.shape[1] == 1:
+                fields[name] = value.reshape(-1)
+        of_edges = [name for name in EDGE_FIELDS if name in fields]
+        if of_edges and (self.symmetrize or self.remove_duplicates or self.remove_self_loops):
+            raise InputError(
+                f"{self.edges}: holds values of edges ({', '.join(of_edges)}); edges of files that have them are taken "
+                "as they are: change them before, or load the graph with --dataset"
+            )
+        if "y" in paths:
+            fields["y"] = read_tensor(paths["y"]).numpy()
+            if fields["y"].ndim == 0:
+                raise InputError(f"{paths['y']}: a single number, expected one label for each node")
+        num_nodes = self.num_nodes
+        for name in ("x", "y"):
+            if name in fields and num_nodes is None:
+                num_nodes = len(fields[name])
+        masks = [name for name in MASKS if name in paths]
+        for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids come with no number
+            if num_nodes is None and not paths[name].stem.endswith("_mask"):
+                raise InputError(f"{paths[name]}: nothing says how many nodes there are; state num_nodes")
+            mask = read_mask(paths[name], num_nodes or 0)
+            if mask.dim() == 0:
+                raise InputError(f"{paths[name]}: a single value, expected one for each node")
+            num_nodes = len(mask) if num_nodes is None else num_nodes
+            fields[name] = pick_split(name, mask, self.split_index).numpy()
+        for name in ("x", "y", *MASKS):
+            if name in fields and len(fields[name]) != num_nodes:
+                raise InputError(f"{paths[name]}: {len(fields[name])} rows, expected one for each of {num_nodes} nodes")
+        return num_nodes, fields
+
+    def _edge_file(
+        self, path: Path, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
+    ) -> EdgeFile:
+        """The edges as numbers: the file itself where it holds them, or a scratch file."""
+        packed = path.suffix.lower() == ".gz"
+        suffix = (Path(path.stem).suffix if packed else path.suffix).lower()
+        reader: Callable[..., Chunks]
+        if suffix == ".npy" and not packed:
+            file = EdgeFile(path)
+            if not (self.symmetrize or self.remove_self_loops):
+                return file
+            reader = partial(checked, file, num_nodes, progress=progress)
+        elif suffix == ".parquet" and not packed:
+            reader = partial(read_parquet, path, num_nodes=num_nodes, progress=progress)
+        elif suffix in TEXT_SUFFIXES or suffix == "":
+            reader = partial(read_text, path, num_nodes=num_nodes, progress=progress)
+        else:
+            known = ", ".join((".npy", ".parquet", *TEXT_SUFFIXES))
+            raise InputError(f"{path}: cannot tell what is in it by its name; known are {known} and text with .gz")
+        enter_stage(progress, f"reading {path.name}")
+        loops = 0
+        place = scratch / "edges.npy"
+        with EdgeWriter(
+            place, np.int64 if num_nodes is None or num_nodes > np.iinfo(np.int32).max else np.int32
+        ) as out:
+            for chunk in reader():
+                if self.remove_self_loops:
+                    keep = chunk[0] != chunk[1]
+                    loops += int(np.count_nonzero(~keep))
+                    chunk = chunk[:, keep]
+                if self.symmetrize:  # each edge and its reverse together, wherever the file is cut
+                    chunk = np.stack([chunk, chunk[::-1]], axis=2).reshape(2, -1)
+                out.append(chunk)
+        if self.remove_self_loops:
+            notes.append(f"removed {loops} self-loops")
+        if self.symmetrize:
+            notes.append("added the reverse of every edge, and kept one edge of each source and target")
+        elif self.remove_duplicates:
+            notes.append("kept one edge of each source and target")
+        return EdgeFile(place)
+
+    def _numbered(
+        self, file: EdgeFile, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
+    ) -> tuple[EdgeFile, int, NDArray[np.int64] | None]:
+        """Edges between nodes from 0, their number, and the map to the ids of the source if it is needed."""
+        if num_nodes is not None:
+            return file, num_nodes, None
+        enter_stage(progress, "looking for ids")
+        largest = largest_id(file, progress=progress)
+        if largest < 0:
+            raise InputError(f"{self.edges}: holds no edges; state num_nodes for a graph without")
+        if self.relabel is False:
+            return file, largest + 1, None
+        ids = distinct_ids(file, largest, progress=progress)
+        if self.relabel is None and 2 * len(ids) > largest:
+            return file, largest + 1, None
+        notes.append(f"numbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
+        enter_stage(progress, "numbering nodes")
+        place = scratch / "numbered.npy"
+        with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
+            for chunk in checked(file, largest + 1, progress=progress):
+                out.append(renumbered(chunk, ids))
+        if file.path.parent == scratch:
+            file.path.unlink()
+        return EdgeFile(place), len(ids), ids
+
+    def _check(
+        self, fields: Mapping[str, NDArray[Any]], num_nodes: int, num_edges: int, paths: Mapping[str, Path]
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes here
+            tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
+        try:
+            check_fields(
+                tensors,
+                num_nodes,
+                num_edges,
+                num_classes=self.num_classes,
+                after_block=lambda name: forget_pages(fields[name]),
+            )
+        except InputError as error:
+            name, _, problem = str(error).partition(":")
+            raise InputError(f"{paths.get(name, name)}:{problem}") from error
+
+
+def _fits(num_nodes: int, where: str, advice: str) -> None:
+    """Refuse a number of nodes, such as a stray id makes it, whose owners alone would not fit."""
+    available = psutil.virtual_memory().total
+    if num_nodes * _LEAST_BYTES_PER_NODE > available:
+        raise InputError(
+            f"{where}: {num_nodes} nodes take more than this machine's {available / 2**30:.0f} GiB; {advice}"
+        )

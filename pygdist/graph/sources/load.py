@@ -1,0 +1,245 @@
+"""Where a graph comes from: every source yields the whole graph as one PyG ``Data``.
+
+A source is a name or an object, so that a configuration file and a notebook say the same thing. What a source gives
+is put into one form here (edges in ``edge_index``, one column per mask) and checked in
+:mod:`pygdist.graph.sources.prepare`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric.datasets
+from torch import Tensor
+from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.utils import to_edge_index
+
+from pygdist.errors import InputError
+from pygdist.graph.check import MASKS, plain
+from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
+from pygdist.graph.generated.power_law import power_law
+from pygdist.graph.generated.sbm import degree_corrected_sbm
+from pygdist.graph.sources.hetero import is_hetero_folder, load_hetero
+from pygdist.graph.sources.homogeneous import as_homogeneous
+from pygdist.graph.sources.npy import load_npy, pick_split
+from pygdist.registry import import_path
+
+__all__ = ["GENERATORS", "load_graph", "register_generator"]
+
+GENERATORS: dict[str, Callable[..., Any]] = {
+    "sbm": degree_corrected_sbm,
+    "power-law": power_law,
+    "reference": power_law,  # the graph that timings are quoted on is the one of the default arguments
+    **{name: partial(generate_data, name) for name in HOMOGENEOUS},
+}
+
+
+def register_generator(name: str, generator: Callable[..., Any]) -> None:
+    """Make ``load_graph(name, **args)`` call ``generator(**args)``.
+
+    Args:
+        name: A short name without dots or slashes.
+        generator: Returns a PyG ``Data``.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if name in GENERATORS:
+        raise ValueError(f"the generator name '{name}' is taken by {GENERATORS[name]!r}")
+    GENERATORS[name] = generator
+
+
+def load_graph(
+    dataset: str | os.PathLike[str] | Data | HeteroData | Callable[..., Any], *, split_index: int = 0, **args: Any
+) -> Data:
+    """The whole graph of a source.
+
+    Args:
+        dataset: One of
+
+            - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
+              (``reddit-like``, ``products-like``, ``papers-like``, ``mag-like``:
+              :mod:`pygdist.graph.generated.published`), a registered one;
+            - a folder of ``.npy`` arrays (:mod:`pygdist.graph.sources.npy`);
+            - an OGB node dataset, ``ogbn-arxiv`` (extra ``ogb``);
+            - a class in ``torch_geometric.datasets``, ``Planetoid``, or the dotted path of any class or function that
+              gives a ``Data`` or a dataset of one graph;
+            - a PyG ``Data``, or any such callable.
+
+            A heterogeneous graph (``mag-like``, a folder of one, a ``HeteroData``) becomes one with ``edge_type``:
+            :func:`~pygdist.graph.as_homogeneous`.
+        split_index: Which column of masks that hold several splits.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
+            a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
+
+    Returns:
+        A graph with ``edge_index``; what else it holds is up to the source. The source's own object is not changed.
+
+    Raises:
+        InputError: If the source is not known or not there, an argument does not fit, or it is not one homogeneous
+            graph.
+
+    Example:
+        >>> load_graph("sbm", num_nodes=1000)
+        >>> load_graph("reddit-like", scale=0.1)
+        >>> load_graph("Planetoid", root="data", name="Cora")
+    """
+    if isinstance(dataset, Data | HeteroData):
+        name, found = "dataset", dataset
+        _no_arguments(args, "a Data object")
+    elif isinstance(dataset, str | os.PathLike):
+        name = os.fspath(dataset)
+        found = _by_name(name, args)
+    elif callable(dataset):
+        name = getattr(dataset, "__name__", type(dataset).__name__)
+        found = _call(dataset, args, name)
+    else:
+        raise InputError(f"dataset: expected a name, a folder, a Data or a callable, got {type(dataset).__name__}")
+    data = copy.copy(_one_graph(found, name))  # shallow: attributes are replaced below, tensors are shared
+    _edges_from_adjacency(data, name)
+    _pick_split(data, split_index)
+    return data
+
+
+def _by_name(name: str, args: Mapping[str, Any]) -> Any:
+    if name in GENERATORS:
+        return _call(GENERATORS[name], args, name)
+    if name in HETEROGENEOUS:
+        return _call(_double_of_types, {"name": name, **args}, name)
+    if name.startswith("ogbn-"):
+        return _load_ogb(name, args)
+    if name in torch_geometric.datasets.__all__:  # before folders: PyG's own root is often called like the class
+        return _call(getattr(torch_geometric.datasets, name), args, name)
+    if Path(name).is_dir():
+        if is_hetero_folder(name):
+            return _call(_folder_of_types, {"name": name, **args}, name)
+        _no_arguments(args, f"folder {name}")
+        return load_npy(name)
+    if "." in name and os.sep not in name:
+        return _call(import_path(name, "dataset"), args, name)
+    raise InputError(
+        f"dataset '{name}': no such folder, no generator ({', '.join(GENERATORS)}), and no class in "
+        "torch_geometric.datasets; check the spelling, or give a class path such as my_package.MyDataset"
+    )
+
+
+def _double_of_types(
+    name: str, scale: float = 1.0, seed: int = 0, features: bool = True, reverse: bool = False
+) -> Data:
+    return as_homogeneous(load_hetero(name, scale=scale, seed=seed, features=features), reverse=reverse, name=name)
+
+
+def _folder_of_types(name: str, reverse: bool = False) -> Data:
+    return as_homogeneous(load_hetero(name), reverse=reverse, name=name)
+
+
+def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
+    """``factory(**args)``; only arguments that do not fit and files that are not there are the user's mistake."""
+    if not callable(factory):
+        raise InputError(f"dataset '{name}': a {type(factory).__name__}, expected a class or a function")
+    args = {key: _made(value) for key, value in args.items()}
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise InputError(f"dataset '{name}': {error}; its arguments are: {known}") from None
+    try:
+        return factory(**args)
+    except OSError as error:  # a failed download is one of these, too
+        raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
+    except InputError:
+        raise
+    except (TypeError, ValueError, AssertionError, KeyError) as error:  # how datasets refuse their arguments
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise InputError(f"dataset '{name}': {type(error).__name__}: {error or line} (with {dict(args)})") from error
+
+
+def _made(value: Any) -> Any:
+    """The object that a ``class_path`` in a configuration stands for; anything else as it is."""
+    if not (isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args"}):
+        return value
+    path, args = value["class_path"], value.get("init_args") or {}
+    return _call(import_path(path, "argument"), args, path)
+
+
+def _no_arguments(args: Mapping[str, Any], source: str) -> None:
+    if args:
+        raise InputError(f"dataset: {source} takes no arguments, got {', '.join(sorted(args))}")
+
+
+def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset
+    except ModuleNotFoundError:
+        raise InputError(f"dataset '{name}' needs the ogb package: pip install 'pygdist[ogb]'") from None
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    # ogb 1.3.6 predates torch's safe loading, and prints where only results belong.
+    safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
+    with safe, contextlib.redirect_stdout(sys.stderr):
+        try:
+            dataset = _call(PygNodePropPredDataset, {"name": name, **args}, name)
+        except EOFError as error:  # it asks on standard input before it downloads more than 1 GB
+            raise InputError(
+                f"dataset '{name}': ogb asks before a large download; run it once at a terminal"
+            ) from error
+        if dataset.is_hetero:
+            raise InputError(f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used")
+        data: Data = dataset[0]
+        split = dataset.get_idx_split()
+    for mask, key in zip(MASKS, ("train", "valid", "test"), strict=True):
+        data[mask] = torch.zeros(int(data.num_nodes or 0), dtype=torch.bool)
+        data[mask][split[key]] = True
+    return data
+
+
+def _one_graph(found: Any, name: str) -> Data:
+    if isinstance(found, Dataset):
+        if len(found) != 1:
+            raise InputError(f"dataset '{name}' holds {len(found)} graphs: give one graph, such as dataset[0]")
+        found = found[0]
+    if isinstance(found, HeteroData):
+        return as_homogeneous(found, name=name)
+    if not isinstance(found, Data):
+        raise InputError(f"dataset '{name}' gave a {type(found).__name__}, expected a torch_geometric Data")
+    return found
+
+
+def _edges_from_adjacency(data: Data, name: str) -> None:
+    """Turn ``adj_t`` (rows are targets) into ``edge_index``, and its values into weights or attributes."""
+    adjacency = data.get("adj_t")
+    if data.get("edge_index") is None and adjacency is not None:
+        if isinstance(adjacency, Tensor):
+            (target, source), value = to_edge_index(adjacency)
+            value = None if bool((value == 1).all()) else value  # torch's layouts hold values where none were given
+        elif hasattr(adjacency, "coo"):
+            target, source, value = adjacency.coo()
+        else:
+            raise InputError(
+                f"dataset '{name}': adj_t is a {type(adjacency).__name__}; install torch_sparse to read it "
+                "(pip install 'pygdist[sparse]'), or give edge_index"
+            )
+        data.edge_index = torch.stack([source, target])
+        if value is not None:
+            data["edge_weight" if value.dim() == 1 else "edge_attr"] = value
+    data.adj_t = None
+    if not isinstance(edge_index := data.get("edge_index"), Tensor):
+        raise InputError(f"dataset '{name}': edge_index is missing; give it, or adj_t")
+    data.edge_index = plain(edge_index)
+
+
+def _pick_split(data: Data, split_index: int) -> None:
+    for name in MASKS:
+        if isinstance(mask := data.get(name), Tensor):
+            data[name] = pick_split(name, mask, split_index)

@@ -1,0 +1,215 @@
+"""From what a dataset holds to what pygdist trains on: one form for every field, and a list of what was done.
+
+The list is in plain words, since a random split or a dropped edge that nobody mentions is how two people measure
+different things on "the same" graph. Nothing is changed that was not asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+from pygdist.graph.check import EDGE_FIELDS, MASKS, check, is_multi_label, plain, rows_of
+from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
+
+__all__ = ["check", "count_classes", "fingerprint", "labelled_nodes", "prepare", "prepare_nodes"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_SPLIT = (0.5, 0.25, 0.25)
+_FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
+
+
+def prepare(
+    data: Data,
+    *,
+    symmetrize: bool = False,
+    remove_duplicates: bool = False,
+    remove_self_loops: bool = False,
+    split: tuple[float, float, float] | None = None,
+    split_seed: int = 0,
+    num_classes: int | None = None,
+) -> tuple[Data, list[str]]:
+    """Check a graph, put its fields into one form, and change its edges as asked.
+
+    Self-loops go first, then reverse edges come, then duplicates go.
+
+    Args:
+        data: A graph as :func:`pygdist.graph.load_graph` gives it; it is not changed, and tensors that are already in
+            the right form are shared with the result.
+        symmetrize: Give every edge whose reverse is missing a reverse with the same weight, attributes and type.
+        remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
+        remove_self_loops: Drop the edges from a node to itself.
+        split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
+            kept, and where it has none, 50/25/25 are drawn.
+        split_seed: Seed of the drawn split.
+        num_classes: Number of classes; the largest label plus one by default.
+
+    Returns:
+        The graph, with ``edge_index`` (int64), ``x`` (float32, or float64 if it came so), ``y`` (int64 of shape
+        ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has no labels),
+        three bool masks that hold labelled nodes only, ``edge_weight``, ``edge_attr`` and ``edge_type`` (int64) if
+        given, and ``num_classes``; and what was done, one sentence each.
+
+    Raises:
+        InputError: If :func:`check` finds something, or the split is no three shares.
+    """
+    check(data, num_classes=num_classes)
+    notes: list[str] = []
+    num_nodes = data["x"].size(0)
+    fields = {name: value for name in _FIELDS if isinstance(value := data.get(name), Tensor)}
+    fields = {name: value.detach().cpu() for name, value in fields.items()}
+    if left_out := sorted(set(data.keys()) - {*_FIELDS, "num_nodes", "num_classes"}):
+        notes.append(f"left out attributes that are not used: {', '.join(left_out)}")
+    _unify(fields, notes)
+    if remove_self_loops:
+        drop_self_loops(fields, notes)
+    if symmetrize:
+        make_symmetric(fields, num_nodes, notes)
+    if remove_duplicates:
+        drop_duplicates(fields, num_nodes, notes)
+    prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    for note in notes:
+        log.info("%s", note)
+    return Data(**fields, num_classes=num_classes or count_classes(fields.get("y"))), notes
+
+
+def prepare_nodes(
+    fields: dict[str, Tensor],
+    num_nodes: int,
+    *,
+    split: tuple[float, float, float] | None,
+    split_seed: int,
+    notes: list[str],
+) -> None:
+    """Put labels and masks into one form, and draw a split where one is wanted; as :func:`prepare` describes.
+
+    Args:
+        fields: ``y`` and masks, where there are any; changed.
+        num_nodes: Number of nodes.
+        split: Shares of the labelled nodes.
+        split_seed: Seed of the drawn split.
+        notes: Receives what was done.
+    """
+    for name in MASKS:
+        if name in fields:
+            fields[name] = fields[name].to(torch.bool)
+    if "y" in fields:
+        fields["y"] = _unify_labels(fields["y"], notes)
+    _set_masks(fields, num_nodes, split, split_seed, notes)
+
+
+def count_classes(y: Tensor | None) -> int:
+    """The number of classes of labels as :func:`prepare` returns them; 0 without labels."""
+    if y is None or y.numel() == 0:
+        return 0
+    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
+
+
+def labelled_nodes(y: Tensor) -> Tensor:
+    """Which nodes have a label: bool of shape ``(N,)``, from labels as :func:`prepare` returns them."""
+    if not is_multi_label(y):
+        return y >= 0
+    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~torch.isnan(block).any(dim=1) for _, block in rows_of(y))])
+
+
+def fingerprint(data: Data) -> str:
+    """A hash of the graph's content: names, types, shapes and bytes of the fields that pygdist uses.
+
+    Args:
+        data: A graph as :func:`prepare` returns it.
+
+    Returns:
+        32 hexadecimal digits; equal on every machine of the same byte order.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _FIELDS:
+        value = data.get(name)
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+            for _, block in rows_of(value):
+                digest.update(np.ascontiguousarray(block.numpy()).data)
+    return digest.hexdigest()
+
+
+def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
+    """One type and shape for features and edges."""
+    x = fields["x"]
+    if x.layout is not torch.strided:
+        notes.append(f"made sparse features dense: {x.size(0)} x {x.size(1)}")
+        fields["x"] = x = x.to_dense()
+    fields["edge_index"] = plain(fields["edge_index"]).to(torch.int64)
+    for name in ("x", "edge_weight", "edge_attr"):
+        if name in fields and fields[name].dtype not in (torch.float32, torch.float64):
+            notes.append(f"turned {name} from {_type_name(fields[name])} into float32")
+            fields[name] = fields[name].to(torch.float32)
+    if "edge_weight" in fields:
+        fields["edge_weight"] = fields["edge_weight"].reshape(-1)
+    if "edge_type" in fields:
+        fields["edge_type"] = fields["edge_type"].reshape(-1).to(torch.int64)
+
+
+def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:
+    if is_multi_label(y):
+        return y.to(torch.float32)
+    y = y.reshape(-1)
+    if y.dtype.is_floating_point:
+        notes.append(f"turned y from {_type_name(y)} into int64 classes")
+        y = torch.nan_to_num(y, nan=-1.0)
+    return y.to(torch.int64)
+
+
+def _type_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _set_masks(
+    fields: dict[str, Tensor], num_nodes: int, split: tuple[float, float, float] | None, seed: int, notes: list[str]
+) -> None:
+    """Three masks over labelled nodes: the dataset's own, or drawn."""
+    given = [name for name in MASKS if name in fields]
+    if "y" not in fields:
+        if split is not None:
+            raise InputError("split: the graph has no labels (y) to split")
+        notes.append("the graph has no labels: all masks are empty")
+        labelled = torch.zeros(num_nodes, dtype=torch.bool)
+    else:
+        labelled = labelled_nodes(fields["y"])
+        if split is not None or not given:
+            masks, note = _draw_split(labelled.numpy(), split or DEFAULT_SPLIT, seed)
+            notes.append(note + (", in place of the dataset's masks" if given else ""))
+            fields.update(masks)
+    for name in MASKS:
+        if name not in fields:
+            if given:
+                notes.append(f"the dataset has no {name}: it is empty")
+            fields[name] = torch.zeros(num_nodes, dtype=torch.bool)
+        elif dropped := int((fields[name] & ~labelled).sum()):
+            notes.append(f"took {dropped} unlabelled nodes out of {name}")
+            fields[name] = fields[name] & labelled
+    if overlap := int((torch.stack([fields[name] for name in MASKS]).sum(dim=0) > 1).sum()):
+        notes.append(f"{overlap} nodes are in more than one of the masks")
+
+
+def _draw_split(
+    labelled: NDArray[np.bool_], split: tuple[float, float, float], seed: int
+) -> tuple[dict[str, Tensor], str]:
+    if len(split) != 3 or min(split) < 0 or not 0 < sum(split) <= 1 + 1e-9:
+        raise InputError(f"split: {tuple(split)}, expected three shares (train, validation, test) summing to at most 1")
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(labelled))
+    bounds = [round(len(order) * share) for share in np.cumsum([0.0, *split])]
+    masks = {}
+    for name, (start, end) in zip(MASKS, itertools.pairwise(bounds), strict=True):
+        mask = np.zeros(len(labelled), dtype=bool)
+        mask[order[start:end]] = True
+        masks[name] = torch.from_numpy(mask)
+    counts = "/".join(str(int(mask.sum())) for mask in masks.values())
+    return masks, f"drew a random split of {len(order)} labelled nodes into {counts} (seed {seed})"

@@ -1,0 +1,88 @@
+"""A whole graph as its parts are cut from it: a stream of edges, and arrays that need not be in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.sources.prepare import count_classes
+from pygdist.graph.streams.folder import forget_pages
+from pygdist.graph.streams.progress import Progress
+from pygdist.graph.streams.stream import EdgeStream
+
+__all__ = ["WholeGraph"]
+
+_BLOCK_ROWS = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeGraph:
+    """What there is of a graph before it is in parts.
+
+    Attributes:
+        edges: Its edges.
+        fields: ``x``, ``y``, masks, ``edge_weight``, ``edge_attr`` and ``edge_type``, in memory or memory-mapped, in
+            the forms that :func:`pygdist.graph.prepare` describes; only ``x`` may be of any type of numbers. Each may
+            be absent.
+        num_classes: Number of classes.
+        notes: What preprocessing did, in plain words.
+        ids: The id that each node had in the source, ascending, int64 of shape ``(N,)``; ``None`` if it is its number.
+        merge: Keep one edge of each source and target.
+    """
+
+    edges: EdgeStream
+    fields: Mapping[str, NDArray[Any]]
+    num_classes: int
+    notes: Sequence[str] = ()
+    ids: NDArray[np.int64] | None = None
+    merge: bool = False
+
+    @classmethod
+    def from_data(
+        cls,
+        data: Data,
+        *,
+        num_classes: int | None = None,
+        notes: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> WholeGraph:
+        """A graph in memory, as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent."""
+        names = ("x", "y", *MASKS, *EDGE_FIELDS)
+        fields = {name: value.numpy() for name in names if isinstance(value := data.get(name), Tensor)}
+        if num_classes is None:
+            num_classes = data.get("num_classes")
+        if num_classes is None:
+            num_classes = count_classes(data.get("y"))
+        edges = EdgeStream.from_data(data, progress=progress)
+        return cls(edges=edges, fields=fields, num_classes=int(num_classes), notes=notes)
+
+    def fingerprint(self) -> str:
+        """A hash of the edges and fields, 32 hexadecimal digits; one pass."""
+        digest = hashlib.blake2b(f"{self.edges.num_nodes} {self.merge}".encode(), digest_size=16)
+        for chunk in self.edges.chunks():
+            digest.update(np.ascontiguousarray(chunk.T).data)  # wherever the stream is cut
+        for name, value in sorted(self.fields.items()):
+            digest.update(f"{name} {value.dtype} {value.shape}".encode())
+            for start in range(0, len(value), _BLOCK_ROWS):
+                digest.update(np.ascontiguousarray(value[start : start + _BLOCK_ROWS]).data)
+                forget_pages(value)
+        return digest.hexdigest()
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether labels are a matrix with one column per class."""
+        y = self.fields.get("y")
+        return y is not None and y.ndim == 2 and y.shape[1] > 1
+
+    @property
+    def num_features(self) -> int:
+        """Width of the features; 0 without."""
+        return int(self.fields["x"].shape[1]) if "x" in self.fields else 0

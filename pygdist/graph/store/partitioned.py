@@ -1,0 +1,384 @@
+r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` arrays per part.
+
+``part_0/`` holds what rank 0 needs, and nothing else; n owned rows, h halo rows, e edges, P parts:
+
+====================  =====================================================================================
+``n_id``              ``(n + h,)`` int64, global ids: owned (ascending), then halo grouped by owner, ascending
+``indptr``            ``(n + 1,)`` int64, in-edges of owned rows (CSR over targets)
+``src``               ``(e,)`` int32 (int64 if needed), sources as positions in ``n_id``, ordered by ``e_id``
+``e_id``              ``(e,)`` int64, position of each edge in the whole graph
+``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, ``edge_type`` ``(e,)`` int64, in the order of ``src``; each
+                      absent if the graph has none
+``x``                 ``(n, F)`` features of owned rows
+``y``                 ``(n,)`` int64, -1 = unlabelled, or ``(n, C)`` float32; absent if the graph has no labels
+``train_mask``        ``(n,)`` bool, and ``val_mask``, ``test_mask``
+``send_index``        int64, owned rows to send, grouped by receiver, in the order of the receiver's halo
+``send_counts``       ``(P,)`` int64, rows sent to each part; own entry 0
+``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
+====================  =====================================================================================
+
+This is the placement *nodes*. *Replicas*, by which a part trains on its own (CATGNN, Sec. 4.2), begin with the same and
+reach K >= 1 hops: ``n_id`` goes on with the rows of each further hop, grouped by owner; ``indptr``, ``src``, ``e_id``
+and edge values go on with the in-edges of these rows, of the last hop only those that begin at rows of fewer hops, and
+self-loops; ``x`` has all rows; counts are ``(K, P)``, and ``send_index`` is grouped by hop, then receiver. Besides:
+
+====================  =====================================================================================
+``in_degree``         ``(rows, 5)`` float64, of all in-edges that each row has in the whole graph: how many they are,
+                      how many of them self-loops, the sum of the weights, that of the self-loops' weights, and the
+                      weight of the last self-loop (by ``e_id``; 0 if there is none). ``(rows, 2)`` without edge weights
+====================  =====================================================================================
+
+Where nodes were numbered anew, ``ids.npy`` beside the parts holds the id that each had, int64 of shape ``(N,)``.
+
+``meta.json`` states counts, types, what made the parts, what preprocessing did, size and checksum of every file, and
+its own checksum. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import resource
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch_geometric.data import Data
+
+from pygdist.errors import InputError
+from pygdist.graph.sources.prepare import fingerprint as content_of
+from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.store.part_files import open_array, write_parts
+from pygdist.graph.streams.folder import exclusive, flush, fresh_folder
+
+__all__ = [
+    "FORMAT_VERSION", "build_store", "check_part", "open_part", "peak_rss_bytes", "placement_of", "read_meta",
+    "store_key", "write_graph", "write_store",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 3
+
+
+def write_store(
+    data: Data,
+    part: NDArray[Any],
+    folder: str | Path,
+    *,
+    num_parts: int,
+    method: str,
+    arguments: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    num_classes: int | None = None,
+    fingerprint: str | None = None,
+    figures: Mapping[str, Any] | None = None,
+    num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Cut a graph by the owner of its nodes and write one folder per part.
+
+    Args:
+        data: The graph as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent.
+        part: Owner of each node; integers of shape ``(N,)`` from 0 to ``num_parts - 1``. Parts may be empty.
+        folder: Where the store goes.
+        num_parts: Number of parts.
+        method: Name of the partitioner.
+        arguments: Its arguments.
+        notes: What preprocessing did, in plain words.
+        num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
+        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
+        figures: More entries for ``meta.json``.
+        num_hops: How far halos reach.
+        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
+        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+
+    Returns:
+        What ``meta.json`` says.
+
+    Raises:
+        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, something else lies in
+            the place, or the disk refuses.
+    """
+    placement = placement_of(num_hops, placement)
+    graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
+    part = check_part(part, graph.edges.num_nodes, num_parts)
+    wanted = {
+        "fingerprint": fingerprint or content_of(data),
+        "partition": hashlib.blake2b(part.data, digest_size=16).hexdigest(),
+        "num_parts": num_parts,
+        "method": method,
+        "arguments": arguments,
+        "num_classes": graph.num_classes,
+        "num_hops": num_hops,
+        "placement": placement,
+    }
+
+    def build(place: Path) -> dict[str, Any]:
+        written = write_graph(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
+        return written | dict(figures or {})
+
+    return build_store(folder, wanted, build, overwrite=overwrite)
+
+
+def build_store(
+    folder: str | Path,
+    wanted: Mapping[str, Any],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a store, unless it is there.
+
+    The folder appears when it is complete: nothing that is left by a process that failed or was killed can be taken for
+    a store, and the next writer of the same folder clears it away.
+
+    Args:
+        folder: Where the store goes.
+        wanted: Entries of ``meta.json`` that tell this store from others.
+        build: Writes all but ``meta.json`` into the folder that it is given, and returns the other entries.
+        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+
+    Returns:
+        What ``meta.json`` says.
+
+    Raises:
+        InputError: If something else lies in the place, or the disk refuses.
+    """
+    folder = Path(folder)
+    wanted = json.loads(_canonical(wanted))
+    try:
+        if (found := _existing(folder, wanted, overwrite)) is not None:
+            return found  # without the lock: the place may be read-only
+        with exclusive(folder):
+            if (found := _existing(folder, wanted, overwrite)) is not None:
+                log.info("%s is there already", folder)
+                return found
+            with fresh_folder(folder, replace=overwrite) as temporary:
+                meta: dict[str, Any] = {**build(temporary), "format_version": FORMAT_VERSION, **wanted}
+                meta["peak_rss_bytes"] = peak_rss_bytes()
+                meta["crc32"] = _checksum(meta)
+                (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+                flush(temporary / "meta.json")
+            log.info("wrote %d parts to %s", meta["num_parts"], folder)
+            # not simply what was just written: without locks another writer may have been first
+            return _existing(folder, wanted, overwrite=False) or meta
+    except OSError as error:
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
+
+
+def placement_of(num_hops: int, placement: Literal["nodes", "replicas"] | None = None) -> Literal["nodes", "replicas"]:
+    """What the parts of a store hold: by default *nodes* for one hop and *replicas* for more.
+
+    Args:
+        num_hops: How far halos reach.
+        placement: What was asked for, if anything.
+
+    Raises:
+        InputError: If the two do not go together.
+    """
+    if num_hops < 1:
+        raise InputError(f"num_hops is {num_hops}, expected at least 1")
+    if placement not in (None, "nodes", "replicas"):
+        raise InputError(f"placement is {placement!r}, expected 'nodes' or 'replicas'")
+    if placement == "nodes" and num_hops > 1:
+        raise InputError(
+            f"num_hops is {num_hops}, but the placement 'nodes' has halos of one hop; ask for 'replicas', or one hop"
+        )
+    return placement or ("nodes" if num_hops == 1 else "replicas")
+
+
+def write_graph(
+    graph: WholeGraph,
+    part: NDArray[np.int32],
+    place: Path,
+    num_parts: int,
+    *,
+    num_hops: int = 1,
+    placement: Literal["nodes", "replicas"] | None = None,
+) -> dict[str, Any]:
+    """Write all parts of a graph.
+
+    Args:
+        graph: The graph.
+        part: Owner of each node, int32 of shape ``(N,)``.
+        place: An empty folder.
+        num_parts: Number of parts.
+        num_hops: How far halos reach.
+        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
+
+    Returns:
+        The entries of ``meta.json`` that follow.
+
+    Raises:
+        InputError: If ``num_hops`` and ``placement`` do not go together.
+    """
+    placement = placement_of(num_hops, placement)
+    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
+    return {
+        "preprocessing": list(graph.notes),
+        "num_parts": num_parts,
+        "num_nodes": len(part),
+        "num_features": graph.num_features,
+        "num_classes": graph.num_classes,
+        "multi_label": graph.multi_label,
+        # a vertex-cut has one of its own; a partition of the nodes has no other than the full one
+        "replication_factor": written["replication_factor_full"],
+        **written,
+    }
+
+
+def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
+    """Owners as they are written.
+
+    Args:
+        part: Owner of each node.
+        num_nodes: Number of nodes.
+        num_parts: Number of parts.
+
+    Returns:
+        int32 of shape ``(N,)``.
+
+    Raises:
+        InputError: If there is not one part for each node.
+    """
+    part = np.asarray(part)
+    if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
+        raise InputError(f"part: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
+    if num_parts < 1 or (num_nodes and not 0 <= int(part.min()) <= int(part.max()) < num_parts):
+        raise InputError(f"part: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
+    return np.ascontiguousarray(part, dtype=np.int32)
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """What ``meta.json`` of a store says.
+
+    Args:
+        folder: The store.
+
+    Raises:
+        InputError: If there is no finished store, or it is of another format version.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.parent.is_dir():
+        raise InputError(f"{folder}: there is no such folder; write one with: pygdist partition --out {folder} ...")
+    if not path.is_file():
+        raise InputError(f"{folder}: there is no meta.json, so this is no finished store; partition the graph again")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        version = meta["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is corrupted ({error!r}); partition the graph again") from error
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format version {version}, but this pygdist reads version {FORMAT_VERSION}; "
+            "partition the graph again"
+        )
+    assert isinstance(meta, dict)
+    if meta.get("crc32") != _checksum(meta):
+        raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
+    return meta
+
+
+def open_part(
+    folder: str | Path,
+    part: int,
+    *,
+    num_parts: int | None = None,
+    verify: bool = True,
+    meta: Mapping[str, Any] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Map the arrays of one part; no other part's files are touched.
+
+    Args:
+        folder: The store.
+        part: Which part.
+        num_parts: World size of the run, if the store must have been made for it.
+        verify: Read the files once and compare their checksums. Sizes, types and shapes are compared always.
+        meta: What :func:`read_meta` gave, for who opens many parts.
+
+    Returns:
+        The arrays by name (see the module's docstring), memory-mapped copy-on-write: they may be changed, which no
+        other process and no file ever sees.
+
+    Raises:
+        InputError: If the store is missing or was made for another number of parts, or a file is missing or damaged.
+    """
+    folder = Path(folder)
+    meta = read_meta(folder) if meta is None else meta
+    if num_parts is not None and meta["num_parts"] != num_parts:
+        raise InputError(
+            f"{folder}: made for {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "
+            f"pygdist partition --method {meta['method']} --parts {num_parts} --out NEW_FOLDER ..."
+        )
+    if not 0 <= part < meta["num_parts"]:
+        raise InputError(f"{folder}: part {part} was asked for, but it holds parts 0 to {meta['num_parts'] - 1}")
+    files = meta["parts"][part]["files"]
+    return {
+        name: open_array(folder / f"part_{part}" / f"{name}.npy", expected, verify=verify)
+        for name, expected in files.items()
+    }
+
+
+def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:
+    """The name of a store in a cache: a hash of the graph's content, the arguments and the format.
+
+    Args:
+        fingerprint: :func:`pygdist.graph.fingerprint` of the prepared graph.
+        arguments: All that the store depends on besides: method and its arguments, number of parts, placement.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        InputError: If an argument is nothing that JSON can express.
+    """
+    text = f"{FORMAT_VERSION} {fingerprint} {_canonical(arguments)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process has had resident."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux's getrusage counts what the process that started this one had, too
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _checksum(meta: Mapping[str, Any]) -> str:
+    """Of what ``meta.json`` says besides its own checksum."""
+    rest = {name: value for name, value in meta.items() if name != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+def _canonical(arguments: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(arguments), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"arguments: {dict(arguments)!r} cannot be written as JSON ({error})") from error
+
+
+def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The finished store in the place, if it is the wanted one; ``None`` if the place is free or to be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
+        return None
+    if not (folder / "meta.json").is_file():
+        raise InputError(f"{folder}: exists and is no store of pygdist; remove it or choose another folder")
+    if overwrite:
+        return None
+    meta = read_meta(folder)
+    if differing := [name for name, value in wanted.items() if meta.get(name) != value]:
+        raise InputError(
+            f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
+        )
+    log.debug("%s is there already", folder)
+    return meta

@@ -1,0 +1,1 @@
+"""Edges as streams, and folders that are whole or absent."""

@@ -1,0 +1,111 @@
+"""Edges in a ``.npy`` file, read a piece at a time.
+
+Pieces are read, not mapped: the pages of a mapped file count as memory of the process that looks at them, as long as
+nobody else wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph.streams.folder import ArrayWriter
+
+__all__ = ["EdgeFile", "EdgeWriter"]
+
+
+class EdgeFile:
+    """An integer array of shape ``(2, E)`` or ``(E, 2)`` on disk, of any integer type, in either order.
+
+    Args:
+        path: The file. An array of shape ``(2, 2)`` is taken as ``(2, E)``, PyG's layout.
+
+    Attributes:
+        path: The file.
+        num_edges: Number of edges.
+
+    Raises:
+        InputError: If the file is no such array, or is shorter than it says.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        shape, fortran, self._dtype, self._offset = _header(self.path)
+        if len(shape) != 2 or 2 not in shape:
+            raise InputError(f"{path}: an array of shape {shape}, expected edges: (2, E) or (E, 2)")
+        if self._dtype.kind not in "iu":
+            raise InputError(f"{path}: an array of {self._dtype}, expected edges as integers")
+        self.num_edges = shape[1] if shape[0] == 2 else shape[0]
+        self._in_pairs = (shape[0] == 2) == fortran  # the two ends of an edge lie side by side
+        wanted = self._offset + 2 * self.num_edges * self._dtype.itemsize
+        if (found := self.path.stat().st_size) < wanted:
+            raise InputError(f"{path}: is cut short, it has {found} bytes in place of {wanted}")
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Edges ``start`` to ``stop - 1``.
+
+        Returns:
+            int64 of shape ``(2, stop - start)``, C-contiguous.
+
+        Raises:
+            InputError: If they cannot be read.
+        """
+        count = stop - start
+        if self._in_pairs:
+            ends = self._numbers(2 * start, 2 * count).reshape(count, 2).T
+            return np.array(ends, dtype=np.int64, order="C")
+        chunk = np.empty((2, count), dtype=np.int64)
+        for row in range(2):
+            chunk[row] = self._numbers(row * self.num_edges + start, count)
+        return chunk
+
+    def _numbers(self, first: int, count: int) -> NDArray[Any]:
+        try:
+            offset = self._offset + first * self._dtype.itemsize
+            found = np.fromfile(self.path, dtype=self._dtype, count=count, offset=offset)
+        except OSError as error:
+            raise InputError(f"{self.path}: could not be read ({error})") from error
+        if len(found) != count:
+            raise InputError(f"{self.path}: was cut short while it was read")
+        if self._dtype.kind == "u" and self._dtype.itemsize == 8 and count and int(found.max()) >= 1 << 63:
+            raise InputError(f"{self.path}: holds id {found.max()}, expected ids below 2^63")
+        return found
+
+
+class EdgeWriter(ArrayWriter):
+    """Writes chunks of edges to a file of shape ``(2, E)``; E need not be known before.
+
+    Args:
+        path: The file.
+        dtype: Type of the ids.
+
+    Example:
+        >>> with EdgeWriter("edges.npy", np.int32) as writer:
+        ...     for chunk in stream.chunks():
+        ...         writer.append(chunk)
+    """
+
+    def __init__(self, path: str | Path, dtype: DTypeLike) -> None:
+        super().__init__(Path(path), dtype, pairs=True)
+
+
+def _header(path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, type of an array on disk, and where its values begin."""
+    readers: dict[tuple[int, int], Callable[..., Any]] = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version not in readers:
+                raise ValueError(f"format version {version}")
+            shape, fortran, dtype = readers[version](file)
+            return shape, fortran, dtype, file.tell()
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save") from error

@@ -1,0 +1,80 @@
+"""Edges from Parquet (extra ``parquet``): the first two columns, or those called source and target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph.streams.progress import Progress, watched
+
+__all__ = ["read_parquet"]
+
+_BATCH_EDGES = 1 << 20
+_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"))
+
+
+def read_parquet(
+    path: Path, *, num_nodes: int | None = None, progress: Progress | None = None
+) -> Iterator[NDArray[np.int64]]:
+    """Read a Parquet file once.
+
+    Args:
+        path: The file. Two columns called ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``) are the
+            edges, else the first two.
+        num_nodes: Number of nodes where it is known.
+        progress: Shows how far the file has been read.
+
+    Yields:
+        Chunks of edges, int64 of shape ``(2, k)``.
+
+    Raises:
+        InputError: If pyarrow is not installed, the file cannot be read, the columns hold other than integers, or an
+            id is negative or beyond ``num_nodes``.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise InputError(f"{path}: reading Parquet needs pyarrow: pip install 'pygdist[parquet]'") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = _columns(path, file.schema_arrow)
+            done = 0
+            with watched(progress, file.metadata.num_rows) as advance:
+                for batch in file.iter_batches(batch_size=_BATCH_EDGES, columns=columns):
+                    # by name: batches keep the order of the file
+                    found = [batch.column(batch.schema.get_field_index(name)) for name in columns]
+                    if any(column.null_count for column in found):
+                        raise InputError(f"{path}: column {columns[0]} or {columns[1]} has empty places")
+                    ends = [column.to_numpy(zero_copy_only=False) for column in found]
+                    beyond = (1 << 63) - 1 if num_nodes is None else num_nodes - 1
+                    wrong = np.flatnonzero((ends[0] < 0) | (ends[1] < 0) | (ends[0] > beyond) | (ends[1] > beyond))
+                    if len(wrong):
+                        edge = tuple(int(end[wrong[0]]) for end in ends)
+                        raise InputError(f"{path}: row {done + int(wrong[0])} holds ids {edge}, expected 0 to {beyond}")
+                    yield np.stack([end.astype(np.int64) for end in ends])
+                    done += batch.num_rows
+                    advance(batch.num_rows)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: could not be read as Parquet ({error})") from error
+
+
+def _columns(path: Path, schema: Any) -> list[str]:
+    lower = {name.lower(): name for name in schema.names}
+    found = next(
+        ([lower[one] for one in pair] for pair in _NAMES if all(one in lower for one in pair)), schema.names[:2]
+    )
+    if len(set(schema.names)) < len(schema.names):
+        raise InputError(f"{path}: several columns have one name")
+    if len(found) < 2:
+        raise InputError(f"{path}: {len(schema.names)} columns, expected two of ids")
+    for name in found:
+        kind = str(schema.field(name).type)
+        if not kind.startswith(("int", "uint")):
+            raise InputError(f"{path}: column {name} holds {kind}, expected ids as integers")
+    return list(found)

@@ -1,0 +1,74 @@
+"""All edges on disk, grouped by the part that aggregates them: one pass to write, and each part reads its own.
+
+Every chunk of the stream is sorted by the owner of its targets and appended to one file, so that memory holds one chunk
+and, later, the edges of one part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.graph.streams.sorting import grouped
+from pygdist.graph.streams.stream import EdgeStream
+
+__all__ = ["Spill"]
+
+
+class Spill:
+    """Edges grouped by the owner of their target.
+
+    Args:
+        path: The file to write; it is removed when the ``with`` block ends.
+        edges: The graph.
+        part: Owner of each node, of shape ``(N,)``.
+        num_parts: Number of parts.
+    """
+
+    def __init__(self, path: Path, edges: EdgeStream, part: NDArray[Any], num_parts: int) -> None:
+        self.path = path
+        number = "<i4" if edges.num_nodes <= np.iinfo(np.int32).max else "<i8"
+        self._record = np.dtype([("source", number), ("target", number), ("position", "<u4")])  # in its chunk
+        self._first = np.arange(0, edges.num_edges, edges.chunk_edges)  # edge of each chunk
+        self._start = np.zeros((len(self._first), num_parts + 1), dtype=np.int64)  # records of each chunk by part
+        with path.open("wb") as file:
+            for number_of_chunk, chunk in enumerate(edges.chunks()):
+                owner = part[chunk[1]]
+                indptr, order = grouped(owner, num_parts)
+                records = np.empty(len(order), dtype=self._record)
+                records["source"], records["target"], records["position"] = chunk[0, order], chunk[1, order], order
+                file.write(records.data)
+                self._start[number_of_chunk] = self._first[number_of_chunk] + indptr
+
+    def __enter__(self) -> Spill:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def num_edges_of(self, part: int) -> int:
+        """The number of edges into the nodes of a part."""
+        return int((self._start[:, part + 1] - self._start[:, part]).sum())
+
+    def edges_of(self, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
+        """The edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
+        start, stop = self._start[:, part], self._start[:, part + 1]
+        end = np.cumsum(stop - start)
+        count = int(end[-1]) if len(end) else 0
+        source, target = (np.empty(count, dtype=self._record["source"]) for _ in range(2))
+        position = np.empty(count, dtype=np.int64)
+        with self.path.open("rb") as file:
+            for chunk, last in enumerate(end):
+                records = np.empty(stop[chunk] - start[chunk], dtype=self._record)
+                file.seek(start[chunk] * self._record.itemsize)
+                file.readinto(records.data)
+                here = slice(last - len(records), last)
+                source[here], target[here] = records["source"], records["target"]
+                np.add(records["position"], self._first[chunk], out=position[here])
+        return source, target, position

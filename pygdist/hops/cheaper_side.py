@@ -1,0 +1,281 @@
+r"""The cheaper side of a layer's weight: :math:`(A X) W = A (X W)`, so a linear layer may aggregate before or after it.
+
+PyG's layers do one or the other, always. Here a layer aggregates the rows that it gets if they are fixed (their result
+is kept, see :mod:`pygdist.hops.first_hop`) or narrower than what the weight makes of them, and else the product. Rows
+that need no gradient count half in training: their sum has no backward pass, and its gradients no exchange. The layer's
+own ``forward`` runs in either case, on a stand-in whose weight is replaced by what is left to do there; the
+weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
+written out.
+
+===================================  ====================  ============================================
+layer                                PyG aggregates        here, where it is cheaper
+===================================  ====================  ============================================
+``GCNConv``                          the product           the rows
+``SGConv``                           the rows, K times     the product, K times
+``TAGConv``                          the rows, K times     the products, by Horner's scheme, K times
+``ARMAConv``                         one product a stack   the rows, once for all stacks of the first hop
+``SAGEConv``, ``GraphConv``          the rows              the product, if messages are summed or averaged
+``GINConv``                          the rows              the product with the first weight of its network
+===================================  ====================  ============================================
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import MLP, ARMAConv, GCNConv, GINConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
+
+from pygdist.backends.base import Backend
+from pygdist.graph import Adjacency
+from pygdist.hops.layer import hooked, hooked_module, is_linear, stand_in
+
+__all__ = ["cheaper_forward"]
+
+Forward = Callable[..., Tensor]
+
+
+def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
+    """What may stand for the ``forward`` of a layer class; ``None`` if it is not one of the layers above.
+
+    Returns:
+        A function of the backend, the layer, its own ``forward``, the rows, the edges and the other arguments, which
+        returns ``None`` where the layer's own way is the cheaper one.
+    """
+    for cls, way in _WAYS.items():
+        # a subclass that writes any of these may do other things with the rows
+        names = ("forward", "message", "message_and_aggregate", "aggregate", "update")
+        if issubclass(base, cls) and all(getattr(base, name) is getattr(cls, name) for name in names):
+            return partial(_where_usable, way)
+    return None
+
+
+def _where_usable(
+    way: Callable[..., Tensor | None],
+    backend: Backend,
+    layer: MessagePassing,
+    own: Forward,
+    x: Any,
+    edge_index: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor | None:
+    if not (backend.savings.cheaper_side and _usable(layer, x, edge_index)):
+        return None
+    if not isinstance(x, Tensor) and way not in _TAKE_PAIRS:
+        return None
+    return way(backend, layer, own, x, edge_index, *args, **kwargs)
+
+
+def _gcn(
+    backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if layer.lin.bias is not None or not _rows_are_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+        return None
+    out = own(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
+    return _plus(layer.lin(out), layer.bias)
+
+
+def _sg(
+    backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if layer.cached or not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+        return None
+    product = functional.linear(x, layer.lin.weight)
+    return own(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
+
+
+def _tag(
+    backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    if not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+        return None
+    if any(lin.bias is not None for lin in layer.lins):
+        return None
+    if layer.normalize:
+        edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+    out = layer.lins[-1](x)
+    for lin in reversed(layer.lins[:-1]):
+        out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + lin(x)
+    return _plus(out, layer.bias)
+
+
+def _arma(
+    backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor | None:
+    products = layer.num_stacks * layer.out_channels
+    if not _rows_are_cheaper(backend, layer, x, products, edge_weight):
+        return None
+    edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+    out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
+    for hop in range(layer.num_layers):
+        shared = 0 if layer.shared_weights else hop
+        if hop > 0:
+            out = out @ layer.weight[0 if layer.shared_weights else hop - 1]
+            out = layer.propagate(edge_index, x=out, edge_weight=edge_weight)
+        root = functional.dropout(x, p=layer.dropout, training=layer.training)
+        out = out + root @ layer.root_weight[shared]
+        if layer.bias is not None:
+            out = out + layer.bias[shared]
+        if layer.act is not None:
+            out = layer.act(out)
+    mean: Tensor = out.mean(dim=-3)
+    return mean
+
+
+def _sage(
+    backend: Backend, layer: SAGEConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None
+) -> Tensor | None:
+    if layer.project:  # by a layer that is not linear
+        return None
+    root = "lin_r" if layer.root_weight else None
+    return _neighbours_first(backend, layer, ("lin_l", root), own, x, None, edge_index, size=size)
+
+
+def _graph(
+    backend: Backend,
+    layer: GraphConv,
+    own: Forward,
+    x: Any,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    size: Any = None,
+) -> Tensor | None:
+    names = ("lin_rel", "lin_root")
+    return _neighbours_first(backend, layer, names, own, x, edge_weight, edge_index, edge_weight, size=size)
+
+
+def _neighbours_first(
+    backend: Backend,
+    layer: MessagePassing,
+    names: tuple[str, str | None],
+    own: Forward,
+    x: Any,
+    edge_weight: Tensor | None,
+    *args: Any,
+    size: Any,
+) -> Tensor | None:
+    """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
+    rows = _rows(x)
+    if not _product_is_cheaper(backend, layer, rows, layer.out_channels, edge_weight):
+        return None
+    if not isinstance(x, Tensor):  # fewer rows are computed than read: the other weight is for those alone
+        lin = getattr(layer, names[0])
+        twin = stand_in(layer, **{names[0]: partial(_plus, bias=lin.bias)})
+        return own(twin, (functional.linear(rows, lin.weight), x[1]), *args, size=size)
+    lins = {name: getattr(layer, name) for name in names if name is not None}
+    products = functional.linear(x, torch.cat([lin.weight for lin in lins.values()])).split(layer.out_channels, dim=1)
+    twin = stand_in(layer, **{name: partial(_plus, bias=lin.bias) for name, lin in lins.items()})
+    return own(twin, (products[0], products[-1]), *args, size=size)
+
+
+def _gin(backend: Backend, layer: GINConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
+    """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
+    found, rows = _first_linear(layer.nn), _rows(x)
+    if found is None or not _product_is_cheaper(backend, layer, rows, found[0].weight.size(0), None):
+        return None
+    first, rest = found
+    product = functional.linear(rows, first.weight)
+    given = product if isinstance(x, Tensor) else (product, functional.linear(x[1], first.weight))
+    return own(stand_in(layer, nn=rest), given, edge_index, size=size)
+
+
+def _first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
+    """The linear module that a network begins with, and what is left of the network without that module's weight."""
+    known = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
+    modules: list[Any] = (
+        list(network if isinstance(network, nn.Sequential) else cast(MLP, network).lins) if known else []
+    )
+    if not modules or not is_linear(modules[0]):
+        return None
+    modules[0], first = partial(_plus, bias=modules[0].bias), modules[0]
+    if type(network) is MLP:
+        return first, partial(MLP.forward, stand_in(network, lins=modules))
+    return first, lambda x: functools.reduce(lambda value, module: module(value), modules, x)
+
+
+_WAYS: dict[type[MessagePassing], Callable[..., Tensor | None]] = {
+    ARMAConv: _arma,
+    GCNConv: _gcn,
+    GINConv: _gin,
+    GraphConv: _graph,
+    SAGEConv: _sage,
+    SGConv: _sg,
+    TAGConv: _tag,
+}
+
+
+_TAKE_PAIRS = (_gin, _graph, _sage)
+
+
+def _rows(x: Any) -> Tensor:
+    """The rows of the sources."""
+    rows: Tensor = x[0] if isinstance(x, tuple) else x
+    return rows
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    # autocast gives products in half precision, and adds the bias there
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _rows_are_cheaper(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> bool:
+    """Whether to sum rows rather than what a weight makes of them."""
+    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
+    return _fixed(backend, layer, rows, edge_weight) or before < after
+
+
+def _product_is_cheaper(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> bool:
+    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
+    return after < before and not _fixed(backend, layer, rows, edge_weight)
+
+
+def _columns(
+    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+) -> tuple[int, int]:
+    """Columns that a sum reads, forward and backward, before a weight and after it."""
+    graded = rows.requires_grad or not backend.savings.no_input_gradient
+    graded |= edge_weight is not None and edge_weight.requires_grad  # rows are read again for its gradient
+    learned = graded or any(parameter.requires_grad for parameter in layer.parameters())
+    training = torch.is_grad_enabled()
+    return rows.size(-1) * (1 + (training and graded)), out_channels * (1 + (training and learned))
+
+
+def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:
+    return bool(backend.routing.first_hop.expects(layer, x, edge_weight))
+
+
+def _normalised(
+    backend: Backend, layer: MessagePassing, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+) -> tuple[Adjacency, Tensor]:
+    """As ``TAGConv`` and ``ARMAConv`` call ``gcn_norm``."""
+    norm = backend.routing.gcn_norm
+    num_nodes = x.size(layer.node_dim)
+    result: tuple[Adjacency, Tensor] = norm(edge_index, edge_weight, num_nodes, add_self_loops=False, dtype=x.dtype)
+    return result
+
+
+def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
+    """Whether the order may be changed: plain rows on a shard's edges, linear steps, and nobody who looks at them."""
+    lins = [module for name, module in layer.named_children() if name.startswith("lin")]
+    lins = [lin for module in lins for lin in (module if isinstance(module, nn.ModuleList) else [module])]
+    return (
+        (isinstance(x, Tensor) or (isinstance(x, tuple) and all(isinstance(part, Tensor) for part in x)))
+        and _rows(x).dim() == 2
+        and _rows(x).layout == torch.strided
+        and isinstance(edge_index, Adjacency)
+        and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
+        and all(is_linear(lin) for lin in lins)
+        and not hooked(layer)
+        and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters())
+    )
