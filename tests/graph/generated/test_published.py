@@ -15,7 +15,8 @@ import torch
 from torch_geometric.data import HeteroData
 
 from pygdist.errors import InputError
-from pygdist.graph import PUBLISHED, GraphFiles, generated_files, load_graph, load_hetero, load_npy, write_generated
+from pygdist.graph import PUBLISHED, GraphFiles, load_graph, load_hetero, load_npy, write_generated
+from pygdist.graph.generated import files as generated_files
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, GraphGenerator
 from pygdist.graph.generated.published import published_graph
 from pygdist.partition import partition_graph
