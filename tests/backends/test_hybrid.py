@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import Linear
 from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 
-from pygdist.backends import CommBackend, Costs, HybridBackend, Savings, plans
-from pygdist.backends.hybrid import _chosen
-from pygdist.backends.planning.expected import Expected, expected_epoch
+from pygdist.backends import CommBackend, Costs, HybridBackend, Savings
+from pygdist.backends.planning import kept_plans as plans
+from pygdist.backends.planning.expected import Expected, _followed, expected_epoch
+from pygdist.backends.planning.greedy import _chosen
 from pygdist.backends.planning.hop_costs import HopCosts
-from pygdist.backends.planning.kept_plans import _followed, _similar, load_plan, save_plan
+from pygdist.backends.planning.kept_plans import _similar, load_plan, save_plan
 from pygdist.backends.planning.network import Network
 from pygdist.backends.recomputing.rows import replicas_of
 from pygdist.comm import Communicator

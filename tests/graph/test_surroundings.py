@@ -21,10 +21,10 @@ from pygdist.graph import (
     prepare,
     read_meta,
     save_npy,
-    surroundings_files,
     write_graph,
     write_store,
 )
+from pygdist.graph.store import replicas as surroundings_files
 from pygdist.partition import partition_graph
 from tests.graph.store.test_partitioned import random_graph
 

@@ -27,9 +27,10 @@ from torch_geometric.nn import (
 from typing_extensions import override
 
 from pygdist import Shard, distribute, undistribute
-from pygdist.backends import CommBackend, Savings, SingleBackend, blocks
+from pygdist.backends import CommBackend, Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
+from pygdist.hops import blocks
 from pygdist.nn.inputs import edge_inputs
 from pygdist.testing import LAYERS, RankPool, assert_exact, random_graph
 from pygdist.testing.layers import build

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pygdist.lightning import GraphDDPStrategy, memory, strategies
+from pygdist.lightning import GraphDDPStrategy, strategies
+from pygdist.memory import machine as memory
 from pygdist.memory.machine import memory_bytes
 from pygdist.testing import RankPool
 from tests.lightning import runs

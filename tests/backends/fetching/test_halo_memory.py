@@ -19,7 +19,8 @@ from torch_geometric.nn import GAT, GCN, GCNConv, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from typing_extensions import override
 
-from pygdist.backends import Backend, CommBackend, HybridBackend, chunks
+from pygdist.backends import Backend, CommBackend, HybridBackend
+from pygdist.backends.fetching import groups as chunks
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.memory.overflow import Overflow, writable

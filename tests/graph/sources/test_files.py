@@ -29,13 +29,13 @@ from pygdist.graph import (
     EdgeWriter,
     GraphFiles,
     WholeGraph,
-    numbering,
     open_part,
     prepare,
     read_meta,
     save_npy,
     write_graph,
 )
+from pygdist.graph.streams import numbering
 from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph

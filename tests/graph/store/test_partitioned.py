@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph import fingerprint, open_part, read_meta, store_key, write_store
-from pygdist.graph.store.partitioned import part_files as part_files_module
+from pygdist.graph.store import part_files as part_files_module
 from pygdist.graph.streams import folder as folder_module
 
 MASKS = ("train_mask", "val_mask", "test_mask")
