@@ -19,16 +19,16 @@ from torch_geometric.nn import MessagePassing
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.kept import Kept
 from pygdist.hops.savings import Savings
 from pygdist.registry import Registry
 
-__all__ = ["Backend", "Inner", "Placement", "backends", "resolve_backend"]
+__all__ = ["Backend", "Placement", "backends", "resolve_backend"]
 
 Placement = Literal["nodes", "replicas", "edges", "rows", "columns"]
-Inner = Callable[..., Tensor]
 T = TypeVar("T")
 
-_UNPICKLED = ("_shard", "_communicator", "routing")
 _LIVE: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
 
 
@@ -46,7 +46,10 @@ class Backend(ABC):
         approximation: What an inexact backend gives up, in one clause.
         placement: How the graph must be placed on the ranks; asking for another is an error that names this one.
         hops: Under the placement *replicas*, of how many hops around its nodes a part holds the neighbours.
-        weights_unseen: While a hop of an attention layer runs: the weights of its edges are for nothing but its sum.
+        per_graph: Names of the attributes that belong to one graph. :meth:`unbind` sets them to ``None``, and pickles
+            do not hold them. A subclass extends it: ``per_graph = (*Backend.per_graph, "_mine")``.
+        savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may set others.
+        kept: What is kept of hops until the graph goes.
     """
 
     name: ClassVar[str] = ""
@@ -54,7 +57,9 @@ class Backend(ABC):
     approximation: str = ""
     placement: ClassVar[Placement] = "nodes"
     hops: int = 1
-    weights_unseen: bool = False
+    per_graph: ClassVar[tuple[str, ...]] = ("_shard", "_communicator")
+    _shard: Shard | None = None
+    _communicator: Communicator | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -62,10 +67,8 @@ class Backend(ABC):
             backends.register(cls.name, cls)
 
     def __init__(self) -> None:
-        self._shard: Shard | None = None
-        self._communicator: Communicator | None = None
-        self.savings = Savings()  # distribute() may give others
-        self.routing: Any = None  # the classes that distribute() made for this backend
+        self.savings = Savings()
+        self.kept = Kept(self)
         self._token = uuid.uuid4().hex  # a pickle of this backend finds it again in this process
         _LIVE[self._token] = self
 
@@ -89,9 +92,9 @@ class Backend(ABC):
 
     def unbind(self) -> None:
         """Let go of the shard, the communicator and what was computed for them."""
-        self._shard = self._communicator = None
-        if self.routing is not None:
-            self.routing.forget()
+        for name in self.per_graph:
+            setattr(self, name, None)
+        self.kept.forget()
 
     @property
     def shard(self) -> Shard:
@@ -144,29 +147,28 @@ class Backend(ABC):
         """Called after each forward pass: let go of what only that pass needed."""
 
     @abstractmethod
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Run one hop: give ``inner`` the rows it needs.
+    def propagate(self, hop: Hop) -> Tensor:
+        """Run one hop: bring the rows that it reads, and call :meth:`Hop.run <pygdist.hops.hop.Hop.run>` with them.
 
         Args:
-            layer: The layer that propagates.
-            inner: What computes the hop once the rows are there, called as ``inner(edge_index, size=size, **kwargs)``
-                with the edges that the layer passed: its own ``propagate``, or a kernel that stands for it.
-            edge_index: In local ids of the shard; the :class:`~pygdist.graph.Adjacency` itself, or edges derived from
-                it, with self-loops for example.
-            size: What the layer passed; usually ``None``.
-            kwargs: The arguments of the hop; tensors hold one row per owned node.
+            hop: The call. ``hop.sources`` are the tensors whose rows the layer reads at the sources of edges; they hold
+                one row per owned node. ``hop.edge_index`` is in local ids of the shard.
 
         Returns:
             One row per owned node.
+
+        Example:
+            >>> rows = {name: self.source_rows(x) for name, x in hop.sources.items()}
+            >>> return hop.run(rows=rows, size=(self.shard.n_id.numel(), self.shard.num_owned))
         """
 
-    def edge_updater(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Like :meth:`propagate`, for the layer's ``edge_updater``; returns one row per edge."""
-        return self.propagate(layer, inner, edge_index, size, kwargs)
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        """Run an ``edge_updater`` like :meth:`propagate`.
+
+        Returns:
+            One row per edge, or a :class:`~pygdist.hops.hop.Deferred` if ``hop.weights_unseen``.
+        """
+        return self.propagate(hop)
 
     @abstractmethod
     def source_rows(self, x: Tensor) -> Tensor:
@@ -221,7 +223,7 @@ class Backend(ABC):
     @property
     def kept_bytes(self) -> int:
         """Memory that this rank holds of hops over fixed rows (:class:`~pygdist.backends.Savings`)."""
-        return 0 if self.routing is None else int(self.routing.first_hop.kept_bytes)
+        return self.kept.first_hop.kept_bytes
 
     @property
     def expected_epoch_s(self) -> float | None:
@@ -256,7 +258,7 @@ class Backend(ABC):
 
     def _pickled_state(self) -> dict[str, Any]:
         """What a pickle holds: arguments and identity, nothing of a rank."""
-        return {key: value for key, value in vars(self).items() if key not in _UNPICKLED}
+        return {key: value for key, value in vars(self).items() if key not in (*self.per_graph, "kept")}
 
 
 backends: Registry[Backend] = Registry("backend")
@@ -268,7 +270,8 @@ def _revive(cls: type[Backend], state: dict[str, Any]) -> Backend:
     if live is not None:
         return live
     backend = cls.__new__(cls)
-    vars(backend).update(state, **dict.fromkeys(_UNPICKLED))
+    vars(backend).update(state)
+    backend.kept = Kept(backend)
     _LIVE[backend._token] = backend
     return backend
 

@@ -1,46 +1,148 @@
-"""``comm``: every hop fetches exactly the halo rows it needs from their owners (DepComm of NeutronStar, Sec. 2.2).
+"""``comm``: every hop fetches the halo rows that it needs from their owners (DepComm of NeutronStar, Sec. 2.2).
 
-Exact. Nothing is computed twice, everything is communicated; what has arrived is aggregated while the rest travels.
+Exact. Nothing is computed twice, everything is communicated; rows that have arrived are aggregated while the others
+travel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from pygdist.backends.base import Backend
+from pygdist.backends.fetching.adjacency import ArrivingAdjacency
 from pygdist.backends.fetching.arrival import Arrival
-from pygdist.backends.fetching.backend import FetchingBackend
-from pygdist.comm import Communicator
-from pygdist.graph import Shard
+from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, WireDtype, norms_refused
+from pygdist.hops.fused_attention import Unscored, defers_scores
+from pygdist.hops.hop import Deferred, Hop
 
 __all__ = ["CommBackend"]
 
 
-class CommBackend(FetchingBackend):
-    """Fetch halo rows in every hop (DepComm; NeutronStar, SIGMOD 2022, Sec. 2.2 and 4.3); arguments as there."""
+class CommBackend(Backend):
+    """Fetch halo rows in every hop (DepComm; NeutronStar, SIGMOD 2022, Sec. 2.2 and 4.3).
+
+    A subclass may fetch rows in its own way (:meth:`halo_rows`); its hops then wait until all rows are here.
+
+    Args:
+        ring: Exchange with one peer after the other, not with all at once.
+        overlap: Aggregate rows that are here while others travel.
+        wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
+        halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank; no limit by default.
+            :class:`~pygdist.backends.fetching.fetcher.FetchOptions` says more of all four.
+    """
 
     name = "comm"
+    per_graph = (*Backend.per_graph, "_fetcher", "_halo")
+    _fetcher: Fetcher | None = None
     _halo: Arrival | None = None
 
+    def __init__(
+        self,
+        *,
+        ring: bool = True,
+        overlap: bool = True,
+        wire_dtype: WireDtype | None = None,
+        halo_gib: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
+        self._hop = 0  # hops of the forward pass so far
+        if self.options.approximation:
+            self.exact, self.approximation = False, self.options.approximation
+
     @override
-    def bind(self, shard: Shard, communicator: Communicator) -> None:
-        super().bind(shard, communicator)
-        if communicator.world_size > 1:
-            position = torch.arange(shard.num_owned, shard.num_owned + shard.num_halo, device=shard.n_id.device)
-            self._halo = Arrival(plan=shard.plan, position=position)
+    def refuse(self, layer: MessagePassing) -> str | None:
+        return norms_refused(layer)
+
+    # -- a hop ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def propagate(self, hop: Hop) -> Tensor:
+        rows = self._rows
+        exchange = self.fetcher.by_group(hop, rows) if self._fetches_as_usual else None
+        if exchange is not None:
+            return hop.run(ArrivingAdjacency.over(hop.edge_index, exchange))
+        fetched = self.fetcher.rows_of(hop, rows, lambda x, label: self.halo_rows(x, label=label))
+        return hop.run(rows=fetched, size=(rows.num_sources, rows.num_rows))
+
+    @override
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        if defers_scores(hop) and self._rows.arrival is not None and self._fetches_as_usual:
+            return Unscored()
+        fetched = self.fetcher.rows_of(hop, self._rows, lambda x, label: self.halo_rows(x, label=label))
+        return hop.run(rows=fetched, size=(self._rows.num_sources, self._rows.num_rows))
+
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        r"""Fetch the rank's halo rows from their owners; a subclass with another wire format overrides this.
+
+        Args:
+            x: Rows that this rank owns.
+            label: Names the exchange in messages.
+
+        Shapes:
+            ``x`` is :math:`(n, F)`, the result :math:`(h, F)`, in the order of the shard's halo. Differentiable: the
+            backward pass returns the gradients of the copies to the owners.
+        """
+        return self.fetcher.exchange_rows(x, self.shard.plan, label)
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.communicator.exchange_rows(x, self.shard.plan, label="node values")])
+
+    # -- a pass --------------------------------------------------------------------------------------------------------
+
+    @override
+    def begin_forward(self) -> None:
+        self._hop = 0
+        self.fetcher.begin_pass()
+
+    @override
+    def begin_hop(self) -> None:
+        self._hop += 1
+
+    @override
+    def end_forward(self) -> None:
+        self.fetcher.end_pass()
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.fetcher.around_layer():
+            return forward(layer, *args, **kwargs)
+
+    # -- a graph -------------------------------------------------------------------------------------------------------
 
     @override
     def unbind(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
         super().unbind()
-        self._halo = None
 
-    @override
-    def _pickled_state(self) -> dict[str, Any]:
-        return {**super()._pickled_state(), "_halo": None}
+    @property
+    def fetcher(self) -> Fetcher:
+        """Fetches this rank's halo rows."""
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self.shard, self.communicator, self.options, lambda: self.kept.first_hop.results)
+        return self._fetcher
 
-    @override
-    def arrival(self) -> Arrival | None:
-        # a subclass that fetches in its own way is given whole hops
-        return self._halo if type(self).halo_rows is FetchingBackend.halo_rows else None
+    @property
+    def _rows(self) -> HopRows:
+        """The rows around each hop: the owned ones, and the halo, which arrives."""
+        shard, halo = self.shard, None
+        if self.communicator.world_size > 1:
+            if self._halo is None:
+                position = torch.arange(shard.num_owned, shard.num_owned + shard.num_halo, device=shard.n_id.device)
+                self._halo = Arrival(plan=shard.plan, position=position)
+            halo = self._halo
+        return HopRows.of_shard(shard, self._hop, halo)
+
+    @property
+    def _fetches_as_usual(self) -> bool:
+        return type(self).halo_rows is CommBackend.halo_rows

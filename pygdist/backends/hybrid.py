@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends.fetching.backend import WireDtype
+from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype
 from pygdist.backends.planning.expected import Expected, computed_shares, expected_epoch
 from pygdist.backends.planning.greedy import Costs, _chosen
-from pygdist.backends.planning.hop_costs import HopCosts, Timed
+from pygdist.backends.planning.hop_costs import HopCosts, Timed, time_hops
 from pygdist.backends.planning.kept_plans import load_plan, plan_key, save_plan
 from pygdist.backends.planning.network import Network, probe_exchange, probe_reduce
 from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
@@ -80,7 +80,8 @@ class HybridBackend(RecomputingBackend):
         wire_dtype: WireDtype | None = None,
         halo_gib: float | None = None,
     ) -> None:
-        super().__init__(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
+        super().__init__(FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib))
+
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:
             raise InputError(f"cache_ratio is {cache_ratio}, expected a share from 0 to 1")
         if memory_gib is not None and memory_gib < 0:
@@ -108,7 +109,8 @@ class HybridBackend(RecomputingBackend):
             chosen = self._greedy(found, widths, costs, None)
             self.expected = expected_epoch(
                 communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
-                network=Network(value_s=self.costs.value, latency_s=0.0, busy=0.0), other_s=0.0, overlap=self.overlap,
+                network=Network(value_s=self.costs.value, latency_s=0.0, busy=0.0), other_s=0.0,
+                overlap=self.options.overlap,
             )  # fmt: skip
             said = _described(self.expected)
         if communicator.rank == 0:
@@ -123,14 +125,16 @@ class HybridBackend(RecomputingBackend):
     def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
         shard, communicator = self.shard, self.communicator
         start = time.perf_counter()
-        like = next((one for one in probe.model.parameters() if one.is_floating_point()), shard.x).detach()
-        network = probe_exchange(communicator, shard.plan, like.new_empty(0, 1), ring=self.ring, wire=self._wire)
-        facts = self._facts(widths, probe.model)
+        like = next((one for one in probe.call.model.parameters() if one.is_floating_point()), shard.x).detach()
+        network = probe_exchange(
+            communicator, shard.plan, like.new_empty(0, 1), ring=self.options.ring, wire=self.options.wire
+        )
+        facts = self._facts(widths, probe.call.model)
         key, folder = plan_key(facts), None if shard.folder is None else shard.folder / "plans"
         kept = None
         if not self.replan:
             kept = load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
-        timed = probe.measure() if kept is None else Timed.from_dict(kept[1]["timed"])
+        timed = self._time(probe) if kept is None else Timed.from_dict(kept[1]["timed"])
         # a value's seconds are those of two passes; a hop that did not run is kept: its rows are fetched once
         fetch = tuple(
             network.value_s * width * passes / 2 if seconds > 0 else 0.0
@@ -142,8 +146,8 @@ class HybridBackend(RecomputingBackend):
             # who waits for a processor does not wait for the network
             network=replace(network, busy=min(1.0, network.busy * timed.contention)),
             other_s=timed.fixed
-            + probe_reduce(communicator, sum(one.nbytes for one in probe.model.parameters() if one.requires_grad)),
-            overlap=self.overlap, shrinks=probe.shrinks, exchanges=timed.exchanges, passes=timed.passes,
+            + probe_reduce(communicator, sum(one.nbytes for one in probe.call.model.parameters() if one.requires_grad)),
+            overlap=self.options.overlap, shrinks=probe.facts.shrinks, exchanges=timed.exchanges, passes=timed.passes,
         )  # fmt: skip
         communicator.buffers.clear()  # what was measured needs no memory any more
         if kept is not None:
@@ -172,13 +176,18 @@ class HybridBackend(RecomputingBackend):
             save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
         return chosen
 
+    def _time(self, probe: Probe) -> Timed:
+        """Time the model on some of this rank's rows and edges; every rank makes the call."""
+        call, facts = probe.call, probe.facts
+        return time_hops(call, probe.rehearse, probe.begin_pass, self.shard.adjacency, self.communicator, facts.widths)
+
     def _facts(self, widths: tuple[int, ...], model: nn.Module) -> dict[str, Any]:
         """What a plan depends on; the same on all ranks, as the name of what is kept is made of it."""
         threads = int(self.communicator.gather([float(torch.get_num_threads())]).max())
         return {
             "widths": list(widths), "ranks": self.communicator.world_size, "device": _device(self.shard.n_id.device),
             "threads": threads, "memory_gib": self.memory_gib,
-            "overlap": self.overlap, "ring": self.ring, "wire_dtype": self.wire_dtype, "halo_gib": self.halo_gib,
+            **asdict(self.options),
             "savings": asdict(self.savings),
             "model": _structure(model),
         }  # fmt: skip

@@ -8,7 +8,6 @@ here, not from all their neighbours, unless the halo reaches as far as the model
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Inner
 from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
+from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.backends.passes.rows import Rows, leading
 from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
@@ -29,7 +29,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.surroundings import Surroundings
-from pygdist.hops.layer import layer_name, options_of
+from pygdist.hops.layer import layer_name
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
 
@@ -59,16 +59,18 @@ class ReplicaBackend(RecomputingBackend):
     """
 
     name = "replica"
+    per_graph = (*RecomputingBackend.per_graph, "_part")
+    _part: _OnPart | None = None
     exact = False
     approximation = "rows of other parts' nodes are computed from what is kept around a part, within 'hops' hops"
     placement = "replicas"
 
     def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
-        super().__init__()  # nothing travels: how does not matter
+        super().__init__()
         if hops < 0:
             raise InputError(f"hops is {hops}, expected 0 or more")
         self.hops, self.scale_rim = hops, scale_rim
-        self._told: set[str] = set()  # layers that somebody was warned of
+        self._warned: set[str] = set()  # names of layers
 
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
@@ -118,17 +120,16 @@ class ReplicaBackend(RecomputingBackend):
         return self._bound(self.shard.surroundings)
 
     @override
-    def _forget_graph(self) -> None:
-        # which hops a model makes is the same on every part, and a rank may go from part to part in each epoch
-        known = getattr(self, "_models", {})
-        super()._forget_graph()
-        self._models = known
-        self._kept: _Kept | None = None
-        self._sampled: int | None = None  # rows of the mini-batch that the model runs on
-        self._norm: EdgeNorm | None = None  # of its edges
-        self._in_weights = False  # whether weights of edges that layers have hold it
-        self._part_degrees: Tensor | None = None  # facts of the in-edges that are here, if these were asked for
-        self._weights: set[int] = set()  # where the graph's own edge weights begin in memory
+    def unbind(self) -> None:
+        models = self._models  # a model makes the same hops on every part, and a rank may go from part to part
+        super().unbind()
+        self._models = models
+
+    @property
+    def _on_part(self) -> _OnPart:
+        if self._part is None:
+            self._part = _OnPart()
+        return self._part
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -140,67 +141,30 @@ class ReplicaBackend(RecomputingBackend):
         if any(value.csr() is self.shard.adjacency.csr() for value in edges):
             return super().model_inputs(model, args, kwargs)
         # a mini-batch of the part is a graph of its own
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self._sampled = given[0].size(0) if given else 0
-        norm = self._norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
-        self._in_weights = kwargs.get("edge_weight") is not None or (
-            norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in given)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
+        in_weights = kwargs.get("edge_weight") is not None or (
+            norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in tensors)
         )
+        num_rows = tensors[0].size(0) if tensors else 0
+        self._pass = BatchPass(num_rows, norm, in_weights=in_weights, without_norm=self._warn)
         return args, kwargs
 
-    @override
-    def end_forward(self) -> None:
-        super().end_forward()
-        self._sampled = self._norm = None
-
-    @override
-    def run_layer(
-        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._sampled is None:
-            return super().run_layer(layer, forward, args, kwargs)
-        options, in_weights = {"cached": False}, self._in_weights  # the next one is another graph
-        if self._norm is not None:
-            args, kwargs, alone = self._norm.to_layer(layer, forward, args, kwargs)
-            self._in_weights |= alone
-            if alone:
-                options["improved"] = False  # PyG's self-loops count twice only beside weights
-        try:
-            with options_of(layer, **options):
-                return forward(layer, *args, **kwargs)
-        finally:
-            self._in_weights = in_weights
-
-    @override
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        if self._sampled is None:
-            return super().propagate(layer, inner, edge_index, size, kwargs)
-        if self._norm is not None:
-            edge_index, kwargs, made_up = self._norm.on(layer, edge_index, kwargs, in_weights=self._in_weights)
-            if not made_up:
-                self._tell(layer)
-        return inner(edge_index, size=size, **kwargs)
-
-    def _tell(self, layer: MessagePassing) -> None:
+    def _warn(self, layer: MessagePassing) -> None:
         """Warn, once for a class of layers, that nothing makes up for how edges were sampled."""
         name = layer_name(layer)
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
-                f"GraphSAINT's normalisation of sums over neighbours is left out of {name}: it is for sums and means "
-                "of rows, and for layers that take edge_weight and add or average",
+                f"{name} runs without GraphSAINT's normalisation of sums over neighbours, which exists for sums and "
+                "means of rows, and for layers that take edge_weight and add or average",
                 stacklevel=2,
             )
 
-    @override
-    def edge_updater(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        if self._sampled is not None:
-            return inner(edge_index, size=size, **kwargs)
-        return super().edge_updater(layer, inner, edge_index, size, kwargs)
+    @property
+    def _batch(self) -> BatchPass | None:
+        """The mini-batch that the model runs on; ``None`` if it runs on the part."""
+        return self._pass if isinstance(self._pass, BatchPass) else None
 
     @override
     def rows_of(self, widths: tuple[int, ...], probe: Probe) -> Rows:
@@ -225,13 +189,14 @@ class ReplicaBackend(RecomputingBackend):
 
     @property
     def _kept_edges(self) -> _Kept:
-        if self._kept is None:
+        on_part = self._on_part
+        if on_part.edges is None:
             with torch.inference_mode(False):
-                self._kept = _kept(self._around, self.hops)
-        return self._kept
+                on_part.edges = _kept(self._around, self.hops)
+        return on_part.edges
 
     @override
-    def given(self, call: Call, rows: Rows) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def extended(self, call: Call, rows: Rows) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def extended(value: Any, kind: Kind) -> Any:
             if isinstance(value, Adjacency) and value.csr() is self.shard.adjacency.csr():
                 weight = value.value
@@ -261,7 +226,7 @@ class ReplicaBackend(RecomputingBackend):
             return found[: rows.num_rows]
         kept = self._kept_edges.values(name, found)
         if name == "edge_weight":
-            self._weights.add(kept.data_ptr())
+            self._on_part.graph_weights.add(kept.data_ptr())
         return kept[: rows.adjacency.size(1)]
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -272,26 +237,21 @@ class ReplicaBackend(RecomputingBackend):
         return x
 
     @override
-    def owned_rows(self, x: Tensor) -> Tensor:
-        return x if self._sampled is not None else super().owned_rows(x)
-
-    @property
-    @override
-    def num_rows(self) -> int:
-        return super().num_rows if self._sampled is None else self._sampled
-
-    @override
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        if self._sampled is not None:
-            return self._sample_degrees(edge_weight, loop_weight)
+        if self._batch is not None:
+            return self._batch_degrees(self._batch.norm, edge_weight, loop_weight)
         if self._alone or self.hops == 0:
             return None  # what is here is all there is
-        if edge_weight is not None and edge_weight.data_ptr() not in self._weights and edge_weight.numel():
+        if (
+            edge_weight is not None
+            and edge_weight.data_ptr() not in self._on_part.graph_weights
+            and edge_weight.numel()
+        ):
             raise InputError(
                 "backend 'replica' knows in-degrees by the graph's own edge weights; the model normalises weights that "
                 "it computes, and those of edges in other parts are not here"
             )
-        found = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self.num_sources]
+        found = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self._num_sources]
         own = slice(0, self.shard.num_owned)  # all their in-edges are here
         if not torch.allclose(degree[own].to(found), found[own], rtol=1000 * torch.finfo(degree.dtype).eps):
             raise InputError(
@@ -300,9 +260,10 @@ class ReplicaBackend(RecomputingBackend):
             )
         return found
 
-    def _sample_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+    def _batch_degrees(
+        self, norm: EdgeNorm | None, edge_weight: Tensor | None, loop_weight: float | None
+    ) -> Tensor | None:
         """Those of a mini-batch's rows in the part, where it is known how edges were sampled; else the batch's own."""
-        norm = self._norm
         by_graph = None if norm is None or edge_weight is None else norm.is_weighted_by_graph(edge_weight)
         if norm is None or norm.n_id is None or by_graph is None:
             return None
@@ -310,28 +271,48 @@ class ReplicaBackend(RecomputingBackend):
         return in_degrees(facts[norm.n_id], by_graph, loop_weight)
 
     def _degrees_of_part(self) -> Tensor:
-        if self._part_degrees is None:
+        on_part = self._on_part
+        if on_part.degrees is None:
             kept, weight = self._kept_edges, self._around.edge_weight
             with torch.inference_mode(False):
                 weight = None if weight is None else kept.values("edge_weight", weight)
-                self._part_degrees = in_degree_facts(kept.csr, weight)
-        return self._part_degrees
+                on_part.degrees = in_degree_facts(kept.csr, weight)
+        return on_part.degrees
 
     @override
     def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
-        if self._alone or self._sampled is not None or self.hops == 0 or not self.scale_rim:
+        if self._alone or self._batch is not None or self.hops == 0 or not self.scale_rim:
             return None
         found, number = self._degrees_of_part(), 2 if weighted else 0  # of in-edges, and of loops after it
         here, every = (
             facts[: found.size(0), number] - facts[: found.size(0), number + 1]
             for facts in (found, self._around.in_degree)
         )
-        return torch.where(here > 0, every / here.where(here > 0, 1.0), 1.0)[: self.num_sources]
+        return torch.where(here > 0, every / here.where(here > 0, 1.0), 1.0)[: self._num_sources]
 
     @property
     @override
     def num_nodes(self) -> int:
-        return self.shard.num_owned if self._sampled is None else self._sampled
+        return self.shard.num_owned if self._batch is None else self._batch.num_rows
+
+    @property
+    def _num_sources(self) -> int:
+        return self._pass.num_sources if isinstance(self._pass, PartPass) else self.num_rows
+
+
+@dataclass
+class _OnPart:
+    """What is known of one part.
+
+    Attributes:
+        edges: The in-edges that are kept.
+        degrees: Facts about the in-degrees by these edges; see :func:`in_degree_facts`.
+        graph_weights: Addresses of the graph's own edge weights.
+    """
+
+    edges: _Kept | None = None
+    degrees: Tensor | None = None
+    graph_weights: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Backend, Inner
+from pygdist.backends.base import Backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.hops.hop import Hop
 
 __all__ = ["SingleBackend"]
 
 
 class SingleBackend(Backend):
-    """No other rank: neighbours are where they are asked for."""
+    """Run every hop on the rows that are here: there is no other rank."""
 
     name = "single"
 
@@ -30,10 +28,8 @@ class SingleBackend(Backend):
         super().bind(shard, communicator)
 
     @override
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        return inner(edge_index, size=size, **kwargs)
+    def propagate(self, hop: Hop) -> Tensor:
+        return hop.run()
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:

@@ -1,8 +1,41 @@
 """``tensor``: every rank aggregates a slice of the columns over the whole topology (NeutronTP, Sec. 3).
 
 Exact. Around each aggregation rows become columns and columns rows again, in one exchange each way; whatever the graph
-looks like, ranks aggregate over the same edges and send the same bytes. What a layer does with whole rows (its weights,
-attention scores of edges) it does on those of this rank.
+looks like, ranks aggregate over the same edges and send the same bytes. Weights and attention scores need whole rows,
+so each rank computes them for its own rows.
+
+A layer runs in the first of these ways that fits (:meth:`TensorBackend.run_layer`):
+
+====================================================  ==================================  =============================
+layer                                                 what runs                           what travels
+====================================================  ==================================  =============================
+decoupled GAT (``AttentionPropagation``)              all its hops, on slices             rows once there and back, and
+                                                                                          scores of nodes or weights of
+                                                                                          edges
+any, if the model is on one rank within its memory    the layer as it is                  nothing
+one that mixes columns beside its hops                its ``forward``, hop by hop         see below
+decoupled sums (``Propagation``)                      all its hops, on slices             rows once there and back
+any, if edges and slices exceed ``memory_gib``        its ``forward``, hop by hop         see below
+one that acts on each column by itself                its ``forward``, on slices          rows once there and back, and
+                                                                                          tensors of edges
+====================================================  ==================================  =============================
+
+A hop runs in the first of these ways that fits (:meth:`TensorBackend.propagate`):
+
+====================================================  ==================================  =============================
+hop                                                   what runs                           what travels
+====================================================  ==================================  =============================
+of a layer that runs on slices                        the hop, on slices                  nothing more
+on one rank within its memory                         the hop                             nothing
+of ``TransformerConv``                                weights of own edges from whole     keys to fetch them; values
+                                                      rows, then their sum on slices      and weights there, sums back
+of ``GATConv``, weights unseen, scores are fewer      weights of all edges from scores,   rows and scores of nodes
+                                                      and their sum, on slices            there, sums back
+one sparse product                                    the product, on slices              rows and weights that change
+                                                                                          there, sums back
+any other                                             messages of all edges, on slices    its arguments there, the
+                                                                                          result back
+====================================================  ==================================  =============================
 """
 
 from __future__ import annotations
@@ -11,7 +44,7 @@ import inspect
 import os
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,8 +54,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Inner
-from pygdist.backends.fetching.backend import FetchingBackend
+from pygdist.backends.base import Backend
+from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, norms_refused
 from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.slicing.any_hop import SlicedHop, gathered
 from pygdist.backends.slicing.attention import (
@@ -38,11 +71,13 @@ from pygdist.backends.slicing.chunked_hop import Ranks
 from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
 from pygdist.backends.slicing.edge_tensors import EdgeTensors
 from pygdist.backends.slicing.everyone import Everyone, Topology
+from pygdist.backends.slicing.passes import SlicesPass
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.hops.fused_attention import TransformerParts, Unweighted, attention_hop, transformer_parts
-from pygdist.hops.layer import fused_arguments, fuses, hooked, layer_name, with_phantom_edge
+from pygdist.hops.fused_attention import TransformerParts, Unweighted, transformer_parts
+from pygdist.hops.hop import Deferred, Hop, target_of
+from pygdist.hops.layer import hooked, layer_name
 from pygdist.memory.overflow import Overflow, beyond_memory, writable
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 
@@ -54,7 +89,7 @@ _INDEX_COPIES = 5  # of each edge: source and weight, forward and backward, and 
 _SLICE_COPIES = 4  # of slices: forward and backward, what is read and what is summed
 
 
-class TensorBackend(FetchingBackend):
+class TensorBackend(Backend):
     """Slice the columns of all nodes (tensor parallelism; NeutronTP, PVLDB 2024, Sec. 3 and 4.1.1).
 
     Layers whose message or aggregation mixes columns are refused when the model is distributed.
@@ -80,6 +115,12 @@ class TensorBackend(FetchingBackend):
     """
 
     name = "tensor"
+    per_graph = (*Backend.per_graph, "_all", "_shared", "_fetcher", "_slices", "_splits")
+    _all: Everyone | None = None
+    _shared: EdgeTensors | None = None
+    _fetcher: Fetcher | None = None
+    _slices: SlicesPass | None = None  # while a layer runs on slices of all nodes
+    _splits: dict[int, tuple[Tensor, int, Tensor]] | None = None  # slices that hops of the running layer share
 
     def __init__(
         self,
@@ -89,26 +130,15 @@ class TensorBackend(FetchingBackend):
         memory_gib: float | None = None,
         device: str | None = None,
     ) -> None:
-        super().__init__(overlap=overlap)
+        super().__init__()
         if num_chunks is not None and num_chunks < 1:
             raise InputError(f"num_chunks is {num_chunks}, expected at least 1")
         if memory_gib is not None and memory_gib <= 0:
             raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
-        self.num_chunks, self.memory_gib, self.device = num_chunks, memory_gib, device
+        self.num_chunks, self.overlap, self.memory_gib, self.device = num_chunks, overlap, memory_gib, device
         self._widest, self._heads = 0, 1  # of the layers' rows and attention
-        self._told: set[str] = set()  # layers that somebody was warned of
-        self._forget_graph()
-
-    def _forget_graph(self) -> None:
-        self._all: Everyone | None = None
-        self._slicing = False  # a layer runs on slices of all nodes
-        self._splits: dict[int, tuple[Tensor, int, Tensor]] = {}  # of the layer that runs
-        self._shared: EdgeTensors | None = None
-
-    @override
-    def unbind(self) -> None:
-        super().unbind()
-        self._forget_graph()
+        self._hop = 0  # hops of the forward pass so far
+        self._warned: set[str] = set()  # names of layers
 
     @override
     def forget_model(self, model: nn.Module) -> None:
@@ -119,53 +149,78 @@ class TensorBackend(FetchingBackend):
             self._all.forget()
 
     @override
-    def _pickled_state(self) -> dict[str, Any]:
-        fresh = type(self).__new__(type(self))
-        TensorBackend._forget_graph(fresh)
-        return {**super()._pickled_state(), **vars(fresh)}
+    def refuse(self, layer: MessagePassing) -> str | None:
+        if transformer_parts(layer) is None:
+            try:
+                columns_of_hops(layer)
+            except InputError as error:
+                return str(error)
+        return norms_refused(layer)
 
     @override
-    def refuse(self, layer: MessagePassing) -> str | None:
-        if transformer_parts(layer) is not None:
-            return super().refuse(layer)
-        try:
-            columns_of_hops(layer)
-        except InputError as error:
-            return str(error)
-        return super().refuse(layer)
+    def begin_forward(self) -> None:
+        self._hop = 0
+        self.fetcher.begin_pass()
+
+    @override
+    def begin_hop(self) -> None:
+        self._hop += 1
+
+    @override
+    def end_forward(self) -> None:
+        self.fetcher.end_pass()
+
+    # -- a layer -------------------------------------------------------------------------------------------------------
 
     @override
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        shared = not self._alone
-        if isinstance(layer, AttentionPropagation) and shared and not (hooked(layer) or hooked(layer.propagation)):
-            given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            if isinstance(given["edge_index"], Adjacency):
-                self._warn_of_one_chunk(layer)
-                return propagate_attention(
-                    layer, self._everyone, self.communicator, overlap=self.overlap, label=layer_name(layer), **given
-                )
-        if self._slicing or self._alone or not self._runs_on_slices(layer, forward, args, kwargs):
-            self._splits = {}
-            try:
-                return super().run_layer(layer, forward, args, kwargs)
-            finally:
-                self._splits = {}
-        everyone, label = self._everyone, layer_name(layer)
-        given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
-        edges, x = given["edge_index"], given["x"]
-        topology = everyone.topology(edges, (layer, self._hop))
-        if isinstance(layer, Propagation) and not hooked(layer):
-            sliced, weight, mean = self._sliced(layer, edges, topology), given.get("edge_weight"), layer.aggr == "mean"
-            own = layer.own_factors()
-            if sliced.sums(x, weight) and (own is None or not mean):
-                return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=layer.rounds, own=own)
-        if everyone.overflow is not None:
-            return super().run_layer(layer, forward, args, kwargs)
-        self._warn_of_one_chunk(layer)
+        if self._slices is not None or self._alone:
+            return forward(layer, *args, **kwargs)
+        arguments = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
+        plain = not (isinstance(layer, AttentionPropagation) and (hooked(layer) or hooked(layer.propagation)))
+        if isinstance(layer, AttentionPropagation) and plain and isinstance(arguments["edge_index"], Adjacency):
+            return self._decoupled_attention(layer, arguments)
+        if self._acts_on_columns(layer, arguments):
+            if isinstance(layer, Propagation) and not hooked(layer):
+                out = self._decoupled_sums(layer, arguments)
+                if out is not None:
+                    return out
+            if self._everyone.overflow is None:
+                return self._on_slices(layer, forward, arguments)
+        self._splits = {}
+        try:
+            return forward(layer, *args, **kwargs)
+        finally:
+            self._splits = None
 
-        def changed(name: str, value: Any) -> Any:
+    def _decoupled_attention(self, layer: AttentionPropagation, arguments: Mapping[str, Any]) -> Tensor:
+        """All hops of decoupled GAT, on slices."""
+        self._warn_of_one_chunk(layer)
+        passed = {name: value for name, value in arguments.items() if name != "self"}
+        return propagate_attention(
+            layer, self._everyone, self.communicator, overlap=self.overlap, label=layer_name(layer), **passed
+        )
+
+    def _decoupled_sums(self, layer: Propagation, arguments: Mapping[str, Any]) -> Tensor | None:
+        """All hops of decoupled sums, on slices; ``None`` if the weights of edges need a gradient, say."""
+        edges, x, weight = arguments["edge_index"], arguments["x"], arguments.get("edge_weight")
+        sliced = self._sliced(layer, edges, self._everyone.topology(edges, (layer, self._hop)))
+        own_factors, mean = layer.own_factors(), layer.aggr == "mean"
+        if not sliced.sums(x, weight) or (own_factors is not None and mean):
+            return None
+        return sum_of_slices(
+            x, sliced, label=layer_name(layer), value=weight, mean=mean, rounds=layer.rounds, own=own_factors
+        )
+
+    def _on_slices(self, layer: MessagePassing, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
+        """The layer's ``forward`` on this rank's columns of all nodes."""
+        self._warn_of_one_chunk(layer)
+        everyone, label = self._everyone, layer_name(layer)
+        topology = everyone.topology(arguments["edge_index"], (layer, self._hop))
+
+        def cut(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
                 return topology.edges
             if not isinstance(value, Tensor):
@@ -176,25 +231,155 @@ class TensorBackend(FetchingBackend):
                 return with_phantom_column(rows).movedim(0, layer.node_dim)
             return self._edge_tensors.of_all(layer, name, value, topology, label=f"{label}, {name}")
 
-        cut = {name: changed(name, value) for name, value in given.items()}
-        self._slicing = True
+        sliced = {name: cut(name, value) for name, value in arguments.items()}
+        self._slices = SlicesPass(everyone.num_rows)
         try:
-            out = forward(**cut)
+            out = forward(**sliced)
         finally:
-            self._slicing = False
-        return gathered(layer, out, x.size(-1), everyone.counts, self.communicator, label=label)
+            self._slices = None
+        width = arguments["x"].size(-1)
+        return gathered(layer, out, width, everyone.counts, self.communicator, label=label)
 
-    def _runs_on_slices(
-        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a layer may go from rows to columns and back once for all its hops."""
-        given = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
-        edges, x = given.get("edge_index"), given.get("x")
-        known = all(value is None or name in (*TRIED_WITH, "self") for name, value in given.items())
-        if not known or not isinstance(edges, Adjacency) or edges.value is not None or not isinstance(x, Tensor):
+    def _acts_on_columns(self, layer: MessagePassing, arguments: Mapping[str, Any]) -> bool:
+        """True if a layer may go from rows to columns and back once for all its hops."""
+        edges, x = arguments.get("edge_index"), arguments.get("x")
+        tried = all(value is None or name in (*TRIED_WITH, "self") for name, value in arguments.items())
+        if not tried or not isinstance(edges, Adjacency) or edges.value is not None or not isinstance(x, Tensor):
             return False
-        # what a layer keeps of its own edges is that of another mode, or the other way round
+        # a layer with cached=True would keep edges of one mode and use them in the other
         return not getattr(layer, "cached", False) and acts_on_columns(layer)
+
+    # -- a hop ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def propagate(self, hop: Hop) -> Tensor:
+        if self._slices is not None:
+            return self._slices.run(hop)
+        if self._alone:
+            return hop.run(size=(self.num_rows, self.num_rows))
+        if self._everyone.overflow is not None and not isinstance(hop.edge_index, Adjacency):
+            raise beyond_memory(self._label(hop))
+        parts = transformer_parts(hop.layer)
+        if parts is not None and isinstance(hop.edge_index, Adjacency):
+            return self._transformer(hop, parts, hop.edge_index, **hop.arguments)
+        alpha = hop.arguments.get("alpha")
+        if isinstance(alpha, Unweighted):
+            return self._attention(hop, alpha)
+        if hop.is_plain_product:
+            return self._product(hop)
+        return self._messages(hop)
+
+    def _transformer(
+        self,
+        hop: Hop,
+        parts: TransformerParts,
+        adjacency: Adjacency,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        edge_attr: Tensor | None,
+    ) -> Tensor:
+        """Weights of this rank's edges from whole rows, then the sum on slices."""
+        self._warn_of_one_chunk(hop.layer)
+        everyone, label, ranks = self._everyone, self._label(hop), self.communicator
+        topology = everyone.topology(adjacency, (hop.layer, self._hop))
+        keys = self.fetcher.rows_of(replace(hop, arguments={"key": key}), self._rows)["key"]
+        weights, extra = parts(hop.layer, adjacency, query, keys, edge_attr)
+        edges, width = cast(Adjacency, topology.edges), value.size(-1)
+        if everyone.overflow is not None:
+            chunked = self._in_chunks(everyone.overflow)
+            out = attention_in_chunks(value, edges, chunked, weights=weights, label=label)
+        else:
+            rows, weights = split_with_weights(value, weights, topology, everyone, ranks, label=label)
+            out = sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
+        return out if extra is None else out + extra
+
+    def _attention(self, hop: Hop, alpha: Unweighted) -> Tensor:
+        """A sum of ``GATConv`` whose weights are computed on slices, from the scores of all nodes."""
+        self._warn_of_one_chunk(hop.layer)
+        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
+        value = hop.sources["x"]
+        self._rows.check(hop, "x", value)
+        everyone, ranks, label = self._everyone, self.communicator, self._label(hop)
+        edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
+        width = value.size(-1)
+        if everyone.overflow is not None:
+            assert alpha.dropout == 0, "chunks drop nothing"
+            scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
+            return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
+        rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
+        if alpha.dropout > 0:
+            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=alpha.dropout)
+            return sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
+        out = edges.attend(rows, source, target, slope)
+        columns = columns_of(width, ranks.rank, ranks.world_size)
+        out = out[..., : columns.stop - columns.start]
+        return gather_columns(out, everyone.counts, width, ranks, label=label)
+
+    def _product(self, hop: Hop) -> Tensor:
+        """One sparse product, on slices."""
+        edges = cast(Adjacency, hop.edge_index)
+        self._rows.check(hop, "x", hop.sources["x"])
+        sliced = self._sliced(hop.layer, edges, self._everyone.topology(edges, (hop.layer, self._hop)))
+        columns = columns_of_hops(hop.layer).get(_names(hop))
+        if columns is not None and columns.repeated and sliced.overflow is None:
+            sliced = replace(sliced, splits=self._splits)
+        return hop.run(SlicedAdjacency.over(edges, sliced, self._label(hop)))
+
+    def _messages(self, hop: Hop) -> Tensor:
+        """Any other hop: messages of all edges, on slices."""
+        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
+        self._warn_of_one_chunk(hop.layer)
+        return SlicedHop(
+            hop=hop,
+            columns=self._columns(hop),
+            topology=topology,
+            everyone=self._everyone,
+            communicator=self.communicator,
+            edge_tensors=self._edge_tensors,
+            rows=self._rows,
+            overlap=self.overlap,
+            label=self._label(hop),
+        ).run()
+
+    @override
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        if self._slices is not None:
+            return self._slices.run(hop)
+        if self._alone:
+            return hop.run(size=(self.num_rows, self.num_rows))
+        if self._gathers_scores(hop):
+            # scores travel along with the rows of the sum, and each rank computes all weights from them
+            return hop.run()
+        fetched = self.fetcher.rows_of(hop, self._rows)  # weights are computed here, of this rank's edges
+        size = (self._rows.num_sources, self._rows.num_rows)
+        return replace(hop, weights_unseen=False).run(rows=fetched, size=size)
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        if self._slices is not None:
+            return x
+        return torch.cat([x, self.communicator.exchange_rows(x, self.shard.plan, label="node values")])
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self.shard.num_owned if self._slices is None else self._slices.num_rows
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Fetches source rows where edges are computed with by who owns them."""
+        if self._fetcher is None:
+            options = FetchOptions(overlap=self.overlap)
+            self._fetcher = Fetcher(self.shard, self.communicator, options, lambda: self.kept.first_hop.results)
+        return self._fetcher
+
+    @property
+    def _rows(self) -> HopRows:
+        return HopRows.of_shard(self.shard, self._hop)
+
+    # -- all nodes -----------------------------------------------------------------------------------------------------
 
     def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
         """How a hop runs over the edges of all ranks, if it is one sparse product."""
@@ -263,151 +448,36 @@ class TensorBackend(FetchingBackend):
         short = device != here or bool((found[:, 1] > budgets).any())
         return Overflow(device, int(budgets.min()), folder) if short else None
 
-    @override
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        if self._slicing:
-            if edge_index.size(1) == 0:
-                return with_phantom_edge(layer, inner, (self.num_rows,) * 2, kwargs, edges=False)
-            return inner(edge_index, size=size, **kwargs)
-        if self._alone:
-            return super().propagate(layer, inner, edge_index, size, kwargs)
-        if self._everyone.overflow is not None and not isinstance(edge_index, Adjacency):
-            raise beyond_memory(self._label(layer))
-        parts = transformer_parts(layer)
-        if parts is not None and isinstance(edge_index, Adjacency):
-            self._warn_of_one_chunk(layer)
-            return self._transformer(layer, parts, edge_index, **kwargs)
-        topology = self._everyone.topology(edge_index, (layer, self._hop))
-        if isinstance(kwargs.get("alpha"), Unweighted):
-            self._warn_of_one_chunk(layer)
-            return self._attention(layer, topology, kwargs["x"], kwargs["alpha"])
-        if fuses(layer, edge_index, kwargs) and fused_arguments(layer, kwargs) is not None:
-            x = kwargs["x"][0] if isinstance(kwargs["x"], (tuple, list)) else kwargs["x"]
-            self._check_rows(layer, "x", x)
-            sliced, known = (
-                self._sliced(layer, cast(Adjacency, edge_index), topology),
-                columns_of_hops(layer).get(_given(kwargs)),
-            )
-            if known is not None and known.repeated and sliced.overflow is None:
-                sliced = replace(sliced, splits=self._splits)
-            return inner(
-                SlicedAdjacency.over(cast(Adjacency, edge_index), sliced, self._label(layer)), size=size, **kwargs
-            )
-        self._warn_of_one_chunk(layer)
-        hop = SlicedHop(
-            layer=layer,
-            inner=inner,
-            columns=self._columns(layer, kwargs),
-            topology=topology,
-            everyone=self._everyone,
-            communicator=self.communicator,
-            edge_tensors=self._edge_tensors,
-            check_rows=self._check_rows,
-            fused_attention=self.savings.fused_attention,
-            overlap=self.overlap,
-            label=self._label(layer),
-        )
-        return hop.run(kwargs)
-
-    @override
-    def edge_updater(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        if self._slicing:
-            if edge_index.size(1) == 0:
-                return with_phantom_edge(layer, inner, (self.num_rows,) * 2, kwargs, edges=True)
-            return inner(edge_index, size=size, **kwargs)
-        if self._alone:
-            return super().edge_updater(layer, inner, edge_index, size, kwargs)
-        if self._gathers_scores(layer, edge_index, kwargs):
-            # scores travel along with the rows of the sum, and each rank computes all weights from them
-            return inner(edge_index, size=size, **kwargs)
-        unseen, self.weights_unseen = self.weights_unseen, False  # they are computed here, of this rank's edges
-        try:
-            return super().edge_updater(layer, inner, edge_index, size, kwargs)
-        finally:
-            self.weights_unseen = unseen
-
-    @override
-    def source_rows(self, x: Tensor) -> Tensor:
-        return x if self._slicing else super().source_rows(x)
-
-    @property
-    @override
-    def num_rows(self) -> int:
-        return self._everyone.num_rows if self._slicing else super().num_rows
-
     @property
     @override
     def drops_alike(self) -> bool:
         return not self._alone and self._everyone.draws_alike and self._everyone.overflow is None
 
-    def _gathers_scores(self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether scores of nodes travel instead of weights of edges: if nobody sees the weights, and they are more."""
-        if self._alone or not self.weights_unseen or not self.savings.fused_attention:
+    def _gathers_scores(self, hop: Hop) -> bool:
+        """True if scores of nodes travel, not weights of edges: nothing but the sum reads these, and they are more."""
+        if not hop.weights_unseen or not isinstance(hop.layer, GATConv) or hop.kernel is None:
             return False
-        if not isinstance(layer, GATConv) or attention_hop(layer, "edge_updater", edge_index, kwargs) is None:
+        if hop.arguments.get("edge_attr") is not None or target_of(hop.arguments["alpha"]) is None:
             return False
-        if kwargs.get("edge_attr") is not None or kwargs["alpha"][1] is None:
-            return False
-        return scores_are_fewer(self._everyone, self._everyone.topology(edge_index, (layer, self._hop)).counts)
+        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
+        return scores_are_fewer(self._everyone, topology.counts)
 
-    def _columns(self, layer: MessagePassing, kwargs: dict[str, Any]) -> Columns:
+    def _columns(self, hop: Hop) -> Columns:
+        """How the arguments of a hop are shared out.
+
+        Raises:
+            InputError: If that is not known.
+        """
         try:
-            given, known = _given(kwargs), columns_of_hops(layer)
+            names, tried = _names(hop), columns_of_hops(hop.layer)
         except InputError as error:  # hooks may have come since it was distributed
-            raise InputError(f"{self._label(layer)}: {error}") from error
-        if given not in known:
+            raise InputError(f"{self._label(hop)}: {error}") from error
+        if names not in tried:
             raise InputError(
-                f"{layer_name(layer)}: propagate({', '.join(sorted(given))}) did not run when the layer was tried on a "
+                f"{hop.layer_name}: propagate({', '.join(sorted(names))}) did not run when the layer was tried on a "
                 "few nodes, so it is not known whether it mixes columns; 'comm', 'cache' and 'hybrid' run it"
             )
-        return known[given]
-
-    def _attention(self, layer: MessagePassing, topology: Topology, x: Any, alpha: Unweighted) -> Tensor:
-        """A sum of ``GATConv`` whose weights are computed on slices, from the scores of all nodes."""
-        value = x[0] if isinstance(x, (tuple, list)) else x
-        self._check_rows(layer, "x", value)
-        everyone, ranks, label = self._everyone, self.communicator, self._label(layer)
-        edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
-        width = value.size(-1)
-        if everyone.overflow is not None:
-            assert alpha.dropout == 0, "chunks drop nothing"
-            scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
-            return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
-        rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
-        if alpha.dropout > 0:
-            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=alpha.dropout)
-            return sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
-        out = edges.attend(rows, source, target, slope)
-        own = columns_of(width, ranks.rank, ranks.world_size)
-        return gather_columns(out[..., : own.stop - own.start], everyone.counts, width, ranks, label=label)
-
-    def _transformer(
-        self,
-        layer: MessagePassing,
-        parts: TransformerParts,
-        adjacency: Adjacency,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        edge_attr: Tensor | None,
-    ) -> Tensor:
-        """Weights of this rank's edges from whole rows, then the sum on slices."""
-        everyone, label = self._everyone, self._label(layer)
-        topology = everyone.topology(adjacency, (layer, self._hop))
-        weights, extra = parts(layer, adjacency, query, self._fetch(layer, {"key": key})["key"], edge_attr)
-        edges, width, ranks = cast(Adjacency, topology.edges), value.size(-1), self.communicator
-        if everyone.overflow is not None:
-            chunked = self._in_chunks(everyone.overflow)
-            out = attention_in_chunks(value, edges, chunked, weights=weights, label=label)
-        else:
-            rows, weights = split_with_weights(value, weights, topology, everyone, ranks, label=label)
-            out = sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
-        return out if extra is None else out + extra
+        return tried[names]
 
     def _in_chunks(self, overflow: Overflow) -> Ranks:
         """Who runs a hop by chunks."""
@@ -417,8 +487,8 @@ class TensorBackend(FetchingBackend):
     def _warn_of_one_chunk(self, layer: MessagePassing) -> None:
         """Say, once for a class of layers, that ``num_chunks`` is not for one of its hops."""
         name = layer_name(layer)
-        if (self.num_chunks or 1) > 1 and self._everyone.overflow is None and name not in self._told:
-            self._told.add(name)
+        if (self.num_chunks or 1) > 1 and self._everyone.overflow is None and name not in self._warned:
+            self._warned.add(name)
             if self.communicator.rank == 0:
                 warnings.warn(
                     f"num_chunks={self.num_chunks} is for one sum or mean by weights without gradient; {name} has "
@@ -426,13 +496,13 @@ class TensorBackend(FetchingBackend):
                     stacklevel=2,
                 )
 
-    def _label(self, layer: MessagePassing) -> str:
-        return f"hop {self._hop} of {layer_name(layer)}"
+    def _label(self, hop: Hop) -> str:
+        return self._rows.label(hop)
 
 
-def _given(kwargs: dict[str, Any]) -> frozenset[str]:
-    """The names of the arguments of a hop that are there."""
-    return frozenset(name for name, value in kwargs.items() if value is not None)
+def _names(hop: Hop) -> frozenset[str]:
+    """Names of the hop's arguments that are not ``None``."""
+    return frozenset(name for name, value in hop.arguments.items() if value is not None)
 
 
 def _most(model: nn.Module) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Backend
+from pygdist.hops.host import Host
 from pygdist.hops.layer import arguments_of_messages, layer_name
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -102,7 +102,7 @@ class Blocks:
         backend: Its ``savings`` state the budget.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Host) -> None:
         self._backend = backend
         self._budgets: dict[Any, int | None] = {}
         self._results: weakref.WeakKeyDictionary[MessagePassing, dict[Any, _Result | None]]

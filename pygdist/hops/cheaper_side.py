@@ -1,11 +1,10 @@
-r"""The cheaper side of a layer's weight: :math:`(A X) W = A (X W)`, so a linear layer may aggregate before or after it.
+r"""Shortcut ``cheaper_side``: as :math:`(A X) W = A (X W)`, a layer aggregates on the narrower side of its weight.
 
-PyG's layers do one or the other, always. Here a layer aggregates the rows that it gets if they are fixed (their result
-is kept, see :mod:`pygdist.hops.first_hop`) or narrower than what the weight makes of them, and else the product. Rows
-that need no gradient count half in training: their sum has no backward pass, and its gradients no exchange. The layer's
-own ``forward`` runs in either case, on a stand-in whose weight is replaced by what is left to do there; the
-weight is applied before or after. ``TAGConv`` and ``ARMAConv`` interleave weights and hops, so theirs are
-written out.
+PyG fixes the order in each layer. Here a layer aggregates its input rows if these are fixed (the result is kept, see
+:mod:`pygdist.hops.first_hop`) or narrower than their product with the weight; otherwise it aggregates the product. Rows
+that need no gradient count half in training: their sum has no backward pass, and its gradients no exchange. Either way
+the layer's own ``forward`` runs, on a stand-in without the weight, which is applied before or after. ``TAGConv`` and
+``ARMAConv`` interleave weights and hops, so their ``forward`` is written out here.
 
 ===================================  ====================  ============================================
 layer                                PyG aggregates        here, where it is cheaper
@@ -32,8 +31,8 @@ from torch.nn import functional
 from torch_geometric.nn import MLP, ARMAConv, GCNConv, GINConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
-from pygdist.backends.base import Backend
 from pygdist.graph import Adjacency
+from pygdist.hops.kept import Kept
 from pygdist.hops.layer import hooked, hooked_module, is_linear, stand_in
 
 __all__ = ["cheaper_forward"]
@@ -42,11 +41,11 @@ Forward = Callable[..., Tensor]
 
 
 def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
-    """What may stand for the ``forward`` of a layer class; ``None`` if it is not one of the layers above.
+    """Return a substitute for the ``forward`` of a layer class; ``None`` if it is not one of the layers above.
 
     Returns:
-        A function of the backend, the layer, its own ``forward``, the rows, the edges and the other arguments, which
-        returns ``None`` where the layer's own way is the cheaper one.
+        A function of what the backend keeps, the layer, its own ``forward``, the rows, the edges and the other
+        arguments. It returns ``None`` where the layer's own order is the cheaper one.
     """
     for cls, way in _WAYS.items():
         # a subclass that writes any of these may do other things with the rows
@@ -58,48 +57,48 @@ def cheaper_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] 
 
 def _where_usable(
     way: Callable[..., Tensor | None],
-    backend: Backend,
+    kept: Kept,
     layer: MessagePassing,
-    own: Forward,
+    forward: Forward,
     x: Any,
     edge_index: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Tensor | None:
-    if not (backend.savings.cheaper_side and _usable(layer, x, edge_index)):
+    if not (kept.host.savings.cheaper_side and _usable(layer, x, edge_index)):
         return None
     if not isinstance(x, Tensor) and way not in _TAKE_PAIRS:
         return None
-    return way(backend, layer, own, x, edge_index, *args, **kwargs)
+    return way(kept, layer, forward, x, edge_index, *args, **kwargs)
 
 
 def _gcn(
-    backend: Backend, layer: GCNConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+    kept: Kept, layer: GCNConv, forward: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.lin.bias is not None or not _rows_are_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+    if layer.lin.bias is not None or not _rows_are_cheaper(kept, layer, x, layer.out_channels, edge_weight):
         return None
-    out = own(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
+    out = forward(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
     return _plus(layer.lin(out), layer.bias)
 
 
 def _sg(
-    backend: Backend, layer: SGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+    kept: Kept, layer: SGConv, forward: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if layer.cached or not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+    if layer.cached or not _product_is_cheaper(kept, layer, x, layer.out_channels, edge_weight):
         return None
     product = functional.linear(x, layer.lin.weight)
-    return own(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
+    return forward(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
 
 
 def _tag(
-    backend: Backend, layer: TAGConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+    kept: Kept, layer: TAGConv, forward: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
-    if not _product_is_cheaper(backend, layer, x, layer.out_channels, edge_weight):
+    if not _product_is_cheaper(kept, layer, x, layer.out_channels, edge_weight):
         return None
     if any(lin.bias is not None for lin in layer.lins):
         return None
     if layer.normalize:
-        edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+        edge_index, edge_weight = _normalised(kept, layer, x, edge_index, edge_weight)
     out = layer.lins[-1](x)
     for lin in reversed(layer.lins[:-1]):
         out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + lin(x)
@@ -107,12 +106,12 @@ def _tag(
 
 
 def _arma(
-    backend: Backend, layer: ARMAConv, own: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+    kept: Kept, layer: ARMAConv, forward: Forward, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor | None:
     products = layer.num_stacks * layer.out_channels
-    if not _rows_are_cheaper(backend, layer, x, products, edge_weight):
+    if not _rows_are_cheaper(kept, layer, x, products, edge_weight):
         return None
-    edge_index, edge_weight = _normalised(backend, layer, x, edge_index, edge_weight)
+    edge_index, edge_weight = _normalised(kept, layer, x, edge_index, edge_weight)
     out = layer.propagate(edge_index, x=x, edge_weight=edge_weight) @ layer.init_weight
     for hop in range(layer.num_layers):
         shared = 0 if layer.shared_weights else hop
@@ -129,68 +128,66 @@ def _arma(
     return mean
 
 
-def _sage(
-    backend: Backend, layer: SAGEConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None
-) -> Tensor | None:
+def _sage(kept: Kept, layer: SAGEConv, forward: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     if layer.project:  # by a layer that is not linear
         return None
     root = "lin_r" if layer.root_weight else None
-    return _neighbours_first(backend, layer, ("lin_l", root), own, x, None, edge_index, size=size)
+    return _neighbours_first(kept, layer, ("lin_l", root), forward, x, None, edge_index, size=size)
 
 
 def _graph(
-    backend: Backend,
+    kept: Kept,
     layer: GraphConv,
-    own: Forward,
+    forward: Forward,
     x: Any,
     edge_index: Tensor,
     edge_weight: Tensor | None = None,
     size: Any = None,
 ) -> Tensor | None:
     names = ("lin_rel", "lin_root")
-    return _neighbours_first(backend, layer, names, own, x, edge_weight, edge_index, edge_weight, size=size)
+    return _neighbours_first(kept, layer, names, forward, x, edge_weight, edge_index, edge_weight, size=size)
 
 
 def _neighbours_first(
-    backend: Backend,
+    kept: Kept,
     layer: MessagePassing,
     names: tuple[str, str | None],
-    own: Forward,
+    forward: Forward,
     x: Any,
     edge_weight: Tensor | None,
     *args: Any,
     size: Any,
 ) -> Tensor | None:
-    """Multiply what neighbours send by its weight, and in the same product a node's own row by the other one."""
+    """Multiply all rows by both weights in one product, that of neighbours and that of the node itself."""
     rows = _rows(x)
-    if not _product_is_cheaper(backend, layer, rows, layer.out_channels, edge_weight):
+    if not _product_is_cheaper(kept, layer, rows, layer.out_channels, edge_weight):
         return None
     if not isinstance(x, Tensor):  # fewer rows are computed than read: the other weight is for those alone
         lin = getattr(layer, names[0])
         twin = stand_in(layer, **{names[0]: partial(_plus, bias=lin.bias)})
-        return own(twin, (functional.linear(rows, lin.weight), x[1]), *args, size=size)
+        return forward(twin, (functional.linear(rows, lin.weight), x[1]), *args, size=size)
     lins = {name: getattr(layer, name) for name in names if name is not None}
     products = functional.linear(x, torch.cat([lin.weight for lin in lins.values()])).split(layer.out_channels, dim=1)
     twin = stand_in(layer, **{name: partial(_plus, bias=lin.bias) for name, lin in lins.items()})
-    return own(twin, (products[0], products[-1]), *args, size=size)
+    return forward(twin, (products[0], products[-1]), *args, size=size)
 
 
-def _gin(backend: Backend, layer: GINConv, own: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
+def _gin(kept: Kept, layer: GINConv, forward: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
-    found, rows = _first_linear(layer.nn), _rows(x)
-    if found is None or not _product_is_cheaper(backend, layer, rows, found[0].weight.size(0), None):
+    parts, rows = _first_linear(layer.nn), _rows(x)
+    if parts is None or not _product_is_cheaper(kept, layer, rows, parts[0].weight.size(0), None):
         return None
-    first, rest = found
+    first, rest = parts
     product = functional.linear(rows, first.weight)
-    given = product if isinstance(x, Tensor) else (product, functional.linear(x[1], first.weight))
-    return own(stand_in(layer, nn=rest), given, edge_index, size=size)
+    products = product if isinstance(x, Tensor) else (product, functional.linear(x[1], first.weight))
+    return forward(stand_in(layer, nn=rest), products, edge_index, size=size)
 
 
 def _first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
-    """The linear module that a network begins with, and what is left of the network without that module's weight."""
-    known = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
+    """Split a network into the linear module that it begins with, and the rest, which still adds that module's bias."""
+    plain = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
     modules: list[Any] = (
-        list(network if isinstance(network, nn.Sequential) else cast(MLP, network).lins) if known else []
+        list(network if isinstance(network, nn.Sequential) else cast(MLP, network).lins) if plain else []
     )
     if not modules or not is_linear(modules[0]):
         return None
@@ -226,47 +223,47 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rows_are_cheaper(
-    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+    kept: Kept, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
 ) -> bool:
-    """Whether to sum rows rather than what a weight makes of them."""
-    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
-    return _fixed(backend, layer, rows, edge_weight) or before < after
+    """True if summing the input rows costs less than summing their product with the weight."""
+    before, after = _columns(kept, layer, rows, out_channels, edge_weight)
+    return _fixed(kept, layer, rows, edge_weight) or before < after
 
 
 def _product_is_cheaper(
-    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+    kept: Kept, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
 ) -> bool:
-    before, after = _columns(backend, layer, rows, out_channels, edge_weight)
-    return after < before and not _fixed(backend, layer, rows, edge_weight)
+    before, after = _columns(kept, layer, rows, out_channels, edge_weight)
+    return after < before and not _fixed(kept, layer, rows, edge_weight)
 
 
 def _columns(
-    backend: Backend, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
+    kept: Kept, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
 ) -> tuple[int, int]:
-    """Columns that a sum reads, forward and backward, before a weight and after it."""
-    graded = rows.requires_grad or not backend.savings.no_input_gradient
+    """Count the columns that a sum reads in both passes: before the weight, and after it."""
+    graded = rows.requires_grad or not kept.host.savings.no_input_gradient
     graded |= edge_weight is not None and edge_weight.requires_grad  # rows are read again for its gradient
     learned = graded or any(parameter.requires_grad for parameter in layer.parameters())
     training = torch.is_grad_enabled()
     return rows.size(-1) * (1 + (training and graded)), out_channels * (1 + (training and learned))
 
 
-def _fixed(backend: Backend, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:
-    return bool(backend.routing.first_hop.expects(layer, x, edge_weight))
+def _fixed(kept: Kept, layer: MessagePassing, x: Tensor, edge_weight: Tensor | None) -> bool:
+    return kept.first_hop.expects(layer, x, edge_weight)
 
 
 def _normalised(
-    backend: Backend, layer: MessagePassing, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+    kept: Kept, layer: MessagePassing, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
 ) -> tuple[Adjacency, Tensor]:
-    """As ``TAGConv`` and ``ARMAConv`` call ``gcn_norm``."""
-    norm = backend.routing.gcn_norm
+    """Call ``gcn_norm`` as ``TAGConv`` and ``ARMAConv`` do."""
+    norm = kept.gcn_norm
     num_nodes = x.size(layer.node_dim)
     result: tuple[Adjacency, Tensor] = norm(edge_index, edge_weight, num_nodes, add_self_loops=False, dtype=x.dtype)
     return result
 
 
 def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
-    """Whether the order may be changed: plain rows on a shard's edges, linear steps, and nobody who looks at them."""
+    """True if the order may be changed: plain rows on a shard's edges, linear steps, and no hook that would notice."""
     lins = [module for name, module in layer.named_children() if name.startswith("lin")]
     lins = [lin for module in lins for lin in (module if isinstance(module, nn.ModuleList) else [module])]
     return (

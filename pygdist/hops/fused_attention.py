@@ -1,20 +1,21 @@
-r"""PyG's attention layers by fused kernels: what stands for their hops once the neighbours' rows are there.
+r"""Shortcut ``fused_attention``: kernels that stand for the hops of PyG's attention layers.
 
-``GATConv``, ``GATv2Conv`` and ``TransformerConv`` keep their code, parameters and ``forward``; of their hops only the
+``GATConv``, ``GATv2Conv`` and ``TransformerConv`` keep their code, parameters and ``forward``. Of their hops, only the
 part between rows in and rows out is replaced, so that no tensor of edges :math:`\times` heads :math:`\times` channels
 is made. A subclass that writes its own ``message`` or ``edge_update`` keeps what it wrote.
 
-``GATConv`` and ``GATv2Conv`` ask for the weights of the edges in one hop and use them in the next. Where nobody else
-sees them, what they are made of is passed on in their place (:class:`Unweighted`), and :func:`pygdist.kernels.gat` does
-the rest; or nothing is (:class:`Unscored`), and they are computed where the rows arrive. Edge attributes, dropout of
-the weights in training (but for a backend that drops some of them alike on all ranks), returned weights and a
-subclass's own ``forward`` need them edge by edge.
+``GATConv`` and ``GATv2Conv`` compute the weights of the edges in one hop (``edge_updater``) and use them in the next
+(``propagate``). If nothing else reads the weights, the first hop returns a :class:`~pygdist.hops.hop.Deferred` in their
+place: :class:`Unweighted` holds what the weights are made of, and :func:`pygdist.kernels.gat` computes them as it sums;
+:class:`Unscored` holds nothing, as the rows that the scores need have not arrived. Edge attributes, dropout of the
+weights in training (unless all ranks drop the same ones), returned weights and a subclass's own ``forward`` need the
+weights edge by edge.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,64 +26,52 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from pygdist.backends.base import Backend
 from pygdist.graph import Adjacency
+from pygdist.hops.hop import Deferred, Hop, Kernel, source_of, target_of
+from pygdist.hops.host import Host
 from pygdist.hops.layer import hooked, is_linear, stand_in, writes_hops
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
 __all__ = [
     "UNSEEN",
-    "AttentionHop",
     "TransformerParts",
     "Unscored",
     "Unweighted",
-    "attends_by_piece",
     "attention_forward",
-    "attention_hop",
+    "attention_kernel",
     "defers_scores",
+    "summed_as_they_arrive",
     "transformer_parts",
 ]
 
 UNSEEN = "_weights_are_unseen"
-"""Attribute of a stand-in of whose edges nobody sees the weights; see :attr:`Backend.weights_unseen`."""
-
-AttentionHop = Callable[..., Tensor]
-"""Called as ``hop(layer, adjacency, **arguments)`` with the arguments of the hop, source rows fetched."""
+"""Attribute of a stand-in whose edge weights nothing but its sum reads; see :attr:`Hop.weights_unseen`."""
 
 
-def attention_hop(
-    layer: MessagePassing, name: str, edge_index: Tensor, arguments: Mapping[str, Any], *, unseen: bool = False
-) -> AttentionHop | None:
-    """The function that stands for the hop ``name`` of ``layer``; ``None`` if the layer's own has to run.
-
-    Args:
-        layer: The layer.
-        name: ``propagate`` or ``edge_updater``.
-        edge_index: The edges.
-        arguments: Those of the hop.
-        unseen: Nobody looks at what the hop returns but the layer's next one.
-    """
-    hop = next((hop for cls, hops in _HOPS.items() if isinstance(layer, cls) for hop in [hops.get(name)]), None)
-    if hop is None or not isinstance(edge_index, Adjacency) or not _as_written(layer) or layer.explain:
+def attention_kernel(hop: Hop) -> Kernel | None:
+    """Return the kernel that stands for ``hop``; ``None`` if the layer's own code has to run."""
+    layer = hop.layer
+    kernel = next((kernels.get(hop.name) for cls, kernels in _KERNELS.items() if isinstance(layer, cls)), None)
+    if kernel is None or not isinstance(hop.edge_index, Adjacency) or not _as_written(layer) or layer.explain:
         return None
     if type(layer.aggr_module) is not SumAggregation or hooked(layer):
         return None
-    if unseen and hop is _gat_alpha and arguments["alpha"][1] is not None:
+    if hop.weights_unseen and kernel is _gat_alpha and target_of(hop.arguments["alpha"]) is not None:
         return _unweighted
     edges = layer.lin_edge
     if edges is None:
-        return _unseen_transformer if unseen and hop is _transformer else hop
-    if isinstance(layer, GATConv):  # its code for the edges' part of the score is read as a product of two weights
-        return hop if is_linear(edges) and edges.bias is None else None
+        return _unseen_transformer if hop.weights_unseen and kernel is _transformer else kernel
+    if isinstance(layer, GATConv):  # the kernel reads the edges' part of the score as a product of two weights
+        return kernel if is_linear(edges) and edges.bias is None else None
     # the others add edge attributes to the rows of the sources, channel by channel; TransformerConv insists on them
-    return hop if isinstance(layer, GATv2Conv) and arguments.get("edge_attr") is None else None
+    return kernel if isinstance(layer, GATv2Conv) and hop.arguments.get("edge_attr") is None else None
 
 
 @dataclass(frozen=True)
-class Unweighted:
-    """Stands for the weights of ``GATConv``'s edges between its two hops: what they are made of.
+class Unweighted(Deferred):
+    """Weights of ``GATConv``'s edges that are not computed yet: the scores that they are made of.
 
-    Backends pass it on as they pass any argument that is no row of a node.
+    Backends pass it on as they pass any argument that holds no rows of nodes.
     """
 
     layer: GATConv
@@ -92,46 +81,47 @@ class Unweighted:
 
     @property
     def dropout(self) -> float:
-        """Of the weights; above 0 where the backend said that it drops some (:attr:`Backend.drops_alike`)."""
+        """Probability of dropping a weight; above 0 only if all ranks drop the same (:attr:`Backend.drops_alike`)."""
         return float(self.layer.dropout) if self.layer.training else 0.0
 
     def weights(self) -> Tensor:
-        """One for each edge and head."""
+        """Compute the weights, ``(E, H)``."""
         return _gat_alpha(self.layer, self.adjacency, alpha=(self.source, self.target), edge_attr=None)
 
 
 @dataclass(frozen=True)
-class Unscored:
-    """Stands for the weights of ``GATv2Conv``'s edges where its rows have not arrived yet."""
+class Unscored(Deferred):
+    """Weights of ``GATv2Conv``'s edges whose scores wait for the rows to arrive."""
 
 
-def defers_scores(layer: MessagePassing, edge_index: Tensor, arguments: Mapping[str, Any]) -> bool:
-    """Whether the ``edge_updater`` of ``layer`` may return :class:`Unscored`, if its weights are unseen."""
-    return isinstance(layer, GATv2Conv) and attention_hop(layer, "edge_updater", edge_index, arguments) is not None
+def defers_scores(hop: Hop) -> bool:
+    """True if this ``edge_updater`` may return :class:`Unscored`."""
+    return hop.weights_unseen and isinstance(hop.layer, GATv2Conv) and hop.kernel is not None
 
 
-def attends_by_piece(
-    layer: MessagePassing, edge_index: Tensor, arguments: Mapping[str, Any], *, unseen: bool
-) -> tuple[str, ...]:
-    """The arguments whose rows ``propagate`` may read piece by piece, the last of which it sums; none if it may not."""
-    transformer = isinstance(layer, TransformerConv) and unseen
-    if not transformer and not isinstance(arguments.get("alpha"), (Unweighted, Unscored)):
+def summed_as_they_arrive(hop: Hop) -> tuple[str, ...]:
+    """Names of the arguments whose rows this attention ``propagate`` can take piece by piece; the last one is summed.
+
+    Empty if the hop needs all rows at once.
+    """
+    transformer = isinstance(hop.layer, TransformerConv) and hop.weights_unseen
+    if not transformer and not isinstance(hop.arguments.get("alpha"), Deferred):
         return ()
-    if attention_hop(layer, "propagate", edge_index, arguments) is None:
+    if hop.kernel is None:
         return ()
     return ("key", "value") if transformer else ("x",)
 
 
 def attention_forward(base: type[MessagePassing]) -> Callable[..., Tensor | None] | None:
-    """What may stand for the ``forward`` of a layer class; see :func:`~pygdist.hops.cheaper_side.cheaper_forward`."""
-    own = any(issubclass(base, cls) and base.forward is cls.forward for cls in _HOPS)
-    return _unseen_forward if own else None
+    """Return a substitute for the ``forward`` of a layer class, as :mod:`pygdist.hops.cheaper_side` does."""
+    unchanged = any(issubclass(base, cls) and base.forward is cls.forward for cls in _KERNELS)
+    return _unseen_forward if unchanged else None
 
 
 def _unseen_forward(
-    backend: Backend,
+    host: Host,
     layer: GATConv | GATv2Conv | TransformerConv,
-    own: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
     x: Any,
     edge_index: Tensor,
     edge_attr: Tensor | None = None,
@@ -139,13 +129,13 @@ def _unseen_forward(
     return_attention_weights: bool | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The layer's own ``forward``, saying that its weights are only summed with."""
+    """Run the layer's ``forward`` on a stand-in whose weights are unseen; ``None`` if something reads them."""
     # TransformerConv returns them if told True or False
     asked = return_attention_weights is not None or any(isinstance(one, bool) for one in args)
-    dropped = layer.training and layer.dropout > 0 and not (isinstance(layer, GATConv) and backend.drops_alike)
+    dropped = layer.training and layer.dropout > 0 and not (isinstance(layer, GATConv) and host.drops_alike)
     if edge_attr is not None or asked or dropped or getattr(layer, "negative_slope", 0) < 0:
         return None
-    return own(stand_in(layer, **{UNSEEN: True}), x, edge_index, None, *args, **kwargs)
+    return forward(stand_in(layer, **{UNSEEN: True}), x, edge_index, None, *args, **kwargs)
 
 
 def _unweighted(layer: GATConv, adjacency: Adjacency, *, alpha: tuple[Tensor, Tensor], edge_attr: None) -> Any:
@@ -207,8 +197,7 @@ def _weighted_sum(
 def _transformer(
     layer: TransformerConv, adjacency: Adjacency, *, query: Any, key: Any, value: Any, edge_attr: None
 ) -> Tensor:
-    query = query[1] if isinstance(query, (tuple, list)) else query
-    key, value = (rows[0] if isinstance(rows, (tuple, list)) else rows for rows in (key, value))
+    query, key, value = target_of(query), source_of(key), source_of(value)
     csr = adjacency.csr()
     scores = sddmm(csr, key, query, transposed=adjacency.transposed) / math.sqrt(layer.out_channels)
     layer._alpha = edge_softmax(csr, scores)  # the layer's forward returns it on request
@@ -221,14 +210,15 @@ TransformerParts: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def transformer_parts(layer: MessagePassing) -> TransformerParts | None:
-    """What computes the weights of ``TransformerConv``'s edges apart from their sum; ``None`` for any other layer.
+    """Return a function that computes the weights of ``TransformerConv``'s edges, apart from the sum that uses them.
 
-    Called as ``parts(layer, adjacency, query, key, edge_attr)``, with queries ``(n, H, C)`` of the destinations and
-    keys of the sources; gives the weights ``(E, H)`` of values, and what edge attributes add to the sum, ``(n, H, C)``.
+    It is called as ``parts(layer, adjacency, query, key, edge_attr)``, with queries ``(n, H, C)`` of the destinations
+    and keys of the sources. It returns the weights ``(E, H)``, and the contribution of edge attributes to the sum,
+    ``(n, H, C)``. ``None`` for any other layer.
     """
-    written = isinstance(layer, TransformerConv) and _as_written(layer) and not layer.explain
-    usual = written and type(layer.aggr_module) is SumAggregation and not hooked(layer)
-    return _transformer_parts if usual else None
+    if not isinstance(layer, TransformerConv) or not _as_written(layer) or layer.explain:
+        return None
+    return _transformer_parts if type(layer.aggr_module) is SumAggregation and not hooked(layer) else None
 
 
 def _transformer_parts(
@@ -250,12 +240,11 @@ def _transformer_parts(
 def _unseen_transformer(
     layer: TransformerConv, adjacency: Adjacency, *, query: Any, key: Any, value: Any, edge_attr: None
 ) -> Tensor:
-    query = query[1] if isinstance(query, (tuple, list)) else query
-    parts = [rows[0] if isinstance(rows, (tuple, list)) else rows for rows in (key, value)]
-    return adjacency.attend_by(parts, sddmm, (query / math.sqrt(layer.out_channels),))
+    scaled = target_of(query) / math.sqrt(layer.out_channels)
+    return adjacency.attend_by([source_of(key), source_of(value)], sddmm, (scaled,))
 
 
-_HOPS: dict[type[MessagePassing], dict[str, AttentionHop]] = {
+_KERNELS: dict[type[MessagePassing], dict[str, Kernel]] = {
     GATConv: {"edge_updater": _gat_alpha, "propagate": _weighted_sum},
     GATv2Conv: {"edge_updater": _gatv2_alpha, "propagate": _weighted_sum},
     TransformerConv: {"propagate": _transformer},
@@ -263,8 +252,8 @@ _HOPS: dict[type[MessagePassing], dict[str, AttentionHop]] = {
 
 
 def _as_written(layer: MessagePassing) -> bool:
-    """Whether message, aggregation and update are those of PyG's layer."""
-    cls = next(cls for cls in _HOPS if isinstance(layer, cls))
+    """True if message, aggregation and update are those of PyG's layer."""
+    cls = next(cls for cls in _KERNELS if isinstance(layer, cls))
     names = ("message", "edge_update", "aggregate", "update", "message_and_aggregate")
-    own = all(getattr(type(layer), name) is getattr(cls, name) for name in names) and not writes_hops(type(layer))
-    return own and not set(names) & vars(layer).keys()
+    unchanged = all(getattr(type(layer), name) is getattr(cls, name) for name in names)
+    return unchanged and not writes_hops(type(layer)) and not set(names) & vars(layer).keys()

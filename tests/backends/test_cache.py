@@ -272,8 +272,8 @@ def _branching(rank: int, world_size: int, folder: str) -> None:
 
     args = (shard.x, shard.adjacency, own, wanted)
     model(*args)
-    ((looked, *_),) = [list(known.looked.values()) for known in backend._models.values()]
-    assert looked.shrinks  # whatever ids are asked for
+    ((facts, *_),) = [list(entry.facts.values()) for entry in backend._models.values()]
+    assert facts.shrinks  # whatever ids are asked for
     check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id[wanted])
     check(model(*args, edges=True), twin(data.x, data.edge_index, whole, everywhere, True), shard.owned_id)
     model.hidden = twin.hidden = True

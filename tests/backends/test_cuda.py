@@ -14,7 +14,7 @@ from torch_geometric.nn import GCN
 from pygdist import Shard, distribute
 from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
 from pygdist.backends.fetching.arrival import Arrival
-from pygdist.backends.fetching.groups import split_by_source
+from pygdist.backends.fetching.groups import group_by_source
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import write_store
 from pygdist.kernels import CSR
@@ -86,8 +86,8 @@ def test_edges_of_chunks_wait_in_the_memory_of_the_host() -> None:
     there = CSR(here.indptr.cuda(), here.index.cuda(), 200)
     overflow = Overflow(torch.device("cuda"), budget=1, small=1)
     with torch.inference_mode():  # training uses what an evaluation made
-        found = split_by_source(there, 50, [piece.to(torch.device("cuda")) for piece in pieces], overflow=overflow)
-    expected = split_by_source(here, 50, pieces)
+        found = group_by_source(there, 50, [piece.to(torch.device("cuda")) for piece in pieces], overflow=overflow)
+    expected = group_by_source(here, 50, pieces)
     assert torch.equal(found.degree.cpu(), expected.degree)
     assert [list(one) for one in found.remote] == [list(one) for one in expected.remote]
     pairs = [(found.local, expected.local)]

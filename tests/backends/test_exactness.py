@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend, ReplicaBackend, backends
-from pygdist.backends.base import Inner
+from pygdist.hops.hop import Hop
 from pygdist.native import load
 from pygdist.testing import LAYERS, RankPool, assert_exact, supported_layers
 
@@ -172,12 +172,10 @@ class Idle(CommBackend):
     name = ""
 
     @override
-    def propagate(
-        self, layer: MessagePassing, inner: Inner, edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
+    def propagate(self, hop: Hop) -> Tensor:
         if self.shard.num_owned == 0:
-            kwargs = {**kwargs, "x": kwargs["x"].detach().requires_grad_()}
-        return super().propagate(layer, inner, edge_index, size, kwargs)
+            hop = replace(hop, arguments={**hop.arguments, "x": hop.arguments["x"].detach().requires_grad_()})
+        return super().propagate(hop)
 
 
 def test_the_suite_notices_a_rank_without_the_gradients_that_others_wait_for(pool: RankPool) -> None:

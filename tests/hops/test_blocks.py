@@ -31,6 +31,7 @@ from pygdist.backends import CommBackend, Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.hops import blocks
+from pygdist.hops.hop import Hop
 from pygdist.nn.inputs import edge_inputs
 from pygdist.testing import LAYERS, RankPool, assert_exact, random_graph
 from pygdist.testing.layers import build
@@ -153,7 +154,8 @@ class Counting(CommBackend):
     messages: int | None = None
 
     @override
-    def propagate(self, layer: Any, inner: Any, *args: Any) -> Tensor:
+    def propagate(self, hop: Hop) -> Tensor:
+        layer: Any = hop.layer
         message = type(layer).message
 
         def spy(own: Any, **kwargs: Any) -> Tensor:
@@ -162,7 +164,7 @@ class Counting(CommBackend):
 
         type(layer).message = spy
         try:
-            return super().propagate(layer, inner, *args)
+            return super().propagate(hop)
         finally:
             type(layer).message = message
 

@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_not_kept_and_said_once(mib: float, graph: tuple[Da
             assert backend_of(model).kept_bytes == 0
     said = [str(warning.message) for warning in caught if "first_hop_mib" in str(warning.message)]
     assert len(said) == 1
-    assert "the first hop of SAGEConv is computed in every epoch" in said[0]
+    assert "SAGEConv computes its first hop in every epoch" in said[0]
 
 
 def _check_one_part_too_large(rank: int, world_size: int, store: str, data: Data) -> None:

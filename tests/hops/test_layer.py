@@ -213,5 +213,5 @@ def test_kinds_of_normalisation_are_kept_within_bounds(graph: tuple[Data, Shard]
         fresh = shard.adjacency.with_value(None)
         for layer in layers:
             layer(shard.x, fresh)
-    assert len(backend.routing.gcn_norm._kept) <= 64
-    assert len(backend.routing.self_loops._kept) <= 16
+    assert len(backend.kept.gcn_norm._kept) <= 64
+    assert len(backend.kept.self_loops._kept) <= 16

@@ -40,6 +40,7 @@ from pygdist import InputError, Shard, distribute, undistribute
 from pygdist.backends import CommBackend, SingleBackend, backends, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
+from pygdist.hops.hop import Hop
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.layers import build
 
@@ -54,9 +55,9 @@ class Spy(SingleBackend):
         self.hops = 0
 
     @override
-    def propagate(self, *args: Any, **kwargs: Any) -> Tensor:
+    def propagate(self, hop: Hop) -> Tensor:
         self.hops += 1
-        return super().propagate(*args, **kwargs)
+        return super().propagate(hop)
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_a_comm_model_can_be_copied_after_a_forward_and_lets_go_of_its_rows(grap
     backend.bind(shard, Communicator())
     model = distribute(build("GATv2Conv", 5, 3), backend=backend)
     expected = model(shard.x, shard.adjacency)
-    assert not backend._fetched
+    assert not backend.fetcher._fetched
     for copier in (copy.deepcopy, _pickled, _saved):
         assert torch.equal(copier(model)(shard.x, shard.adjacency), expected)
 

@@ -1,6 +1,6 @@
-"""Hops that aggregate each chunk as it arrives, while the next one travels (NeutronStar, Sec. 4.3).
+"""Hops that aggregate each group as it arrives, while the next one travels (NeutronStar, Sec. 4.3).
 
-What needs no other rank is aggregated first, then chunk by chunk in the order of arrival. Sums, means, maxima and
+What needs no other rank is aggregated first, then group by group in the order of arrival. Sums, means, maxima and
 minima are built up here; attention by softmax in :mod:`~pygdist.backends.fetching.attention`.
 """
 
@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.fetching.attention import attend, attend_by
-from pygdist.backends.fetching.exchange import Gradients, Hop
-from pygdist.backends.fetching.groups import Chunk, Chunks, split_by_source
+from pygdist.backends.fetching.exchange import Exchange, Gradients
+from pygdist.backends.fetching.groups import SourceGroup, SourceGroups, group_by_source
 from pygdist.comm import Leg
 from pygdist.comm.recorder import recorded
 from pygdist.graph import Adjacency
@@ -24,26 +24,27 @@ from pygdist.graph.adjacency import Reduce, Score
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, spmm_into, tie_counts
 
-__all__ = ["ChunkedAdjacency"]
+__all__ = ["ArrivingAdjacency"]
 
 
-class ChunkedAdjacency(Adjacency):
+class ArrivingAdjacency(Adjacency):
     """The adjacency of a hop that fetches what it reads: a layer multiplies it with this rank's rows alone."""
 
-    _hop: Hop
+    _exchange: Exchange
 
     @classmethod
-    def over(cls, adjacency: Adjacency, hop: Hop) -> ChunkedAdjacency:
-        """The same edges and weights, in chunks."""
+    def over(cls, adjacency: Tensor, exchange: Exchange) -> ArrivingAdjacency:
+        """The same edges and weights, in groups."""
+        assert isinstance(adjacency, Adjacency)
         out = cls.from_csr(adjacency.csr(), adjacency.value)
-        assert isinstance(out, ChunkedAdjacency)
-        out._origin, out._hop = adjacency.origin, hop
+        assert isinstance(out, ArrivingAdjacency)
+        out._origin, out._exchange = adjacency.origin, exchange
         return out
 
     @override
-    def with_value(self, value: Tensor | None) -> ChunkedAdjacency:
+    def with_value(self, value: Tensor | None) -> ArrivingAdjacency:
         """The same edges with other weights."""
-        return ChunkedAdjacency.over(self.origin.with_value(value), self._hop)
+        return ArrivingAdjacency.over(self.origin.with_value(value), self._exchange)
 
     @override
     def matmul(
@@ -64,38 +65,38 @@ class ChunkedAdjacency(Adjacency):
             or other_value is not None
         ):
             dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
-            rows = self._hop.whole(other.movedim(dim, 0)).movedim(0, dim)
+            rows = self._exchange.whole(other.movedim(dim, 0)).movedim(0, dim)
             return self.origin.with_value(value).matmul(rows, reduce=reduce)
-        chunks = self._chunks(other.size(0))
+        groups = self._chunks(other.size(0))
         if reduce in ("max", "min"):
-            found: Tensor = _Extremum.apply(other, chunks, self._hop, value, reduce)  # type: ignore[no-untyped-call]
+            found: Tensor = _Extremum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
         else:
-            found = _Sum.apply(other, chunks, self._hop, value, reduce)  # type: ignore[no-untyped-call]
+            found = _Sum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
         return found
 
     @override
     def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
         """Aggregate by attention; ``x`` holds the rows of this rank, ``source`` is there for all rows."""
         if x.dtype not in (torch.float32, torch.float64):
-            return self.origin.attend(self._hop.whole(x), source, target, negative_slope)
-        return attend(x, source, target, self._chunks(x.size(0)), self._hop, negative_slope)
+            return self.origin.attend(self._exchange.whole(x), source, target, negative_slope)
+        return attend(x, source, target, self._chunks(x.size(0)), self._exchange, negative_slope)
 
     @override
     def attend_by(self, parts: Sequence[Tensor], score: Score, others: Sequence[Tensor]) -> Tensor:
         """Aggregate by attention; ``parts`` hold the rows of this rank."""
         rows = torch.stack(tuple(parts), dim=1)
         if rows.dtype not in (torch.float32, torch.float64):
-            return self.origin.attend_by(self._hop.whole(rows).unbind(1), score, others)
-        return attend_by(rows, self._chunks(rows.size(0)), self._hop, score, others)
+            return self.origin.attend_by(self._exchange.whole(rows).unbind(1), score, others)
+        return attend_by(rows, self._chunks(rows.size(0)), self._exchange, score, others)
 
-    def _chunks(self, num_local: int) -> Chunks:
+    def _chunks(self, num_local: int) -> SourceGroups:
         # a layer of several hops fetches other rows in each, over the same edges
-        known: dict[tuple[int, int, int], tuple[Any, Chunks]] = self.origin.derived.setdefault("chunks", {})
-        pieces, parts = self._hop.pieces, self._hop.parts
+        known: dict[tuple[int, int, int], tuple[Any, SourceGroups]] = self.origin.derived.setdefault("groups", {})
+        pieces, parts = self._exchange.pieces, self._exchange.shares
         key = (id(pieces), parts, num_local)
         if key not in known:
             with torch.inference_mode(False):
-                known[key] = (pieces, split_by_source(self.csr(), num_local, pieces, parts, self._hop.overflow))
+                known[key] = (pieces, group_by_source(self.csr(), num_local, pieces, parts, self._exchange.overflow))
         return known[key][1]
 
 
@@ -103,48 +104,52 @@ class _Sum(torch.autograd.Function):
     """Sums and means."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, hop: Hop, value: Tensor | None, reduce: str) -> Tensor:
-        ctx.chunks, ctx.hop, ctx.value, ctx.mean, ctx.shape = chunks, hop, value, reduce == "mean", x.shape
+    def forward(
+        ctx: Any, x: Tensor, groups: SourceGroups, exchange: Exchange, value: Tensor | None, reduce: str
+    ) -> Tensor:
+        ctx.groups, ctx.exchange, ctx.value, ctx.mean, ctx.shape = groups, exchange, value, reduce == "mean", x.shape
         x = x.detach().contiguous()
-        transfer = hop.fetch(x, hop.pieces[0], keep=False)
-        out = x.new_empty(chunks.num_rows, x.size(1))
-        with recorded(hop.communicator.recorder, "aggregate", "own rows"):
-            spmm_into(out, chunks.local.csr, x, chunks.local.values(value))
-        for one in hop.arriving(x, chunks, transfer, keep=False):
-            spmm_into(out, one.chunk.csr, one.rows, one.chunk.values(value), onto=True)
-        return out.div_(chunks.degree) if ctx.mean else out
+        transfer = exchange.fetch(x, exchange.pieces[0], keep=False)
+        out = x.new_empty(groups.num_rows, x.size(1))
+        with recorded(exchange.communicator.recorder, "aggregate", "own rows"):
+            spmm_into(out, groups.local.csr, x, groups.local.values(value))
+        for one in exchange.arriving(x, groups, transfer, keep=False):
+            spmm_into(out, one.group.csr, one.rows, one.group.values(value), onto=True)
+        return out.div_(groups.degree) if ctx.mean else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
-        grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
+        groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
+        grad = (grad / groups.degree if ctx.mean else grad).contiguous()
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _leg: Leg | None, group: SourceGroup, _rows: Any, memory: Tensor | None) -> Tensor:
             out = grad.new_empty(ctx.shape) if memory is None else memory
-            spmm_into(out, chunk.transposed.unpermuted(), grad, chunk.values(value, transposed=True))
+            spmm_into(out, group.transposed.unpermuted(), grad, group.values(value, transposed=True))
             return out
 
-        return hop.give_back(Gradients(of, hop, chunks), grad), None, None, None, None
+        return exchange.give_back(Gradients(of, exchange, groups), grad), None, None, None, None
 
 
 class _Extremum(torch.autograd.Function):
     """Maxima and minima; the gradient is shared among all edges of a row that attain it, wherever they come from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, hop: Hop, value: Tensor | None, reduce: Any) -> Tensor:
-        ctx.chunks, ctx.hop, ctx.value = chunks, hop, value
+    def forward(
+        ctx: Any, x: Tensor, groups: SourceGroups, exchange: Exchange, value: Tensor | None, reduce: Any
+    ) -> Tensor:
+        ctx.groups, ctx.exchange, ctx.value = groups, exchange, value
         better = torch.maximum if reduce == "max" else torch.minimum
         x = x.detach().contiguous()
-        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
-        out = spmm(chunks.local.csr, x, _flat(chunks.local.values(value)), reduce)
-        filled, arrived = chunks.local.filled, {}
-        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
-            if hop.at_once:
+        transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
+        out = spmm(groups.local.csr, x, _flat(groups.local.values(value)), reduce)
+        filled, arrived = groups.local.filled, {}
+        for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
+            if exchange.at_once:
                 arrived[one.leg] = one.rows
-            found = spmm(one.chunk.csr, one.rows, _flat(one.chunk.values(value)), reduce)
-            out = torch.where(one.chunk.filled, torch.where(filled, better(out, found), found), out)
-            filled = filled | one.chunk.filled
+            found = spmm(one.group.csr, one.rows, _flat(one.group.values(value)), reduce)
+            out = torch.where(one.group.filled, torch.where(filled, better(out, found), found), out)
+            filled = filled | one.group.filled
         ctx.legs = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
         return out.clone()  # a step after the layer may write into what it gets
@@ -153,20 +158,20 @@ class _Extremum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
-        chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
+        groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
         kept = dict(zip(ctx.legs, arrived, strict=True))
         count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
-        count += tie_counts(chunks.local.csr, x, chunks.local.values(value), out)
-        for number, remote in enumerate(chunks.remote):
-            rows = kept if hop.at_once else hop.again(x, number)
-            for leg, chunk in remote.items():
-                count += tie_counts(chunk.csr, rows[leg], chunk.values(value), out)
+        count += tie_counts(groups.local.csr, x, groups.local.values(value), out)
+        for number, remote in enumerate(groups.remote):
+            rows = kept if exchange.at_once else exchange.again(x, number)
+            for leg, group in remote.items():
+                count += tie_counts(group.csr, rows[leg], group.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
-            return extremum_grad(chunk.transposed.unpermuted(), part, chunk.values(value, transposed=True), out, share)
+        def of(_piece: int, _leg: Leg | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
+            return extremum_grad(group.transposed.unpermuted(), part, group.values(value, transposed=True), out, share)
 
-        return hop.give_back(Gradients(of, hop, chunks, x, kept), grad), None, None, None, None
+        return exchange.give_back(Gradients(of, exchange, groups, x, kept), grad), None, None, None, None
 
 
 def _flat(values: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention over chunks as they arrive: through the largest score and the sum of exponentials so far."""
+"""Attention over groups as they arrive: through the largest score and the sum of exponentials so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pygdist.backends.fetching.exchange import Gradients, Hop
-from pygdist.backends.fetching.groups import Chunk, Chunks
+from pygdist.backends.fetching.exchange import Exchange, Gradients
+from pygdist.backends.fetching.groups import SourceGroup, SourceGroups
 from pygdist.comm import Leg
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Score
@@ -21,54 +21,58 @@ from pygdist.kernels.chunked import gat_ends, gat_grad, gat_part, merge_softmax,
 __all__ = ["attend", "attend_by"]
 
 
-def attend(x: Tensor, source: Tensor, target: Tensor, chunks: Chunks, hop: Hop, negative_slope: float) -> Tensor:
+def attend(
+    x: Tensor, source: Tensor, target: Tensor, groups: SourceGroups, exchange: Exchange, negative_slope: float
+) -> Tensor:
     """GAT's weighted sums; see :meth:`pygdist.graph.Adjacency.attend`.
 
     Args:
         x: This rank's rows, ``(n, H, C)``.
         source: Scores of all rows that the hop reads.
         target: Scores of the destinations.
-        chunks: The edges.
-        hop: Fetches other ranks' rows.
+        groups: The edges.
+        exchange: Fetches other ranks' rows.
         negative_slope: Of the leaky ReLU.
     """
     parts = (x.flatten(1), source, target)
-    out: Tensor = _Attention.apply(*parts, chunks, hop, negative_slope)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(*parts, groups, exchange, negative_slope)  # type: ignore[no-untyped-call]
     return out.view(-1, *x.shape[1:])
 
 
-def attend_by(rows: Tensor, chunks: Chunks, hop: Hop, score: Score, others: Sequence[Tensor]) -> Tensor:
+def attend_by(rows: Tensor, groups: SourceGroups, exchange: Exchange, score: Score, others: Sequence[Tensor]) -> Tensor:
     """Attention with any score; see :meth:`pygdist.graph.Adjacency.attend_by`.
 
     Args:
         rows: What is read of this rank's rows, ``(n, parts, H, C)``.
-        chunks: The edges.
-        hop: Fetches other ranks' rows.
+        groups: The edges.
+        exchange: Fetches other ranks' rows.
         score: Of the edges.
         others: What it reads besides rows.
     """
     scored = _Scored(score, *rows.shape[1:])
-    out: Tensor = _AttentionBy.apply(rows.flatten(1), chunks, hop, scored, *others)  # type: ignore[no-untyped-call]
+    out: Tensor = _AttentionBy.apply(rows.flatten(1), groups, exchange, scored, *others)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
-    """GAT's weighted sums: the softmax over all edges of a row, from the chunks so far."""
+    """GAT's weighted sums: the softmax over all edges of a row, from the groups so far."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, target: Tensor, chunks: Chunks, hop: Hop, slope: float) -> Tensor:
-        ctx.chunks, ctx.hop, ctx.slope = chunks, hop, slope
+    def forward(
+        ctx: Any, x: Tensor, source: Tensor, target: Tensor, groups: SourceGroups, exchange: Exchange, slope: float
+    ) -> Tensor:
+        ctx.groups, ctx.exchange, ctx.slope = groups, exchange, slope
         x, source, target = (part.detach().contiguous() for part in (x, source, target))
         graded = any(ctx.needs_input_grad)
-        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
-        with recorded(hop.communicator.recorder, "aggregate", "own rows"):
-            found = gat_part(chunks.local.csr, x, source[: x.size(0)], target, slope)
+        transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
+        with recorded(exchange.communicator.recorder, "aggregate", "own rows"):
+            found = gat_part(groups.local.csr, x, source[: x.size(0)], target, slope)
         arrived = {}
-        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
-            if hop.at_once:
+        for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
+            if exchange.at_once:
                 arrived[one.leg] = one.rows
-            scores = source.index_select(0, hop.positions_of(one.piece, one.leg))
-            found = gat_part(one.chunk.csr, one.rows, scores, target, slope, found)
+            scores = source.index_select(0, exchange.positions_of(one.piece, one.leg))
+            found = gat_part(one.group.csr, one.rows, scores, target, slope, found)
         ctx.legs = list(arrived)
         if graded:
             ctx.save_for_backward(x, source, target, *found, *arrived.values())
@@ -78,52 +82,61 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
-        chunks, hop, slope = ctx.chunks, ctx.hop, ctx.slope
+        groups, exchange, slope = ctx.groups, ctx.exchange, ctx.slope
         kept = dict(zip(ctx.legs, arrived, strict=True))
         grad, grad_source = grad.contiguous(), torch.zeros_like(source)
         # of all edges of each row: the gradient of target is made of sums over them
         ends, grad_target = gat_ends(target, slope, (out, above, facts), grad)
 
-        def of(piece: int, leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
-            places = slice(0, x.size(0)) if leg is None else hop.positions_of(piece, leg)
+        def of(piece: int, leg: Leg | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
+            places = slice(0, x.size(0)) if leg is None else exchange.positions_of(piece, leg)
             found, grad_source[places] = gat_grad(
-                chunk.transposed.unpermuted(), part, source[places], slope, ends, grad
+                group.transposed.unpermuted(), part, source[places], slope, ends, grad
             )
             return found
 
-        return hop.give_back(Gradients(of, hop, chunks, x, kept), x), grad_source, grad_target, None, None, None
+        return (
+            exchange.give_back(Gradients(of, exchange, groups, x, kept), x),
+            grad_source,
+            grad_target,
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """How the rows of a chunk are read; see :meth:`~pygdist.graph.Adjacency.attend_by`."""
+    """How the rows of a group are read; see :meth:`~pygdist.graph.Adjacency.attend_by`."""
 
     score: Score
     num_parts: int
     heads: int
     channels: int
 
-    def read(self, chunk: Chunk, rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Scores of the chunk's edges ``(E, H)``, and what is summed of its rows ``(M, H, C)``."""
+    def read(self, group: SourceGroup, rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Scores of the group's edges ``(E, H)``, and what is summed of its rows ``(M, H, C)``."""
         parts = rows.view(-1, self.num_parts, self.heads, self.channels).unbind(1)
-        return self.score(chunk.csr.unpermuted(), parts[0], *others, transposed=chunk.transposed), parts[-1]
+        return self.score(group.csr.unpermuted(), parts[0], *others, transposed=group.transposed), parts[-1]
 
 
 class _AttentionBy(torch.autograd.Function):
     """Attention with any score: the softmax over all edges of a row, by the running maximum and sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, hop: Hop, scored: _Scored, *others: Tensor) -> Tensor:
-        ctx.chunks, ctx.hop, ctx.scored = chunks, hop, scored
+    def forward(
+        ctx: Any, x: Tensor, groups: SourceGroups, exchange: Exchange, scored: _Scored, *others: Tensor
+    ) -> Tensor:
+        ctx.groups, ctx.exchange, ctx.scored = groups, exchange, scored
         x = x.detach().contiguous()
-        transfer = hop.fetch(x, hop.pieces[0], keep=hop.at_once)
-        with recorded(hop.communicator.recorder, "aggregate", "own rows"):
-            found = softmax_part(chunks.local.csr.unpermuted(), *scored.read(chunks.local, x, others))
+        transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
+        with recorded(exchange.communicator.recorder, "aggregate", "own rows"):
+            found = softmax_part(groups.local.csr.unpermuted(), *scored.read(groups.local, x, others))
         arrived = {}
-        for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
-            if hop.at_once:
+        for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
+            if exchange.at_once:
                 arrived[one.leg] = one.rows
-            more = softmax_part(one.chunk.csr.unpermuted(), *scored.read(one.chunk, one.rows, others))
+            more = softmax_part(one.group.csr.unpermuted(), *scored.read(one.group, one.rows, others))
             found = merge_softmax(found, more)
         out, most, total = found
         out = out / total.clamp(min=1).unsqueeze(-1)  # the largest score alone gives 1; without edges there is none
@@ -135,24 +148,24 @@ class _AttentionBy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, most, total, *rest = ctx.saved_tensors
-        chunks, hop, scored = ctx.chunks, ctx.hop, ctx.scored
+        groups, exchange, scored = ctx.groups, ctx.exchange, ctx.scored
         others = rest[: len(rest) - len(ctx.legs)]
         kept = dict(zip(ctx.legs, rest[len(others) :], strict=True))
         grad, shared = grad.contiguous(), (grad * out).sum(-1)
         totals = [torch.zeros_like(other) for other in others]
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
-            csr = chunk.csr.unpermuted()
+        def of(_piece: int, _leg: Leg | None, group: SourceGroup, rows: Tensor, _memory: Tensor | None) -> Tensor:
+            csr = group.csr.unpermuted()
             row = csr.row_index()
             with torch.enable_grad():
                 leaves = [one.detach().requires_grad_() for one in (rows, *others)]
-                scores, values = scored.read(chunk, leaves[0], leaves[1:])
+                scores, values = scored.read(group, leaves[0], leaves[1:])
                 weights = (scores.detach() - most[row]).exp() / total[row]
-                summed = spmm(csr, values, weights, transposed=chunk.transposed)
+                summed = spmm(csr, values, weights, transposed=group.transposed)
             towards = weights * (sddmm(csr, values.detach(), grad) - shared[row])
             found, *more = torch.autograd.grad([scores, summed], leaves, [towards, grad])
             for one, part in zip(totals, more, strict=True):
                 one += part
             return found
 
-        return hop.give_back(Gradients(of, hop, chunks, x, kept), x), None, None, None, *totals
+        return exchange.give_back(Gradients(of, exchange, groups, x, kept), x), None, None, None, *totals

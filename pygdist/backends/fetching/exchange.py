@@ -1,4 +1,4 @@
-"""How the rows of a hop travel: forward to who reads them, chunk by chunk, and their gradients back to their owners.
+"""How the rows of a hop travel: forward to who reads them, group by group, and their gradients back to their owners.
 
 Backward, the gradients of each rank's rows are computed and sent, one rank after the other, and the gradients of this
 rank's own rows while they travel (NeutronStar, Sec. 4.3).
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.fetching.arrival import Arrival
-from pygdist.backends.fetching.groups import Chunk, Chunks
+from pygdist.backends.fetching.groups import SourceGroup, SourceGroups
 from pygdist.comm import Communicator, Leg, Transfer, describe_rows, part_of
 from pygdist.comm.recorder import recorded
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["Gradients", "Hop", "Landed"]
+__all__ = ["ArrivedGroup", "Exchange", "Gradients"]
 
 Whole: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hop:
+class Exchange:
     """One hop of a layer on this rank, and how its rows travel.
 
     Attributes:
@@ -35,9 +35,9 @@ class Hop:
         ring: One peer after the other.
         overlap: Aggregate while rows travel; without, wait for all of them first.
         wire: The dtype in which rows and gradients travel; ``None`` for their own.
-        parts: In how many parts what comes from a rank is aggregated, and what goes there is computed.
-        overflow: Where edges wait until their chunk is computed with; ``None`` for the device.
-        whole: All rows that the hop reads, from those of this rank; for what cannot be done in chunks.
+        shares: In how many shares the rows that come from a rank are aggregated, and gradients that go there computed.
+        overflow: Where edges wait until their group is computed with; ``None`` for the device.
+        whole: All rows that the hop reads, from those of this rank; for what cannot be done in groups.
     """
 
     communicator: Communicator
@@ -46,7 +46,7 @@ class Hop:
     ring: bool
     overlap: bool
     wire: torch.dtype | None
-    parts: int
+    shares: int
     overflow: Overflow | None
     whole: Whole
 
@@ -57,10 +57,10 @@ class Hop:
 
     def positions_of(self, piece: int, leg: Leg) -> Tensor:
         """Where rows belong that come with a leg."""
-        return self.pieces[piece].positions_of(leg.rank, leg.part, self.parts)
+        return self.pieces[piece].positions_of(leg.rank, leg.part, self.shares)
 
     def fetch(self, x: Tensor, piece: Arrival, *, keep: bool) -> Transfer:
-        """Begin to fetch rows; ``keep`` where they are needed beyond the hop."""
+        """Begin to fetch rows; ``keep`` where they are needed beyond the exchange."""
         plan, label = piece.plan, f"{self.label}, forward, {describe_rows(x)}"
         packed = self.communicator.pack(x, plan.send_index, self.label, self.wire).split(list(plan.send_counts))
         buffers = self.communicator.buffers
@@ -70,9 +70,9 @@ class Hop:
             else buffers.get("rows received", plan.num_received, x, self.wire)
         )
         incoming = halo.split(list(plan.recv_counts))
-        transfer = Transfer(self.communicator, incoming, label, ring=self.ring, parts=self.parts)
+        transfer = Transfer(self.communicator, incoming, label, ring=self.ring, parts=self.shares)
         for leg in transfer.targets:
-            transfer.give(leg, self._part(packed, leg))
+            transfer.give(leg, self._share(packed, leg))
         if not self.overlap:
             transfer.finish()
         return transfer
@@ -84,9 +84,9 @@ class Hop:
         transfer.finish()
         return found
 
-    def _part(self, by_rank: Sequence[Tensor], leg: Leg) -> Tensor:
+    def _share(self, by_rank: Sequence[Tensor], leg: Leg) -> Tensor:
         rows = by_rank[leg.rank]
-        return rows[part_of(rows.size(0), leg.part, self.parts)]
+        return rows[part_of(rows.size(0), leg.part, self.shares)]
 
     def give_back(self, gradients: Gradients, like: Tensor) -> Tensor:
         """Send gradients to the owners of the rows that were fetched; returns those of this rank's rows.
@@ -110,11 +110,11 @@ class Hop:
         sent = computed
         if self.wire is not None:
             sent = buffers.get("gradients sent", plan.num_received, like, self.wire).split(list(plan.recv_counts))
-        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, parts=self.parts)
+        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, parts=self.shares)
         if known is None and not self.overlap:
             known = self._computed(gradients.own)
         for leg in transfer.targets:
-            memory, rows = self._part(computed, leg), self._part(sent, leg)
+            memory, rows = self._share(computed, leg), self._share(sent, leg)
             if rows.size(0):
                 with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {leg.rank}'s rows"):
                     gradients.remote(leg, memory)
@@ -125,12 +125,12 @@ class Hop:
         out = self._computed(gradients.own) if known is None else known
         if not self.overlap:
             for leg in transfer.targets:
-                transfer.give(leg, self._part(sent, leg))
+                transfer.give(leg, self._share(sent, leg))
             transfer.finish()
         for leg in transfer.sources:
-            rows = transfer.take(leg) if self.overlap else self._part(arrived, leg)
+            rows = transfer.take(leg) if self.overlap else self._share(arrived, leg)
             index = plan.send_index_of(leg.rank)
-            index = index[part_of(index.numel(), leg.part, self.parts)]
+            index = index[part_of(index.numel(), leg.part, self.shares)]
             self.communicator.add_rows(out, rows.to(out.dtype), index, self.label)
         if self.overlap:
             transfer.finish()
@@ -140,65 +140,65 @@ class Hop:
         with recorded(self.communicator.recorder, "aggregate", "gradient of own rows"):
             return gradient()
 
-    def arriving(self, x: Tensor, chunks: Chunks, first: Transfer, *, keep: bool) -> Iterator[Landed]:
-        """Chunks and their rows, in the order of arrival; the time until the next is noted as aggregation.
+    def arriving(self, x: Tensor, groups: SourceGroups, first: Transfer, *, keep: bool) -> Iterator[ArrivedGroup]:
+        """SourceGroups and their rows, in the order of arrival; the time until the next is noted as aggregation.
 
         Args:
             x: This rank's rows.
-            chunks: The edges.
+            groups: The edges.
             first: The first piece, under way.
-            keep: Whether rows are needed beyond the hop.
+            keep: Whether rows are needed beyond the exchange.
         """
         for number, piece in enumerate(self.pieces):
             transfer = first if number == 0 else self.fetch(x, piece, keep=keep)
-            remote = chunks.remote[number]
+            remote = groups.remote[number]
             for leg in transfer.sources:
                 rows = transfer.take(leg)
                 if leg in remote:
                     with recorded(self.communicator.recorder, "aggregate", f"rows of rank {leg.rank}"):
-                        yield Landed(number, leg, remote[leg], rows.to(x.dtype))
+                        yield ArrivedGroup(number, leg, remote[leg], rows.to(x.dtype))
             transfer.finish()
 
 
 @dataclass(frozen=True)
-class Landed:
-    """A chunk and the rows that it reads: of which piece, and how they came."""
+class ArrivedGroup:
+    """A group and the rows that it reads: of which piece, and how they came."""
 
     piece: int
     leg: Leg
-    chunk: Chunk
+    group: SourceGroup
     rows: Tensor
 
 
 class Gradients:
-    """Computes the gradients of a hop: of each rank's rows, piece by piece, and of this rank's own.
+    """Computes the gradients of a exchange: of each rank's rows, piece by piece, and of this rank's own.
 
     Args:
-        of: From the piece and the leg (``None`` for own rows), the chunk, and its rows if ``x`` is given: their
+        of: From the piece and the leg (``None`` for own rows), the group, and its rows if ``x`` is given: their
             gradient, which may be written into the memory given. It must not know of this object: what holds each
             other stays until Python looks for such circles.
-        hop: The hop.
-        chunks: Its edges.
+        exchange: The exchange.
+        groups: Its edges.
         x: This rank's rows, where their values are needed.
         kept: By leg, the rows that arrived, if they are all still here.
     """
 
     def __init__(
         self,
-        of: Callable[[int, Leg | None, Chunk, Any, Tensor | None], Tensor],
-        hop: Hop,
-        chunks: Chunks,
+        of: Callable[[int, Leg | None, SourceGroup, Any, Tensor | None], Tensor],
+        exchange: Exchange,
+        groups: SourceGroups,
         x: Tensor | None = None,
         kept: dict[Leg, Tensor] | None = None,
     ) -> None:
-        self._of, self._hop, self._chunks, self._x, self._rows = of, hop, chunks, x, kept
+        self._of, self._exchange, self._chunks, self._x, self._rows = of, exchange, groups, x, kept
         self._piece = 0
 
     def turn_to(self, number: int) -> None:
         """The piece that comes next."""
         self._piece = number
-        if self._x is not None and not self._hop.at_once:
-            self._rows = self._hop.again(self._x, number)
+        if self._x is not None and not self._exchange.at_once:
+            self._rows = self._exchange.again(self._x, number)
 
     def remote(self, leg: Leg, memory: Tensor) -> None:
         """Writes the gradient of a rank's rows into memory."""

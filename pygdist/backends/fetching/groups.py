@@ -1,7 +1,7 @@
-"""A hop's edges in chunks by where their sources come from, so that each is aggregated when its rows are here.
+"""A hop's edges in groups by where their sources come from, so that each is aggregated when its rows are here.
 
-The in-edges whose sources arrive from rank *j* are one chunk (NeutronStar, Sec. 4.3), those whose sources this rank
-holds are another, which needs nothing to arrive. Columns of a chunk count the rows of its rank as they arrive, so that
+The in-edges whose sources arrive from rank *j* are one group (NeutronStar, Sec. 4.3), those whose sources this rank
+holds are another, which needs nothing to arrive. Columns of a group count the rows of its rank as they arrive, so that
 rows are aggregated where they lie, and gradients are written where they leave from.
 """
 
@@ -21,16 +21,16 @@ from pygdist.kernels import CSR, transpose
 from pygdist.kernels.csr import narrowest, pointers
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["Chunk", "Chunks", "EdgeMemory", "split_by_source"]
+__all__ = ["EdgeMemory", "SourceGroup", "SourceGroups", "group_by_source"]
 
 _EDGES_AT_A_TIME = 1 << 20  # to sort
 
 
 class EdgeMemory:
-    """What a hop holds for each of its edges: one array of a kind, of which each chunk has its part.
+    """What a hop holds for each of its edges: one array of a kind, of which each group has its part.
 
     Args:
-        num_edges: Of all chunks.
+        num_edges: Of all groups.
         device: Where edges are computed with.
         overflow: Where they wait for that, if there is no memory for them on the device.
     """
@@ -59,7 +59,7 @@ class EdgeMemory:
         return torch.empty(shape, dtype=dtype) if small else self._overflow.empty(shape, dtype)
 
 
-class Chunk:
+class SourceGroup:
     """Some of the edges of a hop.
 
     Args:
@@ -148,7 +148,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class SourceGroups:
     """The edges of a hop.
 
     Attributes:
@@ -160,21 +160,21 @@ class Chunks:
 
     num_rows: int
     degree: Tensor
-    local: Chunk
-    remote: tuple[dict[Leg, Chunk], ...]
+    local: SourceGroup
+    remote: tuple[dict[Leg, SourceGroup], ...]
 
 
-def split_by_source(
+def group_by_source(
     csr: CSR, num_local: int, pieces: Sequence[Arrival], parts: int = 1, overflow: Overflow | None = None
-) -> Chunks:
-    """Sort the edges of a hop into chunks; their order within a destination stays.
+) -> SourceGroups:
+    """Sort the edges of a hop into groups; their order within a destination stays.
 
     Args:
         csr: Destinations by sources; ``csr.perm`` is not used.
         num_local: Rows that this rank holds; all other columns that occur arrive.
         pieces: What arrives, one after the other.
         parts: Of what comes from each rank.
-        overflow: Where edges wait until their chunk is computed with, and are sorted; the device by default.
+        overflow: Where edges wait until their group is computed with, and are sorted; the device by default.
     """
     memory = EdgeMemory(csr.num_entries, csr.index.device, overflow)
     degree = csr.indptr.diff().clamp(min=1).unsqueeze(-1)
@@ -182,7 +182,7 @@ def split_by_source(
         csr = CSR(csr.indptr.cpu(), csr.index.cpu(), csr.num_cols)
         pieces = [piece.to(csr.index.device) for piece in pieces]
     device, dtype = csr.index.device, csr.index.dtype
-    chunk_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
+    group_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
     column = torch.arange(csr.num_cols, dtype=dtype, device=device)
     widths: list[tuple[int, Leg, int]] = []
     for number, arrival in enumerate(pieces):
@@ -191,36 +191,36 @@ def split_by_source(
                 places = arrival.positions_of(rank, part, parts)
                 if places.numel():
                     widths.append((number, Leg(rank, part), places.numel()))
-                    chunk_of[places] = len(widths)
+                    group_of[places] = len(widths)
                     column[places] = torch.arange(places.numel(), dtype=dtype, device=device)
     tight = len(pieces) > 1
-    edges = _Sorted(csr, chunk_of, column, len(widths) + 1, memory, keep_rows=tight or memory.waits)
+    edges = _Sorted(csr, group_of, column, len(widths) + 1, memory, keep_rows=tight or memory.waits)
 
-    def chunk(number: int, width: int) -> Chunk:
+    def group(number: int, width: int) -> SourceGroup:
         among = edges.parts[number]
-        return Chunk(memory, among, edges.row[among], csr.num_rows, width, tight=tight)
+        return SourceGroup(memory, among, edges.row[among], csr.num_rows, width, tight=tight)
 
-    remote: list[dict[Leg, Chunk]] = [{} for _ in pieces]
+    remote: list[dict[Leg, SourceGroup]] = [{} for _ in pieces]
     for entry, (number, leg, width) in enumerate(widths, 1):
-        remote[number][leg] = chunk(entry, width)
-    return Chunks(num_rows=csr.num_rows, degree=degree, local=chunk(0, num_local), remote=tuple(remote))
+        remote[number][leg] = group(entry, width)
+    return SourceGroups(num_rows=csr.num_rows, degree=degree, local=group(0, num_local), remote=tuple(remote))
 
 
 class _Sorted:
-    """Edges by chunk, written into memory; some rows at a time, as no more may be held than that.
+    """Edges by group, written into memory; some rows at a time, as no more may be held than that.
 
     Attributes:
-        parts: The edges of each chunk.
+        parts: The edges of each group.
         row: The row of each edge.
     """
 
     def __init__(
-        self, csr: CSR, chunk_of: Tensor, column: Tensor, num_chunks: int, memory: EdgeMemory, *, keep_rows: bool
+        self, csr: CSR, group_of: Tensor, column: Tensor, num_groups: int, memory: EdgeMemory, *, keep_rows: bool
     ) -> None:
         blocks = list(_blocks(csr.indptr, _EDGES_AT_A_TIME))
-        counts = torch.zeros(num_chunks, dtype=torch.int64, device=csr.index.device)
+        counts = torch.zeros(num_groups, dtype=torch.int64, device=csr.index.device)
         for _, edges in blocks:
-            counts += torch.bincount(chunk_of[csr.index[edges].long()], minlength=num_chunks)
+            counts += torch.bincount(group_of[csr.index[edges].long()], minlength=num_groups)
         ends = counts.cumsum(0)
         self.parts = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
         every, place = slice(None), ends - counts
@@ -230,10 +230,10 @@ class _Sorted:
         self.row = memory.part("row", dtype, every) if keep_rows else torch.empty_like(index)
         for rows, edges in blocks:
             source = csr.index[edges].long()
-            order = torch.argsort(chunk_of[source], stable=True)
-            kind = chunk_of[source[order]].long()
-            found = torch.bincount(kind, minlength=num_chunks)
-            # each goes behind those of its chunk that were there before
+            order = torch.argsort(group_of[source], stable=True)
+            kind = group_of[source[order]].long()
+            found = torch.bincount(kind, minlength=num_groups)
+            # each goes behind those of its group that were there before
             at = torch.arange(kind.numel(), device=kind.device) + (place - (found.cumsum(0) - found))[kind]
             row = torch.repeat_interleave(
                 torch.arange(rows.start, rows.stop, dtype=dtype, device=kind.device),

@@ -9,8 +9,8 @@ product. Any other hop knows no such weight.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
 from pygdist.graph.self_loops import is_self_loop
-from pygdist.hops.layer import fuses
+from pygdist.hops.hop import Hop
 from pygdist.kernels import CSR
 
 __all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
@@ -87,40 +87,36 @@ class EdgeNorm:
             return (*args[:at], self.weight, *args[at + 1 :]), kwargs, True
         return args, {**kwargs, "edge_weight": self.weight}, True
 
-    def on(
-        self, layer: MessagePassing, edge_index: Tensor, kwargs: dict[str, Any], *, in_weights: bool
-    ) -> tuple[Tensor, dict[str, Any], bool]:
-        """The edges and arguments of a hop that makes up for the sampling.
+    def on(self, hop: Hop, *, in_weights: bool) -> tuple[Hop, bool]:
+        """Weight a hop so that it makes up for the sampling.
 
         Args:
-            layer: The layer that propagates.
-            edge_index: The edges, perhaps with self-loops.
-            kwargs: The arguments.
-            in_weights: Whether edge weights of the layer, if it has any, hold this as a factor.
+            hop: The hop; its edges may have self-loops.
+            in_weights: True if edge weights of the layer, if it has any, hold the norm as a factor.
 
         Returns:
-            Edges, arguments, and whether they do make up for it.
+            The hop, and whether it makes up for the sampling.
         """
-        edge_weight = kwargs.get("edge_weight")
+        layer, edge_index, edge_weight = hop.layer, hop.edge_index, hop.arguments.get("edge_weight")
         if edge_weight is None:
-            weighted = self._weighted(layer, edge_index, kwargs)
-            return (edge_index if weighted is None else weighted), kwargs, weighted is not None
+            weighted = self._weighted(hop)
+            return (hop, False) if weighted is None else (replace(hop, edge_index=weighted), True)
         if not in_weights or layer.aggr is None or _sums(layer):
-            return edge_index, kwargs, in_weights
+            return hop, in_weights
         if _averages(layer) and self.missing is not None and isinstance(edge_index, Adjacency):
-            return edge_index, {**kwargs, "edge_weight": edge_weight * self._sampled_share(edge_index.csr())}, True
+            return _with_weight(hop, edge_weight * self._sampled_share(edge_index.csr())), True
         if self._is_of(edge_index):  # a maximum, say, is better off without
-            kwargs = {**kwargs, "edge_weight": edge_weight / self.weight}
-        return edge_index, kwargs, False
+            hop = _with_weight(hop, edge_weight / self.weight)
+        return hop, False
 
-    def _weighted(self, layer: MessagePassing, edge_index: Tensor, kwargs: Mapping[str, Any]) -> Adjacency | None:
-        """The edges of a hop that has no weights; ``None`` if it is no sum or mean of rows."""
-        if not (self._is_of(edge_index) and fuses(layer, edge_index, kwargs)):
+    def _weighted(self, hop: Hop) -> Adjacency | None:
+        """The edges of a hop without weights, weighted by the norm; ``None`` if it is no sum or mean of rows."""
+        edge_index = hop.edge_index
+        if not (self._is_of(edge_index) and hop.is_product and isinstance(edge_index, Adjacency)):
             return None
-        assert isinstance(edge_index, Adjacency)
-        if _sums(layer):
+        if _sums(hop.layer):
             return edge_index.with_value(self.weight)
-        if _averages(layer) and self.missing is not None:
+        if _averages(hop.layer) and self.missing is not None:
             return edge_index.with_value(self.weight * self._sampled_share(edge_index.csr()))
         return None
 
@@ -164,6 +160,10 @@ def in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tens
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same memory, however they are viewed."""
     return one.numel() == other.numel() > 0 and one.data_ptr() == other.data_ptr()
+
+
+def _with_weight(hop: Hop, edge_weight: Tensor) -> Hop:
+    return replace(hop, arguments={**hop.arguments, "edge_weight": edge_weight})
 
 
 def _sums(layer: MessagePassing) -> bool:

@@ -1,6 +1,6 @@
-"""A model by itself on a few nodes: which hops it makes, how wide they are, whether its layers are a chain.
+"""The rehearsal: a model runs on a few nodes, to learn which hops it makes and whether its layers are a chain.
 
-Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands over to it what layers ask for.
+Nothing is exchanged: while a :class:`Rehearsal` runs, the backend hands layers and hops to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,10 +20,11 @@ from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
 from pygdist.hops.arguments import mapped, node_dim, tensors_of
-from pygdist.hops.layer import neighbour_arguments
+from pygdist.hops.fused_attention import defers_scores
+from pygdist.hops.hop import Deferred, Hop
 from pygdist.kernels import CSR
 
-__all__ = ["Attempt", "Call", "Kind", "Looked", "Rehearsal", "Rehearse", "look_at", "within"]
+__all__ = ["Attempt", "Call", "Kind", "ModelFacts", "Rehearsal", "Rehearse", "look_at", "within"]
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What is known of a model that is called with certain arguments.
+class ModelFacts:
+    """Facts about a model that is called with certain arguments.
 
     Attributes:
-        widths: How many values of a source each hop of a forward pass reads.
-        shrinks: Whether its layers may put out fewer rows than go in.
-        hops_of: Hops of each layer, by its id.
+        widths: Values of a source that each hop of a forward pass reads.
+        shrinks: True if its layers are a chain, and may put out fewer rows than go in.
+        hops_of: Number of hops of each layer, by its id.
     """
 
     widths: tuple[int, ...]
@@ -66,67 +66,66 @@ class Looked:
 
 
 class Rehearsal:
-    """One model, run as often as its maker likes.
+    """The pass of a model on a few nodes; one object for as many passes as its maker likes.
 
     Args:
-        num_rows: Of the graph.
+        num_rows: Nodes of the graph.
         clock: Times the hops.
+
+    Attributes:
+        widths: Values of a source that each hop read, in the last pass in which the hop ran.
+        hops_of: Number of hops of each layer, by its id.
+        exchanges: By hop: exchanges before that of its rows, in a pass.
+        graded: Hops whose rows need a gradient, which travels back.
+        num_hops: Hops of the longest pass.
     """
+
+    alone = True
 
     def __init__(self, num_rows: int, clock: Clock | None = None) -> None:
         self.num_rows, self.clock = num_rows, clock
-        self.widths: dict[int, int] = {}  # of each hop, in the last pass in which it ran
+        self.widths: dict[int, int] = {}
         self.hops_of: dict[int, int] = {}
-        self.exchanges: dict[int, int] = {}  # that a hop makes before that of its rows, in a pass
-        self.graded: set[int] = set()  # hops whose rows need a gradient, which travels back
+        self.exchanges: dict[int, int] = {}
+        self.graded: set[int] = set()
         self.num_hops = 0
         self._hop = 0
 
     def begin_pass(self) -> None:
-        """Called before a forward pass that is not the first."""
+        """Begin a forward pass that is not the first."""
         self._hop = 0
         self.exchanges.clear()
 
     def begin_hop(self) -> None:
-        """Called before each hop, also where what was kept of an earlier one stands for it."""
+        """Count a hop, also one whose kept result is used."""
         self._hop += 1
         self.num_hops = max(self.num_hops, self._hop)
         if self.clock is not None:
             self.clock.begin(self._hop)
 
-    def propagate(
-        self, layer: MessagePassing, inner: Callable[..., Tensor], edge_index: Tensor, size: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """A hop, noted and timed."""
-        read = [kwargs.get(name) for name in neighbour_arguments(layer, edges=False)]
-        rows = [value[0] if isinstance(value, (tuple, list)) else value for value in read]
-        if any(isinstance(one, Tensor) and one.requires_grad for one in rows):
+    def propagate(self, hop: Hop) -> Tensor:
+        """Note what a hop reads, run it and time it."""
+        if any(rows.requires_grad for rows in hop.sources.values()):
             self.graded.add(self._hop)
-        values = sum(one.numel() // one.size(node_dim(layer, one)) for one in rows if isinstance(one, Tensor))
-        self.widths[self._hop] = values
-        return self._timed(self._hop, partial(inner, edge_index, size=size), kwargs)
+        self.widths[self._hop] = sum(
+            rows.numel() // rows.size(node_dim(hop.layer, rows)) for rows in hop.sources.values()
+        )
+        return self._timed(self._hop, hop)
 
-    def edge_updater(
-        self,
-        layer: MessagePassing,
-        inner: Callable[..., Tensor],
-        edge_index: Tensor,
-        size: Any,
-        kwargs: dict[str, Any],
-        *,
-        fetches: bool,
-    ) -> Tensor:
-        """What a layer does before a hop with its edges, timed as part of it; ``fetches`` if it reads other ranks."""
-        self.exchanges[self._hop + 1] = self.exchanges.get(self._hop + 1, 0) + fetches
-        return self._timed(self._hop + 1, partial(inner, edge_index, size=size), kwargs)
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        """Run an ``edge_updater``, timed as part of the hop after it."""
+        self.exchanges[self._hop + 1] = self.exchanges.get(self._hop + 1, 0) + (not defers_scores(hop))
+        return self._timed(self._hop + 1, hop)
 
-    def _timed(self, hop: int, run: Callable[..., Tensor], kwargs: dict[str, Any]) -> Tensor:
-        return run(**kwargs) if self.clock is None else self.clock.timed(hop, run, kwargs)
+    def _timed(self, number: int, hop: Hop) -> Tensor:
+        if self.clock is None:
+            return hop.run()
+        return self.clock.timed(number, lambda **arguments: replace(hop, arguments=arguments).run(), hop.arguments)
 
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A layer, whose hops are counted."""
+        """Run a layer and count its hops."""
         before = self._hop
         out = forward(layer, *args, **kwargs)
         # a layer may keep what its hops made, and make none from then on (cached=True)
@@ -134,15 +133,25 @@ class Rehearsal:
         self._hop = before + hops
         return out
 
+    def source_rows(self, x: Tensor) -> Tensor:
+        """The rows themselves: all nodes are here."""
+        return x
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """All rows."""
+        return x
+
 
 Rehearse: TypeAlias = Callable[[Rehearsal, bool], AbstractContextManager[None]]
-"""Hands a model's layers over to a rehearsal, in training mode or not; afterwards all is as it was."""
+"""Called with a rehearsal and whether the model trains: the model's layers and hops go to the rehearsal meanwhile.
 
-Attempt: TypeAlias = Callable[[Looked, Rows, bool], AbstractContextManager[None]]
-"""Runs a model's layers on such rows, as in a pass on the rank's own graph but for exchanges."""
+Afterwards the model is as before."""
+
+Attempt: TypeAlias = Callable[[ModelFacts, Rows, bool], AbstractContextManager[None]]
+"""Called with facts, rows and whether the model trains: the model runs on these rows meanwhile, without exchanges."""
 
 
-def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> Looked:
+def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> ModelFacts:
     """The hops of a forward pass: on a few nodes, each with a self-loop.
 
     Two passes are made: only in the second is known whether the rows that the first layers get stay the same, and so
@@ -168,13 +177,13 @@ def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callab
     longer = max(counted, key=lambda one: one.num_hops)
     # a hop that never ran reads nothing: an earlier one over the same rows stands for it
     widths = tuple(longer.widths.get(hop, 0) for hop in range(1, longer.num_hops + 1))
-    chain = Looked(widths, shrinks=True, hops_of=longer.hops_of)
+    chain = ModelFacts(widths, shrinks=True, hops_of=longer.hops_of)
     if widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
         return chain
     return replace(chain, shrinks=False)
 
 
-def _fits(call: Call, attempt: Attempt, chain: Looked, training: bool) -> bool:
+def _fits(call: Call, attempt: Attempt, chain: ModelFacts, training: bool) -> bool:
     """Whether the model runs where each hop leaves one row fewer, and puts out nothing of an earlier layer."""
     rows = _rows_of_loops(_loops(call, _LEFT + len(chain.widths)), len(chain.widths))
     try:

@@ -11,7 +11,7 @@ from pygdist.backends.fetching.arrival import Arrival
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
-__all__ = ["Rows", "leading"]
+__all__ = ["Rows", "in_order", "leading"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +62,8 @@ def leading(adjacency: Adjacency, num_rows: int, num_with_edges: int, num_source
     indptr = torch.cat([csr.indptr[: num_with_edges + 1], csr.indptr.new_full((num_rows - num_with_edges,), end)])
     value = adjacency.value
     return Adjacency.from_csr(CSR(indptr, csr.index[:end], num_sources), None if value is None else value[:end])
+
+
+def in_order(arrived: Tensor, arrival: Arrival) -> Tensor:
+    """Sort rows by their places on this rank, from the order in which their owners send them."""
+    return arrived.index_select(0, torch.argsort(arrival.position))

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.passes.rehearsal import Call, Kind
-from pygdist.backends.passes.rows import Rows
+from pygdist.backends.passes.rows import Rows, in_order
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.hops.arguments import mapped
 
-__all__ = ["ModelInputs", "in_order", "kinds_of"]
+__all__ = ["ModelInputs", "kinds_of"]
 
 
 def kinds_of(
@@ -131,8 +131,3 @@ class ModelInputs:
         if fixed:
             self._known[id(arrival), place] = (value.detach(), identity_of(value), grown)
         return grown
-
-
-def in_order(arrived: Tensor, arrival: Arrival) -> Tensor:
-    """Rows in the order of this rank, from that in which their owners send them."""
-    return arrived.index_select(0, torch.argsort(arrival.position))

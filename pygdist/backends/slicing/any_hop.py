@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.base import Inner
+from pygdist.backends.fetching.fetcher import HopRows
 from pygdist.backends.slicing.chunked_autograd import hop_in_chunks
 from pygdist.backends.slicing.chunked_hop import Ranks, Taken, Waiting
 from pygdist.backends.slicing.columns import Columns, Kind, read_ends
@@ -22,8 +22,8 @@ from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_co
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.blocks import read_names
-from pygdist.hops.fused_attention import attention_hop
-from pygdist.hops.layer import Ends, arguments_of_messages, having, hooked, layer_name, with_phantom_edge
+from pygdist.hops.hop import Ends, Hop, ends_of, is_pair
+from pygdist.hops.layer import arguments_of_messages, asked_arguments, having, hooked, layer_name
 from pygdist.memory.overflow import Overflow
 
 __all__ = ["SlicedHop", "gathered"]
@@ -56,33 +56,35 @@ class SlicedHop:
     """How ranks run one hop of a layer, all at once or, within a budget, chunk by chunk.
 
     Attributes:
-        layer: The layer.
-        inner: What computes the hop on rows that are there.
+        hop: The hop; its arguments hold this rank's rows.
         columns: How its arguments are shared out.
         topology: The edges of all ranks.
         everyone: Their rows.
         communicator: The ranks.
         edge_tensors: What all ranks have of their edges' tensors.
-        check_rows: Complains of an argument that does not have this rank's rows.
-        fused_attention: A kernel may stand for the hop.
+        rows: The numbers of this rank's rows.
         overlap: By chunks, rows travel while others are computed with.
         label: Named when something goes wrong.
     """
 
-    layer: MessagePassing
-    inner: Inner
+    hop: Hop
     columns: Columns
     topology: Topology
     everyone: Everyone
     communicator: Communicator
     edge_tensors: EdgeTensors
-    check_rows: Callable[[MessagePassing, str, Tensor], None]
-    fused_attention: bool
+    rows: HopRows
     overlap: bool
     label: str
 
-    def run(self, kwargs: Mapping[str, Any]) -> Tensor:
-        """The hop with these arguments, which hold this rank's rows; so does the result."""
+    @property
+    def layer(self) -> MessagePassing:
+        """The layer."""
+        return self.hop.layer
+
+    def run(self) -> Tensor:
+        """Run the hop; the result holds this rank's rows."""
+        kwargs = self.hop.arguments
         wide = self._wide(kwargs)
         width = wide.size(-1)
         if self.everyone.overflow is not None:
@@ -92,16 +94,13 @@ class SlicedHop:
         return gathered(self.layer, out, width, counts, self.communicator, label=self.label, fold=self.columns.fold)
 
     def _compute(self, edges: Tensor, size: tuple[int, int], given: dict[str, Any]) -> Tensor:
-        ours = self.fused_attention and attention_hop(self.layer, "propagate", edges, given)
-        if edges.size(1) == 0 and not ours:
-            return with_phantom_edge(self.layer, self.inner, size, given, edges=False)
-        return self.inner(edges, size=size, **given)
+        return replace(self.hop, edge_index=edges, arguments=given).run(size=size)
 
     def _wide(self, kwargs: Mapping[str, Any]) -> Tensor:
         """An argument of which ranks have some columns each."""
         value = next(kwargs[name] for name, kind in self.columns.kinds.items() if kind == "columns")
-        value = next(part for part in value if part is not None) if isinstance(value, (tuple, list)) else value
-        return cast(Tensor, value)
+        source, target = ends_of(value)
+        return cast(Tensor, target if source is None else source)
 
     def _kind(self, name: str, value: Tensor, width: int) -> Kind:
         """What a hop gets of an argument, or of one end of it."""
@@ -114,7 +113,7 @@ class SlicedHop:
                 )
             kind = "nodes" if kind == "columns" else "edges"  # one column for all of them
         if kind in ("nodes", "columns"):
-            self.check_rows(self.layer, name, value)
+            self.rows.check(self.hop, name, value)
         return kind
 
     def _of_all(self, name: str, value: Tensor, kind: Kind) -> Tensor:
@@ -148,10 +147,10 @@ class SlicedHop:
 
         given: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if isinstance(value, (tuple, list)) and self.columns.kinds.get(name, "same") != "same":
+            if is_pair(value) and self.columns.kinds.get(name, "same") != "same":
                 read = read_ends(self.layer, name)
                 # who asks for both ends at once gets both
-                whole = name in self.layer._user_args
+                whole = name in asked_arguments(self.layer)
                 given[name] = tuple(
                     one(name, part) if used or whole else None for part, used in zip(value, read, strict=True)
                 )
@@ -163,7 +162,7 @@ class SlicedHop:
 
     def _in_chunks(self, kwargs: Mapping[str, Any], width: int, device: torch.device, overflow: Overflow) -> Tensor:
         layer, communicator, counts = self.layer, self.communicator, self.everyone.counts
-        messages = not (self.fused_attention and attention_hop(layer, "propagate", self.topology.edges, kwargs))
+        messages = replace(self.hop, edge_index=self.topology.edges).kernel is None
         if messages and device != overflow.device:
             raise InputError(
                 f"{self.label}: its messages are computed where its parameters are, on {device}, not on "
@@ -196,19 +195,19 @@ class SlicedHop:
         for name, value in kwargs.items():
             kind = self.columns.kinds.get(name, "same")
             if kind in ("nodes", "columns"):
-                ends = value if isinstance(value, (tuple, list)) else (value, value)
+                ends = ends_of(value)
                 used = zip(("source", "target"), ends, read_ends(self.layer, name), strict=True)
                 read[name] = [place(name, part, end) if asked else None for end, part, asked in used]
             elif kind in ("edges", "edge columns") and value is not None:
                 read[name] = [place(name, value, "edge")]
-            if f"{name}_j" in layer._user_args and name in as_it_is and not isinstance(value, (tuple, list)):
+            if f"{name}_j" in asked_arguments(layer) and name in as_it_is and not is_pair(value):
                 raise InputError(
                     f"{self.label}: reads '{name}' at the ends of edges and as it is, which a chunk of edges does not "
                     "have; leave memory_gib out, or use 'comm' with halo_gib"
                 )
         state = others.state()
         # the rows themselves must not be held for the backward pass
-        in_pairs = {name for name, value in kwargs.items() if isinstance(value, (tuple, list))}
+        in_pairs = {name for name, value in kwargs.items() if is_pair(value)}
         same = {name: others.leaves(value) for name, value in kwargs.items() if name not in read}
 
         def run(edges: Adjacency, taken: list[Taken]) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
-from pygdist.hops.layer import BASE, CACHES, Ends, having, of_destinations, own_class
+from pygdist.hops.hop import Ends, ends_of, is_pair, source_of, with_passed_rows
+from pygdist.hops.layer import BASE, CACHES, asked_arguments, having, own_class
 from pygdist.hops.reads import tensors_read
 from pygdist.hops.trials import TrialCache
 
@@ -62,7 +63,7 @@ class Columns:
 
 def read_ends(layer: MessagePassing, name: str) -> tuple[bool, bool]:
     """Whether a layer reads an argument at the sources of edges, and at their destinations or as it is."""
-    asked = layer._user_args
+    asked = asked_arguments(layer)
     return f"{name}_j" in asked, f"{name}_i" in asked or name in asked
 
 
@@ -341,7 +342,7 @@ def _needs_all_edges(
     """Why a hop that gave ``whole`` cannot be run on half of the destinations; nothing if it can."""
     dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
     # update() gets of both ends what it gets where a hop runs by chunks
-    update = vars(layer).get("update", types.MethodType(of_destinations(type(layer).update), layer))
+    update = vars(layer).get("update", types.MethodType(with_passed_rows(type(layer).update), layer))
     for span in (range(half), range(half, whole.size(dim))):
         among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
         if not among.any():  # many layers do not run on no edges
@@ -355,7 +356,7 @@ def _needs_all_edges(
                 return value
             if kind in ("edges", "edge columns"):
                 return value[among]
-            ends = value if isinstance(value, (tuple, list)) else (value, value)
+            ends = ends_of(value)
             read = read_ends(layer, name)
             parts = [
                 one.index_select(dim, place) if used and one is not None else None
@@ -363,7 +364,7 @@ def _needs_all_edges(
             ]
             if not read[0]:
                 return parts[1]
-            return tuple(parts) if isinstance(value, (tuple, list)) else Ends(parts)
+            return tuple(parts) if is_pair(value) else Ends(parts)
 
         given = {name: taken(name, value) for name, value in kwargs.items()}
         edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
@@ -389,12 +390,8 @@ def _shared_out(
     layer: MessagePassing, run: Callable[..., Tensor], sizes: tuple[int, int], kwargs: dict[str, Any], whole: Tensor
 ) -> Columns:
     """How a hop that gave ``whole`` is shared out."""
-    lifted = {name[:-2] for name in layer._user_args if name.endswith(("_i", "_j"))}
-    first = {
-        name: value[0] if isinstance(value, (tuple, list)) else value
-        for name, value in kwargs.items()
-        if value is not None
-    }
+    lifted = {name[:-2] for name in asked_arguments(layer) if name.endswith(("_i", "_j"))}
+    first = {name: source_of(value) for name, value in kwargs.items() if value is not None}
     kinds = {name: _kind(name, value, lifted, layer.node_dim, sizes) for name, value in first.items()}
     wide = {
         name: value.size(-1)
@@ -435,7 +432,7 @@ def _alone(run: Callable[..., Tensor], kwargs: dict[str, Any], cut: Mapping[str,
     for part in parts:
 
         def taken(value: Any, part: slice = part) -> Any:
-            if isinstance(value, (tuple, list)):
+            if is_pair(value):
                 return tuple(None if one is None else taken(one) for one in value)
             return value[..., part]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pygdist.backends import CommBackend, HybridBackend
 from pygdist.backends.fetching.arrival import Arrival
-from pygdist.backends.fetching.groups import Chunk, split_by_source
+from pygdist.backends.fetching.groups import SourceGroup, group_by_source
 from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -71,9 +71,9 @@ def _cuts(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) ->
     for _ in range(2):  # what was cut for a backend goes with it
         for _ in range(2):
             model(shard.x, shard.adjacency).sum().backward()
-        found = len(shard.adjacency.derived["chunks"])
+        found = len(shard.adjacency.derived["groups"])
         backend.unbind()
-        assert "chunks" not in shard.adjacency.derived
+        assert "groups" not in shard.adjacency.derived
         backend.bind(shard, Communicator(dist.new_group()))
     return found
 
@@ -155,12 +155,12 @@ def _case(width: int, dtype: torch.dtype) -> tuple[CSR, Tensor, Tensor]:
     return csr, torch.randn(40, width, dtype=dtype), torch.randn(200, 1, dtype=dtype)
 
 
-def _pieces(csr: CSR) -> dict[int, tuple[Chunk, Tensor]]:
+def _pieces(csr: CSR) -> dict[int, tuple[SourceGroup, Tensor]]:
     """Columns 0 to 9 are here; 10 to 39 arrive from ranks 1 to 3, their order reversed."""
     plan = ExchangePlan(
         send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0, 0), recv_counts=(0, 12, 0, 18)
     )
-    chunks = split_by_source(csr, 10, [Arrival(plan=plan, position=torch.arange(39, 9, -1))])
+    chunks = group_by_source(csr, 10, [Arrival(plan=plan, position=torch.arange(39, 9, -1))])
     columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
     found = {0: chunks.local, **{leg.rank: chunk for leg, chunk in chunks.remote[0].items()}}
     assert found.keys() == columns.keys()
@@ -189,7 +189,7 @@ def test_chunks_of_pieces_take_no_more_memory_than_their_edges(in_files: bool, t
     plan = ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0, 0, 0), recv_counts=(0, 450, 450))
     arrival = Arrival(plan=plan, position=torch.arange(999, 99, -1))
     pieces = [arrival.piece(first, 50) for first in range(0, 450, 50)]
-    chunks = split_by_source(csr, 100, pieces, overflow=overflow)
+    chunks = group_by_source(csr, 100, pieces, overflow=overflow)
     seen, row = [chunks.local.perm], csr.row_index()
     for piece, remote in zip(pieces, chunks.remote, strict=True):
         for leg, chunk in remote.items():

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend
 from pygdist.backends.fetching import groups as chunks
+from pygdist.backends.fetching.fetcher import Fetcher
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.memory.overflow import Overflow, writable
@@ -147,7 +148,11 @@ class AllToFiles(CommBackend):
     """Keeps in files whatever has a value."""
 
     name = ""
-    _small = 1
+
+    @property
+    def fetcher(self) -> Fetcher:
+        super().fetcher.small = 1
+        return super().fetcher
 
 
 @pytest.mark.parametrize("exchange_at_once", [True, False])

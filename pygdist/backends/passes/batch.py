@@ -1,0 +1,78 @@
+"""The pass over a mini-batch of a part: a graph of its own, on which layers run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.passes.edge_norm import EdgeNorm
+from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.layer import options_of
+
+__all__ = ["BatchPass"]
+
+
+class BatchPass:
+    """A forward pass over a mini-batch.
+
+    Args:
+        num_rows: Nodes of the batch.
+        norm: Weights that make up for how its edges were sampled; ``None`` if nothing does.
+        in_weights: True if the edge weights that the model passes to its layers hold the norm.
+        without_norm: Called with a layer whose hop cannot be made up for.
+    """
+
+    alone = False
+
+    def __init__(
+        self,
+        num_rows: int,
+        norm: EdgeNorm | None,
+        *,
+        in_weights: bool,
+        without_norm: Callable[[MessagePassing], None],
+    ) -> None:
+        self.num_rows, self.norm = num_rows, norm
+        self._in_weights, self._without_norm = in_weights, without_norm
+
+    def begin_hop(self) -> None:
+        """Do nothing: hops of a batch are not counted."""
+
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer; one that takes edge weights and is given none gets the norm."""
+        options, before = {"cached": False}, self._in_weights  # the next batch is another graph
+        if self.norm is not None:
+            args, kwargs, norm_alone = self.norm.to_layer(layer, forward, args, kwargs)
+            self._in_weights |= norm_alone
+            if norm_alone:
+                options["improved"] = False  # PyG's self-loops count twice only beside weights
+        try:
+            with options_of(layer, **options):
+                return forward(layer, *args, **kwargs)
+        finally:
+            self._in_weights = before
+
+    def propagate(self, hop: Hop) -> Tensor:
+        """Run a hop, weighted by the norm where that makes up for the sampling."""
+        if self.norm is not None:
+            hop, made_up = self.norm.on(hop, in_weights=self._in_weights)
+            if not made_up:
+                self._without_norm(hop.layer)
+        return hop.run()
+
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        """Run an ``edge_updater``."""
+        return hop.run()
+
+    def source_rows(self, x: Tensor) -> Tensor:
+        """The rows themselves: all nodes of the batch are here."""
+        return x
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """All rows."""
+        return x

@@ -1,0 +1,261 @@
+"""The pass over a rank's part: each layer computes the rows that it or a later layer needs.
+
+A layer gets the leading rows that it reads, and puts out those that are needed after it. In a chain of layers these are
+fewer from layer to layer; where rows of several depths meet, copies of the first row stand for the missing ones, so
+that all layers put out as many rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.fetching.adjacency import ArrivingAdjacency
+from pygdist.backends.fetching.fetcher import Fetcher, HopRows
+from pygdist.backends.passes.base import Forward
+from pygdist.backends.passes.rehearsal import ModelFacts
+from pygdist.backends.passes.rows import Rows, in_order, leading
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency
+from pygdist.graph.identity import fixable, identity_of
+from pygdist.hops.arguments import each_tensor, first_rows, mapped, node_dim, with_rows
+from pygdist.hops.fused_attention import Unscored, defers_scores
+from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.layer import computes_fewer, layer_name
+
+__all__ = ["PartPass"]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The layer that runs.
+
+    Attributes:
+        first: Its first hop, from 1.
+        num_read: Rows that it reads.
+        num_computed: Rows that it computes.
+        num_sources: Rows that the edges of its hops start from.
+        possible: Numbers of rows that its arguments may hold.
+        num_edges: Edges that the model gives it.
+        kept_edges: Those of them that it needs.
+        takes_pairs: True if it gets a pair of source rows and destination rows.
+    """
+
+    first: int
+    num_read: int
+    num_computed: int
+    num_sources: int
+    possible: tuple[int, ...]
+    num_edges: int
+    kept_edges: int
+    takes_pairs: bool
+
+    def is_of_edges(self, name: str, value: Tensor) -> bool:
+        """True if an argument holds a row per edge."""
+        by_size = self.num_edges not in (*self.possible, self.num_read)
+        return value.size(0) == self.num_edges and (by_size or name.startswith("edge_"))
+
+
+class PartPass:
+    """A forward pass over the rows of a rank.
+
+    Args:
+        rows: The rows, hop by hop.
+        facts: The model.
+        communicator: The ranks.
+        fetcher: Fetches rows for hops; ``None`` if no hop fetches any.
+        alone: Nothing is exchanged: the model is tried on these rows.
+        name: The backend's name, for messages.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        facts: ModelFacts,
+        communicator: Communicator,
+        fetcher: Fetcher | None,
+        *,
+        alone: bool = False,
+        name: str = "",
+    ) -> None:
+        self.rows, self.facts, self.alone = rows, facts, alone
+        self._communicator, self._fetcher, self._name = communicator, fetcher, name
+        self._hops = 0  # so far
+        self._layer: _Layer | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a layer puts out now."""
+        if self._layer is not None:
+            return self._layer.num_computed
+        return self.rows.computed[self._hops] if self.facts.shrinks else self.rows.num_rows
+
+    @property
+    def num_sources(self) -> int:
+        """Rows that the edges of the running hop may start from."""
+        return self.rows.n_id.numel() if self._layer is None else self._layer.num_sources
+
+    def begin_hop(self) -> None:
+        """Count a hop."""
+        self._hops += 1
+
+    # -- a hop ---------------------------------------------------------------------------------------------------------
+
+    def propagate(self, hop: Hop) -> Tensor:
+        """Run a hop: fetch the source rows that are not computed here, by group where the hop allows."""
+        rows = self._rows_of_hop(self._hops)
+        if self._fetcher is not None and rows.arrival is not None:
+            exchange = self._fetcher.by_group(hop, rows)
+            if exchange is not None:
+                return hop.run(ArrivingAdjacency.over(hop.edge_index, exchange))
+        return hop.run(rows=self._sources(hop, rows), size=(rows.num_sources, rows.num_rows))
+
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        """Run an ``edge_updater``; scores wait where the rows of the hop after it arrive."""
+        rows = self._rows_of_hop(self._hops + 1)
+        if rows.arrival is not None and defers_scores(hop):
+            return Unscored()
+        return hop.run(rows=self._sources(hop, rows), size=(rows.num_sources, rows.num_rows))
+
+    def _sources(self, hop: Hop, rows: HopRows) -> dict[str, Tensor]:
+        if self._fetcher is not None:
+            return self._fetcher.rows_of(hop, rows)
+        dim = hop.layer.node_dim
+        for name, x in hop.sources.items():
+            rows.check(hop, name, x)
+        return {name: rows.joined(x.movedim(dim, 0), None).movedim(0, dim) for name, x in hop.sources.items()}
+
+    def _rows_of_hop(self, number: int) -> HopRows:
+        rows, layer = self.rows, self._layer
+        return HopRows(
+            num_owned=rows.num_owned,
+            num_local=self.num_rows if layer is None else layer.num_read,
+            num_rows=self.num_rows,
+            num_sources=self.num_sources,
+            arrival=rows.fetched[number - 1] if rows.exchanges[number - 1] else None,
+            number=number,
+            reason=f"rank {self._communicator.rank} computes {self.num_rows} nodes here",
+        )
+
+    # -- a layer -------------------------------------------------------------------------------------------------------
+
+    def run_layer(self, layer: MessagePassing, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer on the rows and edges that it needs.
+
+        Raises:
+            InputError: If the layer makes more hops than in the model's first pass, or gets edges of the model's own
+                making for the first time.
+        """
+        edges = next((value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)), None)
+        if self._layer is not None or self._runs_without_edges(layer, edges) or edges is None:
+            return forward(layer, *args, **kwargs)
+        running = self._begin_layer(layer, edges, args)
+        if running is None:
+            return forward(layer, *args, **kwargs)
+        hops = self.facts.hops_of.get(id(layer), 1)
+
+        def trimmed(name: str, value: Any) -> Any:
+            return self._trimmed(running, layer, name, value)
+
+        args, kwargs = mapped(forward, (layer, *args), kwargs, trimmed)
+        self._layer = running
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            self._layer = None
+        # a layer may keep what its hops made, and make none (cached=True)
+        self._hops = max(self._hops, running.first - 1 + hops)
+        made, left = (running.num_read, running.num_computed), self.rows.computed[self._hops]
+        if self.facts.shrinks:
+            return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))
+        return each_tensor(out, lambda one: with_rows(layer, one, made, self.rows.num_rows))
+
+    def _runs_without_edges(self, layer: MessagePassing, edges: Adjacency | None) -> bool:
+        if edges is None and self.facts.shrinks:
+            raise InputError(
+                f"{layer_name(layer)} gets edges that the model made, which it did not when the model first ran, so "
+                f"backend '{self._name}' computes too few rows for it; call undistribute(model) and distribute(model) "
+                "when the model changes"
+            )
+        return edges is None
+
+    def _begin_layer(self, layer: MessagePassing, edges: Adjacency, args: tuple[Any, ...]) -> _Layer | None:
+        """Find the rows and edges that a layer needs; ``None`` if it makes no hop."""
+        rows, first, hops = self.rows, self._hops + 1, self.facts.hops_of.get(id(layer), 1)
+        if first - 1 + hops > rows.num_hops:
+            raise InputError(
+                f"{layer_name(layer)}: the model makes more hops than the {rows.num_hops} of its first pass, for which "
+                f"backend '{self._name}' computed the rows; call undistribute(model) and distribute(model) when the "
+                "model changes"
+            )
+        if hops == 0:
+            return None
+        # a layer of several hops needs all its rows to the last one
+        fewer = computes_fewer(layer) if hops == 1 and args and isinstance(args[0], Tensor) else None
+        num_read = rows.computed[first - 1]
+        num_computed = num_read if fewer is None else rows.computed[first]
+        return _Layer(
+            first=first,
+            num_read=num_read,
+            num_computed=num_computed,
+            num_sources=rows.num_sources[first - 1],
+            possible=rows.computed[:first] if self.facts.shrinks else rows.computed[:1],
+            num_edges=edges.size(1),  # may be more than the shard's: with self-loops
+            kept_edges=self._edges_into(edges, first, num_computed).size(1),
+            takes_pairs=fewer == "pairs" and num_computed < num_read,
+        )
+
+    def _trimmed(self, running: _Layer, layer: MessagePassing, name: str, value: Any) -> Any:
+        """The rows of an argument that the layer needs."""
+        if isinstance(value, Adjacency):
+            return self._edges_into(value, running.first, running.num_computed)
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if running.is_of_edges(name, value):
+            return value[: running.kept_edges]
+        value = first_rows(value, running.possible, running.num_read, node_dim(layer, value))
+        return (value, value[: running.num_computed]) if running.takes_pairs and name == "x" else value
+
+    def _edges_into(self, adjacency: Adjacency, hop: int, num_rows: int) -> Adjacency:
+        """The edges that a hop and those after it need, into the first ``num_rows`` rows.
+
+        The same weights give the same object, by which results of hops are kept.
+        """
+        rows, origin, value = self.rows, adjacency.origin, adjacency.value
+        key = f"first {num_rows} rows of hop {hop}"
+        entry: tuple[tuple[object, ...], Adjacency] | None = origin.derived.get(key)
+        if entry is not None and entry[0] == identity_of(value):
+            return entry[1]
+        if entry is None:
+            with torch.inference_mode(False):
+                cut = leading(origin, num_rows, rows.computed[hop], rows.num_sources[hop - 1])
+            origin.derived[key] = (identity_of(origin.value), cut)
+        else:
+            cut = entry[1]
+        if identity_of(value) == identity_of(origin.value):
+            return cut.origin
+        weighted = cut.with_value(None if value is None else value[: cut.size(1)])
+        if fixable(value):
+            origin.derived[key] = (identity_of(value), weighted)
+        return weighted
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def source_rows(self, x: Tensor) -> Tensor:
+        """Rows of all nodes that this rank knows, from those that it owns."""
+        rows = self.rows
+        owned, arrival = x[: rows.num_owned], rows.everything
+        if self.alone:
+            others = owned[:1].expand(rows.n_id.numel() - rows.num_owned, *owned.shape[1:])
+        else:
+            others = in_order(self._communicator.exchange_rows(owned, arrival.plan, label="node values"), arrival)
+        return torch.cat([owned, others])[: self.num_sources]
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """The rows that the rank owns."""
+        return x if self.alone else x[: self.rows.num_owned]

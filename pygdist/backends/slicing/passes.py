@@ -1,0 +1,26 @@
+"""The pass of a layer that runs on slices: this rank's columns of all nodes, over the edges of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pygdist.hops.hop import Hop
+
+__all__ = ["SlicesPass"]
+
+
+@dataclass(frozen=True)
+class SlicesPass:
+    """A layer runs on slices.
+
+    Attributes:
+        num_rows: Nodes of all ranks; the layer puts out a row for each.
+    """
+
+    num_rows: int
+
+    def run(self, hop: Hop) -> Tensor:
+        """Run a hop of the layer: everything that it reads is here."""
+        return hop.run(size=(self.num_rows, self.num_rows))

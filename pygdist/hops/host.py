@@ -1,0 +1,33 @@
+"""The backend as hops see it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pygdist.graph import Shard
+from pygdist.hops.savings import Savings
+from pygdist.nn.norms import Ranks
+
+__all__ = ["Host"]
+
+
+class Host(Ranks, Protocol):
+    """Needs of hops that :class:`~pygdist.backends.Backend` meets."""
+
+    savings: Savings
+
+    @property
+    def shard(self) -> Shard:
+        """The rank's shard."""
+
+    @property
+    def drops_alike(self) -> bool:
+        """True if all ranks drop the same attention weights where nothing but a sum reads them."""
+
+    def first_hop_bytes(self, device: torch.device) -> int:
+        """Bytes that this rank may keep of hops over fixed rows."""
+
+    def block_bytes(self, device: torch.device) -> int | None:
+        """Bytes that the messages of one hop may take; ``None`` for no limit."""

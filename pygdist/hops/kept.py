@@ -1,0 +1,76 @@
+"""Results that a backend keeps of its hops until its graph goes, and the classes made for its layers."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pygdist.hops.blocks import Blocks
+from pygdist.hops.first_hop import FirstHop
+from pygdist.hops.fused_attention import Unweighted, attention_kernel
+from pygdist.hops.hop import Hop, Kernel
+from pygdist.hops.host import Host
+from pygdist.hops.layer import forget_local_state
+from pygdist.nn.normalization import GlobalGCNNorm
+from pygdist.nn.relations import KeptRelations
+from pygdist.nn.self_loops import KeptSelfLoops
+
+__all__ = ["Kept"]
+
+
+class Kept:
+    """Holds what one backend keeps, and runs hops with it.
+
+    Args:
+        host: The backend.
+
+    Attributes:
+        gcn_norm: Normalised edges of GCN and its relatives.
+        self_loops: Edges with self-loops added or removed.
+        relations: Edges of single relations.
+        first_hop: Results of hops over fixed rows.
+        blocks: Runs messages within a budget of memory.
+        layers: The layers that are on this backend.
+        classes: By layer class: the subclass that routes its hops to this backend.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.gcn_norm = GlobalGCNNorm(host)
+        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
+        self.first_hop, self.blocks = FirstHop(host), Blocks(host)
+        self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
+        self.classes: dict[type, type] = {}
+
+    def forget(self) -> None:
+        """Drop what was computed for one graph, here and in layers that cache (``cached=True``)."""
+        self.gcn_norm.clear()
+        self.self_loops.clear()
+        self.blocks.forget()
+        self.first_hop.forget()
+        for layer in self.layers:
+            forget_local_state(layer)
+
+    def let_go(self, layer: MessagePassing) -> None:
+        """Drop what was computed for one layer, which leaves this backend."""
+        self.layers.discard(layer)
+        self.first_hop.drop(layer)
+
+    # -- hops whose rows are here --------------------------------------------------------------------------------------
+
+    def kernel_of(self, hop: Hop) -> Kernel | None:
+        """Return the attention kernel for ``hop``, if it has one and ``savings.fused_attention`` is on."""
+        return attention_kernel(hop) if self.host.savings.fused_attention else None
+
+    def messages(self, hop: Hop) -> Tensor:
+        """Compute ``hop`` by the layer's own messages, in blocks where they would take too much memory."""
+        # a backend may give one hop the adjacency, and the next one plain edges
+        arguments: dict[str, Any] = {
+            name: value.weights() if isinstance(value, Unweighted) else value for name, value in hop.arguments.items()
+        }
+        whole = partial(hop.written, hop.layer)
+        return self.blocks.run(hop.layer, whole, hop.updates_edges, hop.plain_edges, size=hop.size, **arguments)
