@@ -281,9 +281,10 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             if backend.communicator.world_size == 1 or not _reads_missing_rows(error):
                 raise
             raise InputError(
-                f"{layer_name(self)} on rank {backend.shard.rank}: {error}. If this layer indexes node rows by edge_index "
-                "outside propagate, where only the rank's own rows are available, pass the tensor to propagate, for "
-                "example propagate(edge_index, x=x, deg=deg), and use deg_j in message. A model cannot turn edges round",
+                f"{layer_name(self)} on rank {backend.shard.rank}: {error}. If this layer indexes node rows by "
+                "edge_index outside propagate, where only the rank's own rows are available, pass the tensor to "
+                "propagate, for example propagate(edge_index, x=x, deg=deg), and use deg_j in message. A model cannot "
+                "turn edges round",
                 of_one_rank=True,
             ) from error
 

@@ -203,7 +203,7 @@ class LookedUp(Own):
 REFUSED: dict[Callable[[], nn.Module], str] = {
     Unsaid: "add_self_loops without num_nodes",
     UnsaidRemaining: "add_remaining_self_loops without num_nodes",
-    LookedUp: r"LookedUp on rank \d: index \d+ is out of bounds.*indexes node rows by edge_index.*pass the tensor to propagate",
+    LookedUp: r"LookedUp on rank \d: index \d+ is out of bounds.*rows by edge_index.*pass the tensor to propagate",
 }
 
 
