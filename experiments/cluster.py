@@ -48,9 +48,7 @@ _BURST_MS = 2  # size of the bucket, in time at the link's rate, at least _LEAST
 _LEAST_BURST = 1 << 17
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PR_SET_PDEATHSIG = 1
-_PRCTL = (
-    ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-)  # looked up here, because little may be done after a fork
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # before any fork, as little may be done after
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 
@@ -399,10 +397,7 @@ def main() -> int:
         made = Cluster(options.hosts, rate=None if options.rate == "none" else options.rate)
     except ValueError as error:
         parser.error(str(error))
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # exit normally: without namespaces, only this program ends the processes
+    for number in (signal.SIGTERM, signal.SIGHUP):  # exit normally: without links, nothing else ends the processes
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     with made as cluster:
         try:
