@@ -1,15 +1,15 @@
-"""Several hosts on one Linux machine: their traffic crosses links of limited rate, as between real ones.
+"""Emulates several hosts on one Linux machine, joined by links of limited rate.
 
     sudo python experiments/cluster.py --hosts 4 --rate 1gbit -- pygdist fit --config run.yaml --trainer.num_nodes=4
 
-Every host is a network namespace with one interface, ``eth0``; a bridge in a namespace of its own joins them, and both
-directions of every link have a token bucket. The command runs once on each host, with the variables that torchrun sets
-(``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...). Nothing has a name outside: namespaces live as long as the processes
-that hold them, and the kernel ends those with the thread that made them, however that ends. Each command has a process
-namespace of its own and ends with it, with all its processes.
+Every host is a network namespace with one interface, ``eth0``. A bridge in another namespace joins the hosts, and a
+token bucket limits both directions of every link. The command runs once on each host, with the variables that torchrun
+sets (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...). The namespaces have no names and live as long as the processes
+that hold them. The kernel kills these when the thread that made them ends, however it ends. Each command runs in its
+own process namespace, so all its processes end with it.
 
-This needs root and iproute2 on Linux. Elsewhere the same command runs as plain local processes, which every figure must
-call *unshaped*; there, what a command started is killed with it, unless this program itself is killed by SIGKILL.
+This needs root and iproute2 on Linux. Elsewhere the same command runs as plain local processes, and every figure must
+be called *unshaped*. These are killed with the command, unless this program itself is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ __all__ = ["Cluster", "LinkBytes", "Outcome", "run", "why_unshaped"]
 INTERFACE = "eth0"
 _NETWORK = "10.77.0"
 _MOST_HOSTS = 250
-# How long a packet may wait for its link before it is dropped. Long enough for what three senders have in flight: where
-# packets are lost, an exchange of half a second measures how TCP recovers, not the link.
+# A packet that waits longer for its link is dropped. This is long enough for the packets of three senders: if packets
+# are lost, an exchange of half a second measures how TCP recovers, not the link.
 _QUEUE_MS = 100
-# Every kernel has it, so hosts are the same everywhere. BBR, the default of some, takes its time to share a link: in
-# short exchanges among 4 hosts it used two thirds of one where Reno used nine tenths.
+# Every kernel has Reno, so hosts are the same everywhere. BBR, some kernels' default, shares a link slowly: in short
+# exchanges among 4 hosts it used two thirds of a link, Reno nine tenths.
 _CONGESTION_CONTROL = "reno"
-_BURST_MS = 2  # what the bucket holds, in time at the link's rate; but no less than some large segments
+_BURST_MS = 2  # size of the bucket, in time at the link's rate, at least _LEAST_BURST bytes
 _LEAST_BURST = 1 << 17
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _PR_SET_PDEATHSIG = 1
-_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # here, as little may be done after a fork
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # before any fork, as little may be done after
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the process on one host ended.
+    """The end of the process on one host.
 
     Attributes:
-        host: Which host.
-        code: Exit code; negative for a signal that ended it.
+        host: Number of the host.
+        code: Exit code; negative if a signal ended the process.
         out: Standard output.
         err: Standard error.
-        waited: Whether it was still running when another had failed, and was ended for that.
+        waited: True if it was still running after another had failed, and was killed for that.
     """
 
     host: int
@@ -73,14 +73,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """What the kernel saw on the link of one host, headers of TCP/IP and Ethernet included."""
+    """Bytes that the kernel counted on the link of one host, with TCP/IP and Ethernet headers."""
 
     sent: int
     received: int
 
 
 def why_unshaped() -> str | None:
-    """The reason why hosts cannot be emulated here, in one line; ``None`` if they can. It is tried once."""
+    """Return the reason why hosts cannot be emulated here, in one line; ``None`` if they can. Tried once."""
     if sys.platform != "linux":
         return f"network namespaces exist on Linux, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -92,7 +92,7 @@ def why_unshaped() -> str | None:
 
 @functools.cache
 def _refused() -> str | None:
-    """What the kernel says against a namespace with a link that has a token bucket."""
+    """Try to make a namespace with a link and a token bucket; return the kernel's complaint, if any."""
     link = "ip link add br0 type bridge && ip link add port0 type veth peer name port1"
     bucket = "tc qdisc add dev port0 root tbf rate 1mbit burst 10kb latency 50ms"
     command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{link} && {bucket}"]
@@ -101,17 +101,17 @@ def _refused() -> str | None:
 
 
 class Cluster:
-    """Emulated hosts for the length of a ``with`` block, which must be entered in a thread that outlives it.
+    """Emulated hosts that exist during a ``with`` block. The thread that enters the block must outlive it.
 
     Args:
         hosts: Number of hosts.
-        rate: Of each direction of each link, such as ``1gbit`` or ``100mbit``; ``None`` for links without a limit.
-        shaped: ``False`` runs commands as plain local processes; by default so where hosts cannot be emulated.
+        rate: Rate of each direction of each link, such as ``1gbit`` or ``100mbit``; ``None`` for no limit.
+        shaped: ``False`` runs commands as plain local processes. Default: only if hosts cannot be emulated.
 
     Attributes:
         hosts: Number of hosts.
         rate: Bits per second of a link; ``None`` without a limit.
-        shaped: Whether there are links.
+        shaped: True if there are emulated hosts with links.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -147,31 +147,31 @@ class Cluster:
 
     @property
     def described(self) -> str:
-        """For tables: the rate of the links, or that there are none."""
+        """The rate of the links, as tables show it; ``unshaped`` if there are none."""
         if not self.shaped:
             return "unshaped"
         return "no limit" if self.rate is None else f"{self.rate / 1e6:g} Mbit/s"
 
     def address(self, host: int) -> str:
-        """The address of a host inside the cluster."""
+        """Return the address of a host inside the cluster."""
         return f"{_NETWORK}.{host + 1}" if self.shaped else "127.0.0.1"
 
     def traffic(self) -> list[LinkBytes]:
-        """What crossed each host's link since the cluster was made.
+        """Return the bytes that crossed each host's link since the cluster was made.
 
         Raises:
             RuntimeError: If there are no links.
         """
         if not self.shaped:
             raise RuntimeError("local processes have no links to count on")
-        found = []
+        links = []
         for holder in self._holders[1:]:
             for line in Path(f"/proc/{holder.pid}/net/dev").read_text().splitlines():
                 name, _, counters = line.partition(":")
                 if name.strip() == INTERFACE:
                     fields = counters.split()
-                    found.append(LinkBytes(sent=int(fields[8]), received=int(fields[0])))
-        return found
+                    links.append(LinkBytes(sent=int(fields[8]), received=int(fields[0])))
+        return links
 
     def run(
         self,
@@ -182,19 +182,19 @@ class Cluster:
         timeout: float | None = None,
         show: bool = False,
     ) -> list[Outcome]:
-        """Run a command once on each host and wait for all.
+        """Run a command once on each host and wait until all have ended.
 
-        As soon as one fails, or the time is over, the others get 10 seconds to end by themselves.
+        If one fails, the others get 10 seconds to end by themselves.
 
         Args:
             command: The program and its arguments.
             env: Environment variables beside those of this process.
-            threads: ``OMP_NUM_THREADS`` of each.
-            timeout: Seconds.
+            threads: ``OMP_NUM_THREADS`` of each process.
+            timeout: Seconds until all are killed.
             show: Let host 0 write to this terminal; its outcome then holds no text.
 
         Returns:
-            One outcome for each host.
+            One outcome per host.
 
         Raises:
             TimeoutError: If they did not end in time; all are killed by then.
@@ -205,13 +205,15 @@ class Cluster:
             processes: list[subprocess.Popen[bytes]] = []
             stack.callback(lambda: _kill(processes))
             for host, (out, err) in enumerate(files):
-                given = {**os.environ, **self._variables(host, port, threads), **(env or {})}
+                variables = {**os.environ, **self._variables(host, port, threads), **(env or {})}
                 pipes = {} if show and host == 0 else {"stdout": out, "stderr": err}
-                processes.append(_started([*self._enter(host), *command], env=given, start_new_session=True, **pipes))
+                processes.append(
+                    _started([*self._enter(host), *command], env=variables, start_new_session=True, **pipes)
+                )
             in_time = _wait(processes, timeout)
             waited = [process.poll() is None for process in processes]
             _kill(processes)
-            ended, processes[:] = list(processes), []  # their numbers may be others' from now on
+            ended, processes[:] = list(processes), []  # the system may reuse their process ids
             outcomes = []
             for host, (process, (out, err)) in enumerate(zip(ended, files, strict=True)):
                 said = []
@@ -219,7 +221,7 @@ class Cluster:
                     file.seek(0)
                     said.append(file.read().decode(errors="replace"))
                 code = process.wait()
-                code = 128 - code if self.shaped and code > 128 else code  # as a shell tells a signal
+                code = 128 - code if self.shaped and code > 128 else code  # a shell reports signal n as 128 + n
                 outcomes.append(Outcome(host, code, said[0], said[1], waited[host]))
         if not in_time:
             last = outcomes[0].err.strip().splitlines()[-1:]
@@ -227,27 +229,27 @@ class Cluster:
         return outcomes
 
     def _variables(self, host: int, port: int, threads: int) -> dict[str, str]:
-        """As torchrun sets them; local processes too are hosts with one process each, so one command suits both."""
-        found = {
+        """Return torchrun's variables. Each local process also counts as a host, so one command suits both cases."""
+        variables = {
             "RANK": host, "WORLD_SIZE": self.hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": host,
             "NODE_RANK": host, "MASTER_ADDR": self.address(0), "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "cluster",
             "OMP_NUM_THREADS": threads,
         }  # fmt: skip
         if self.shaped:
-            found["GLOO_SOCKET_IFNAME"] = INTERFACE
-        return {name: str(value) for name, value in found.items()}
+            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
+        return {name: str(value) for name, value in variables.items()}
 
     def _enter(self, host: int) -> list[str]:
-        """What runs a command on a host: all its processes end with the first one."""
+        """Return the prefix that runs a command on a host, so that all its processes end with the first one."""
         if not self.shaped:
             return []
         inside = ["nsenter", f"--net=/proc/{self._holders[host + 1].pid}/ns/net", "--"]
-        # a shell comes first: signals mean nothing to the first process of a namespace unless it asks for them
+        # a shell comes first, since the first process of a namespace ignores signals that it has no handler for
         first = ["sh", "-c", '"$@"; exit $?', "host"]
         return [*inside, "unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "--", *first]
 
     def _build(self) -> None:
-        """Namespaces, links, bridge, buckets. Holder 0 is the switch's."""
+        """Make namespaces, links, bridge and buckets. Holder 0 holds the namespace of the switch."""
         for _ in range(self.hosts + 1):
             self._holders.append(
                 _started(
@@ -287,26 +289,26 @@ def run(
 
 
 def bits_per_second(rate: str) -> int:
-    """``100mbit`` and the like, as tc takes them.
+    """Convert a rate as tc takes it, such as ``100mbit``.
 
     Raises:
-        ValueError: If it is no rate.
+        ValueError: If ``rate`` is not a rate.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.strip().lower())
-    if not found or float(found[1]) == 0:
-        raise ValueError(f"rate: expected such as 1gbit or 100mbit, got {rate!r}")
-    return round(float(found[1]) * _UNITS[found[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.strip().lower())
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"rate: expected a rate such as 1gbit or 100mbit, got {rate!r}")
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
 def _started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A process that the kernel kills when the thread that called this ends."""
+    """Start a process that the kernel kills when the calling thread ends."""
     if _PRCTL is None:  # not Linux
         return subprocess.Popen(command, **options)
     parent = os.getpid()
 
     def die_with_parent() -> None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel was told
+        if os.getppid() != parent:  # the parent ended before this call
             os._exit(1)
 
     return subprocess.Popen(command, preexec_fn=die_with_parent, **options)
@@ -331,7 +333,7 @@ def _in(pid: int, command: list[str]) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> bool:
-    """Whether all ended in time; after a failure the others have 10 seconds."""
+    """Wait until all have ended, or until 10 seconds after one failed. Return False if the time ran out."""
     end = None if timeout is None else time.monotonic() + timeout
     failed_at = None
     while any(process.poll() is None for process in processes):
@@ -347,10 +349,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes, and those of their sessions."""
+    """Kill processes and all others of their sessions."""
     for process in processes:
         process.kill()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is no such session, or no more
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the session does not exist, or has ended
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
@@ -365,9 +367,9 @@ def _free_port() -> int:
 
 
 def _install() -> None:
-    """iproute2 and util-linux, for a user who said that they may be installed."""
+    """Install iproute2 and util-linux, as the user asked."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("apt-get") is None:
-        print("--install: needs root, and apt-get", file=sys.stderr)
+        print("--install needs root and apt-get", file=sys.stderr)
         raise SystemExit(2)
     for words in (["update"], ["install", "-y", "iproute2", "util-linux"]):
         if code := subprocess.run(["apt-get", *words], check=False).returncode:
@@ -376,14 +378,16 @@ def _install() -> None:
 
 
 def main() -> int:
-    """The command line: the exit code of the first host that failed."""
+    """Run the command line; return the exit code of the first host that failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each direction of each link; none for no limit")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--timeout", type=float, help="seconds")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default: 2)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of each direction of each link (default: 1gbit); none for no limit"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
+    parser.add_argument("--timeout", type=float, help="seconds until the command is killed")
     parser.add_argument("--install", action="store_true", help="install iproute2 with apt-get if it is missing")
-    parser.add_argument("command", nargs="+", help="after --: what to run on each host")
+    parser.add_argument("command", nargs="+", help="the command to run on each host, after --")
     options = parser.parse_args()
     if options.install and any(shutil.which(tool) is None for tool in _TOOLS):
         _install()
@@ -393,7 +397,7 @@ def main() -> int:
         made = Cluster(options.hosts, rate=None if options.rate == "none" else options.rate)
     except ValueError as error:
         parser.error(str(error))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # without links nobody else ends what was started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # exit normally: without links, nothing else ends the processes
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     with made as cluster:
         try:

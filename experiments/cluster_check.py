@@ -1,11 +1,11 @@
-"""How fast rows cross the emulated links, whether the meter and the kernel count the same, and that nothing is left.
+"""Checks the emulated links: the rate at which rows cross them, the meter's count, and that nothing is left behind.
 
     sudo python -m experiments.cluster_check --out figures        # sudo make cluster-check
 
-Each rank sends the same number of rows to every other, once by pygdist's paired exchange and once by gloo's own
-``all_to_all_single``, in turns; the figure is payload over time, of the rate of a link. Exits with 1 if a target is
-missed: 80% of the rate between 2 hosts and 70% among 4 for the pairs, and 5% between meter and kernel; with 2 where
-hosts cannot be emulated. In the end a check of its own is killed while rows travel, and nothing of it may stay.
+Each rank sends the same number of rows to every other, in turns by pygdist's paired exchange and by gloo's
+``all_to_all_single``. The figure is payload over time as a share of a link's rate. The exit code is 1 if a target is
+missed (pairs: 80% of the rate between 2 hosts, 70% among 4; meter and kernel: at most 5% apart), and 2 where hosts
+cannot be emulated. At the end, the check kills another run of itself while rows travel; nothing of it may stay.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TARGETS = {2: 0.80, 4: 0.70}
 AGREEMENT = 0.05
 WIDTH = 128  # float32 values of a row
 _SECONDS_PER_CALL = 0.5  # at the link's rate
-_ROWS_TRAVEL = 10_000_000  # bytes of one host: more than processes say to each other before
+_ROWS_TRAVEL = 10_000_000  # bytes of one host: more than processes send to set up their groups
 
 
 def worker(rows: int, rounds: int) -> None:
-    """On each host: exchanges in turns; prints seconds of the slowest rank, and bytes of the pairs by both counts.
+    """Exchange rows on one host; print the seconds of the slowest rank, and the bytes of the pairs by both counts.
 
-    The kernel's counter is read around each exchange by pairs, there and back, so that nothing else is in it.
+    The kernel's counter is read before and after each exchange by pairs, there and back, so it holds nothing else.
     """
     import torch
     import torch.distributed as dist
@@ -59,9 +59,9 @@ def worker(rows: int, rounds: int) -> None:
     packed, arrived = x.detach()[index], torch.empty(len(index), WIDTH)
 
     def slowest(seconds: float) -> float:
-        found = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return float(found)
+        longest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
 
     pairs, all_to_all, kernel = [], [], 0
     for _ in range(rounds + 1):
@@ -83,13 +83,13 @@ def worker(rows: int, rounds: int) -> None:
 
 
 def _sent_by_kernel(process: int | str = "self") -> int:
-    """Bytes that the link of a process's host has sent; 0 without one."""
+    """Return the bytes that the link of a process's host has sent; 0 without a link."""
     lines = [line.partition(":") for line in Path(f"/proc/{process}/net/dev").read_text().splitlines()]
     return next((int(counters.split()[8]) for name, _, counters in lines if name.strip() == INTERFACE), 0)
 
 
 def measure(hosts: int, rate: str, rounds: int) -> list[dict[str, Any]]:
-    """One row for each way to exchange."""
+    """Measure one setting; return one row per kind of exchange."""
     with Cluster(hosts, rate=rate) as cluster:
         bits = cluster.rate or 0
         rows = int(bits * _SECONDS_PER_CALL / 8 / (WIDTH * 4) / (hosts - 1))
@@ -98,8 +98,8 @@ def measure(hosts: int, rate: str, rounds: int) -> list[dict[str, Any]]:
         for outcome in outcomes:
             if outcome.code:
                 raise RuntimeError(f"host {outcome.host}: {outcome.err}")
-        found = [json.loads(outcome.out.splitlines()[-1]) for outcome in outcomes]
-        deviation = max(abs(one["kernel"] / one["metered"] - 1) for one in found) if cluster.shaped else None
+        results = [json.loads(outcome.out.splitlines()[-1]) for outcome in outcomes]
+        deviation = max(abs(one["kernel"] / one["metered"] - 1) for one in results) if cluster.shaped else None
         payload = rows * (hosts - 1) * WIDTH * 4
         return [
             {
@@ -109,27 +109,27 @@ def measure(hosts: int, rate: str, rounds: int) -> list[dict[str, Any]]:
                 "share_of_rate": payload * 8 / median / bits if cluster.shaped else None,
                 "meter_against_kernel": deviation if name == "pairs" else None, **provenance(1),
             }
-            for name, seconds in found[0]["seconds"].items()
+            for name, seconds in results[0]["seconds"].items()
         ]  # fmt: skip
 
 
 def left_behind() -> list[str]:
-    """Namespaces, bridges, and processes of this script and of clusters, that are there now; not this one."""
+    """List present namespaces, bridges, and processes of this script and of clusters, without this process."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     kinds = subprocess.run(["lsns", "-t", "net", "-n", "-o", "NS"], capture_output=True, text=True, check=True).stdout
     bridges = [line for line in links.splitlines() if "br0" in line or "port0" in line]
-    found = [*bridges, *named.splitlines(), *(f"net namespace {one.strip()}" for one in kinds.splitlines())]
+    leftovers = [*bridges, *named.splitlines(), *(f"net namespace {one.strip()}" for one in kinds.splitlines())]
     for process in psutil.process_iter(["cmdline"]):
         words = " ".join(process.info["cmdline"] or [])
         ours = "--worker" in words or "sleep infinity" in words or "unshare --net" in words
         if ours and process.pid != os.getpid():
-            found.append(f"process {process.pid}: {words[:80]}")
-    return found
+            leftovers.append(f"process {process.pid}: {words[:80]}")
+    return leftovers
 
 
 def killed_in_the_middle(before: list[str]) -> list[str]:
-    """What is there after a check was killed while rows travelled, that was not there before."""
+    """Kill a check while rows travel; return what it leaves behind."""
     command = [sys.executable, "-m", "experiments.cluster_check", "--hosts", "4", "--rounds", "1000", "--measure-only"]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen([*command, f"--out={folder}"], stdout=subprocess.DEVNULL)
@@ -144,18 +144,18 @@ def killed_in_the_middle(before: list[str]) -> list[str]:
 
 
 def _sent_by_workers() -> list[int]:
-    """Bytes that each host's link has sent, seen from outside through the processes of this script on it."""
-    found = []
+    """Return the bytes that each host's link has sent, read through the processes of this script on the host."""
+    sent = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "--worker" in words and Path(words[0]).name.startswith("python"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-                found.append(_sent_by_kernel(process.pid))
-    return found
+                sent.append(_sent_by_kernel(process.pid))
+    return sent
 
 
 def remaining(before: list[str]) -> list[str]:
-    """What is there that was not there before; the kernel takes namespaces down by and by."""
+    """Return what exists now but not ``before``. Waits up to 5 s, since the kernel removes namespaces slowly."""
     left: list[str] = []
     for _ in range(50):
         left = [one for one in left_behind() if one not in before]
@@ -166,16 +166,14 @@ def remaining(before: list[str]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--hosts", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    found.add_argument(
-        "--measure-only", action="store_true", help="no targets, and nothing is killed to see what stays"
-    )
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    found.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # rows to each other rank
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--rounds", type=int, default=7)
+    cli.add_argument("--hosts", type=int, nargs="+", choices=[2, 4], default=[2, 4])
+    cli.add_argument("--measure-only", action="store_true", help="check no targets and kill nothing")
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    cli.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # rows to each other rank
+    return cli
 
 
 def main() -> int:
@@ -188,7 +186,7 @@ def main() -> int:
     if reason:
         print(f"unshaped: {reason}", file=sys.stderr)
         if not options.measure_only:
-            return 2  # there is nothing to check
+            return 2  # nothing can be checked
     before = [] if reason else left_behind()
     settings = [(hosts, rate) for hosts, rate in SETTINGS if hosts in options.hosts]
     settings = settings if not reason else list({hosts: (hosts, rate) for hosts, rate in reversed(settings)}.values())
@@ -221,7 +219,7 @@ def main() -> int:
     ]
     missed += [f"left behind: {one}" for one in remaining(before)]
     missed += [f"left behind by a check that was killed: {one}" for one in killed_in_the_middle(before)]
-    print("\n".join(missed) if missed else "all targets met; nothing is left behind, not even by a run that was killed")
+    print("\n".join(missed) if missed else "all targets met; nothing is left behind, even after a run was killed")
     return int(bool(missed))
 
 

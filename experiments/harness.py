@@ -1,14 +1,14 @@
-"""One way of measuring a training: settings take turns, each is ``pygdist fit`` in processes of its own, each is a row.
+"""Measures trainings: settings take turns, each trains by ``pygdist fit`` in its own processes and gives one row.
 
 A setting is a graph, a model, a partitioner, a backend, a strategy, a number of ranks, a network and seeds. In every
-round each setting trains once, with the round's seed, in rotated order, so that drift of the machine hits all alike.
-What a training showed is kept line by line in ``NAME.runs.jsonl``; the tables follow from it:
+round each setting trains once, with the round's seed. The order rotates, so that drift of the machine hits all alike.
+``NAME.runs.jsonl`` holds one line per training; the tables follow from it:
 
-- ``NAME.csv``: a row for each setting, over all its seeds;
-- ``NAME.ranks.csv``: what each rank did in each epoch;
+- ``NAME.csv``: one row per setting, over all its seeds;
+- ``NAME.ranks.csv``: the figures of each rank in each epoch;
 - ``NAME.traces/``: a timeline of each setting, recorded after the epochs that count.
 
-A setting that crashes, does not fit its memory or takes too long is a row that says so.
+A setting that crashes, does not fit its memory or takes too long gives a row that says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from experiments.machine import provenance, source_key
 
 __all__ = ["Setting", "measure", "settings_of"]
 
-WARM_UP = 2  # epochs that do not count: degrees, transposes and what is kept are computed, memory is allocated
+WARM_UP = 2  # epochs that do not count: they compute degrees, transposes and kept results, and allocate memory
 TRACED = 3  # epochs recorded for the timeline, after those that count
 RANK_FIGURES = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 _GIB = 2**30
@@ -49,33 +49,33 @@ _SAYS_WHY = re.compile(r"error|what\(\):|terminate called|(free|malloc|realloc)\
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained, and on what.
+    """One training to measure: its graph, model and placement.
 
     Attributes:
-        name: Its name in the tables; made from what differs if a grid gives the settings.
-        case: The part of its name that it was given, without what a grid adds.
+        name: Name in the tables; a grid makes it from the fields that differ.
+        case: The part of ``name`` that the experiment's file gives, without what a grid adds.
         graph: A dataset as ``pygdist fit --data.dataset`` takes it.
-        graph_args: Its arguments.
-        prepare: Options of ``pygdist partition`` for it, such as ``split`` or ``symmetrize``.
+        graph_args: Arguments of the dataset.
+        prepare: Options of ``pygdist partition`` for the graph, such as ``split`` or ``symmetrize``.
         model: Class path of a PyG model.
-        model_args: Its arguments; ``in_channels`` of -1 is read off the graph.
-        partitioner: Who owns what.
-        partitioner_args: Its arguments.
-        backend: How neighbours arrive: a name, or ``class_path`` and ``init_args``.
-        strategy: How ranks keep one model.
-        ranks: Number of processes, each on a host of its own.
-        parts: Number of parts, for a backend that trains several on a process; one for each by default.
+        model_args: Arguments of the model; -1 as ``in_channels`` takes the graph's number of features.
+        partitioner: Name of the partitioner.
+        partitioner_args: Arguments of the partitioner.
+        backend: A name, or ``class_path`` and ``init_args``.
+        strategy: A Lightning strategy, likewise.
+        ranks: Number of processes, each on its own host.
+        parts: Number of parts, for a backend that trains several on a process. Default: one per rank.
         network: Rate of the hosts' links, such as ``1gbit``; ``none`` for links without a limit; ``unshaped`` for plain
-            processes on this machine, which is what all others become where hosts cannot be emulated.
-        threads: Of each process.
-        epochs: How many count; ``WARM_UP`` more come before them.
-        seeds: One training each.
-        test: Evaluate the model on the test nodes, too, after its last epoch.
-        timeline: Record a timeline, in epochs of its own after those that count.
-        max_gib: Memory that a process may allocate; what needs more ends with a note.
-        timeout_s: Seconds for a training.
-        fit: More of the configuration of ``pygdist fit``, merged into it.
-        places: What ``{data}`` and the like stand for in ``graph_args``; in no table.
+            processes on this machine. Where hosts cannot be emulated, every setting becomes ``unshaped``.
+        threads: Threads of each process.
+        epochs: Number of epochs that count, after ``WARM_UP`` epochs that do not.
+        seeds: Seeds; each gives one training.
+        test: Evaluate the model on the test nodes too, after its last epoch.
+        timeline: Record a timeline, in extra epochs after those that count.
+        max_gib: Memory that a process may allocate; a training that needs more ends with a note.
+        timeout_s: Seconds that a training may take.
+        fit: Further configuration of ``pygdist fit``, merged into it.
+        places: Folders that ``{data}`` and the like stand for in ``graph_args``; in no table.
     """
 
     name: str = ""
@@ -103,43 +103,43 @@ class Setting:
     places: dict[str, str] = field(default_factory=dict, repr=False)
 
     def here(self, text: str) -> str:
-        """A text with the folders of this machine filled in."""
+        """Return a text with the folders of this machine filled in."""
         for name, folder in self.places.items():
             text = text.replace(f"{{{name}}}", folder)
         return text
 
     @property
     def num_parts(self) -> int:
-        """Parts of the graph."""
+        """Number of parts of the graph."""
         return self.ranks if self.parts is None else self.parts
 
     @property
     def store_key(self) -> str:
-        """Settings of one key train on the same parts."""
+        """Key of the partitioned graph; settings with the same key train on the same parts."""
         graph = (self.graph, self.here(json.dumps(self.graph_args)), self.prepare)
         fields = (source_key(), graph, self.partitioner, self.partitioner_args, self.num_parts)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def slug(self) -> str:
-        """The name as a file's."""
+        """The name as part of a file name."""
         return re.sub(r"[^a-zA-Z0-9]+", "-", self.name).strip("-")
 
 
 def settings_of(description: Mapping[str, Any], *, short: bool = False, shaped: bool | None = None) -> list[Setting]:
-    """The settings of an experiment: ``base``, changed by each of ``settings`` or by each point of ``grid``.
+    """Return the settings of an experiment: ``base``, changed by each of ``settings`` and each point of ``grid``.
 
     Args:
         description: ``base``: fields of :class:`Setting`; ``settings``: a list of fields that differ; ``grid``: lists
-            of values by field, all combinations of which are taken; ``short``: fields for the short version, with
-            ``grid`` or ``settings`` of its own if it has them.
-        short: Whether the short version is wanted.
-        shaped: Whether hosts can be emulated; by default, whether they can here.
+            of values by field, in all combinations; ``short``: fields for the short version, which may have its own
+            ``grid`` and ``settings``.
+        short: Return the short version.
+        shaped: True if hosts can be emulated. Default: find out.
 
     Raises:
-        ValueError: If a field is unknown, a rate is none, or names cannot be told apart as names of files.
+        ValueError: If a field is unknown, a network is not a rate, or two names give the same file name.
     """
-    known = {one.name for one in dataclasses.fields(Setting)}
+    field_names = {one.name for one in dataclasses.fields(Setting)}
     shaped = why_unshaped() is None if shaped is None else shaped
     shorter = dict(description.get("short", {})) if short else {}
     grid = shorter.pop("grid", description.get("grid", {}))
@@ -147,15 +147,15 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False, shaped: 
     points: list[dict[str, Any]] = [{}]
     for name, values in grid.items():
         points = [{**point, name: value} for point in points for value in values]
-    found = []
+    expanded = []
     for change in changes:
         for point in points:
             fields = {**description.get("base", {}), **change, **point, **shorter}
             if not shaped and "network" in fields:
                 fields["network"] = "unshaped"
                 point = {name: fields[name] if name == "network" else value for name, value in point.items()}
-            if wrong := sorted(set(fields) - known):
-                raise ValueError(f"unknown field {wrong[0]!r} of a setting; known are {', '.join(sorted(known))}")
+            if wrong := sorted(set(fields) - field_names):
+                raise ValueError(f"unknown field {wrong[0]!r} of a setting; known are {', '.join(sorted(field_names))}")
             fields["seeds"] = tuple(fields.get("seeds", Setting.seeds))
             parts = [str(change["name"])] if "name" in change else []
             parts += [f"{name} {value}" for name, value in point.items()]
@@ -166,12 +166,12 @@ def settings_of(description: Mapping[str, Any], *, short: bool = False, shaped: 
             setting = Setting(**{**fields, **named})
             if setting.network not in ("unshaped", "none"):
                 bits_per_second(setting.network)
-            if setting not in found:  # without links several networks are one
-                found.append(setting)
-    slugs = [setting.slug for setting in found]
-    if repeated := [setting.name for setting in found if not setting.slug or slugs.count(setting.slug) > 1]:
+            if setting not in expanded:  # without links, settings that differ in the network are equal
+                expanded.append(setting)
+    slugs = [setting.slug for setting in expanded]
+    if repeated := [setting.name for setting in expanded if not setting.slug or slugs.count(setting.slug) > 1]:
         raise ValueError(f"setting {repeated[0]!r}: its name must differ from others' by letters or digits")
-    return found
+    return expanded
 
 
 def measure(
@@ -184,16 +184,16 @@ def measure(
     resume: bool = False,
     console: Progress,
 ) -> list[dict[str, Any]]:
-    """Train every setting with every one of its seeds, in turns, and write the tables.
+    """Train every setting with each of its seeds, in turns, and write the tables.
 
     Args:
-        settings: What is compared.
+        settings: Settings to compare.
         out: Folder of the results.
-        name: Of the experiment, and of its files.
-        work: Folder for parts and checkpoints, which may be deleted afterwards; parts are found again there.
-        only: Names of settings that are trained; what is known of the others stays in the tables.
-        resume: Take over trainings of the same setting and commit that are in ``NAME.runs.jsonl`` already.
-        console: Shows how far it is.
+        name: Name of the experiment and of its files.
+        work: Folder for parts and checkpoints; a later run reuses the parts. It may be deleted afterwards.
+        only: Names of the settings to train; earlier rows of the others stay in the tables.
+        resume: Keep trainings of the same setting and commit that are in ``NAME.runs.jsonl`` already.
+        console: Shows the progress.
 
     Returns:
         The rows of ``NAME.csv``.
@@ -224,25 +224,27 @@ def measure(
 
 
 def _turns(settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
-    """Every setting once a round, a different one first each time."""
-    found = []
+    """Return (setting, seed) in the order to train: each setting once per round, each round another one first."""
+    turns = []
     for turn in range(max(len(setting.seeds) for setting in settings)):
         first = turn % len(settings)
         order = [*settings[first:], *settings[:first]]
-        found += [(setting, setting.seeds[turn]) for setting in order if turn < len(setting.seeds)]
-    return found
+        turns += [(setting, setting.seeds[turn]) for setting in order if turn < len(setting.seeds)]
+    return turns
 
 
 def _kept(lines: Path, settings: Sequence[Setting], *, commit: str = "") -> list[dict[str, Any]]:
-    """Trainings of these settings that ended well; of one commit, if it is given.
+    """Return earlier trainings of these settings that ended well; only those of ``commit``, if it is given.
 
     Raises:
-        ValueError: If that commit says nothing, because files have changed since or there is no git.
+        ValueError: If the commit does not identify the code: there are uncommitted changes, or there is no git.
     """
     if commit.endswith("+") or commit == "unknown":
-        raise ValueError(f"--resume: what was measured by commit {commit} may be by other code; commit, or start anew")
+        raise ValueError(
+            f"--resume: commit {commit} does not identify the code; commit your changes, or run without --resume"
+        )
     wanted = {setting.name: _fields(setting) for setting in settings}
-    found = []
+    runs = []
     for line in lines.read_text().splitlines() if lines.is_file() else []:
         try:
             run = json.loads(line)
@@ -250,18 +252,18 @@ def _kept(lines: Path, settings: Sequence[Setting], *, commit: str = "") -> list
             continue
         same = run["fields"] == wanted.get(run["setting"]) and commit in ("", run["commit"])
         if same and not run["note"]:
-            found.append(run)
-    return found
+            runs.append(run)
+    return runs
 
 
 def _fields(setting: Setting) -> dict[str, Any]:
-    found = json.loads(json.dumps(dataclasses.asdict(setting)))  # as they come back from a file
-    del found["places"]
-    return found
+    fields = json.loads(json.dumps(dataclasses.asdict(setting)))  # as they come back from a file
+    del fields["places"]
+    return fields
 
 
 def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str, Any]:
-    """One training in processes of its own, and what it showed; a note in place of figures if it failed."""
+    """Train once in separate processes. Return the figures, or a note in their place if the training failed."""
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
@@ -271,7 +273,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     with tempfile.TemporaryDirectory(dir=work) as name:
         try:
             _train(run, setting, seed, work, Path(name))
-            if setting.timeline and (Path(name) / "timeline.json").is_file():  # not if `fit` has other callbacks
+            if setting.timeline and (Path(name) / "timeline.json").is_file():  # missing if `fit` has other callbacks
                 traces.mkdir(parents=True, exist_ok=True)
                 shutil.move(Path(name) / "timeline.json", traces / f"{setting.slug}.json")
                 run["timeline"] = f"{traces.name}/{setting.slug}.json"
@@ -281,7 +283,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
 
 
 def _train(run: dict[str, Any], setting: Setting, seed: int, work: Path, folder: Path) -> None:
-    """Train, and fill in what was seen."""
+    """Train, and put the figures into ``run``."""
     store = _store(setting, work)
     meta = json.loads((store / "meta.json").read_text())
     run |= {key: meta[key] for key in ("num_nodes", "num_edges")}
@@ -303,7 +305,7 @@ def _train(run: dict[str, Any], setting: Setting, seed: int, work: Path, folder:
 
 
 def _store(setting: Setting, work: Path) -> Path:
-    """The parts of a setting's graph, written once for all settings that train on them."""
+    """Return the folder of the partitioned graph, written once for all settings that train on it."""
     folder = work / f"parts-{setting.store_key}"
     if (folder / "meta.json").is_file():  # it appears when it is complete
         return folder
@@ -323,7 +325,7 @@ def _store(setting: Setting, work: Path) -> Path:
 
 
 def configuration(setting: Setting, seed: int, store: Path, folder: Path) -> dict[str, Any]:
-    """What ``pygdist fit --config`` gets."""
+    """Return the configuration for ``pygdist fit --config``."""
     counted = WARM_UP + setting.epochs
     epochs = counted + (TRACED if setting.timeline else 0)
     timeline = {"path": str(folder / "timeline.json"), "first_epoch": counted, "epochs": TRACED}
@@ -356,45 +358,45 @@ def configuration(setting: Setting, seed: int, store: Path, folder: Path) -> dic
 
 
 def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(base)
+    merged = dict(base)
     for key, value in more.items():
-        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-        found[key] = _merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _pygdist(cluster: Cluster, setting: Setting, command: str, config: Path, *more: str) -> None:
-    """Run a command of Lightning's on all hosts.
+    """Run ``pygdist fit`` or ``pygdist test`` on all hosts.
 
     Raises:
-        RuntimeError: If it fails on one of them, with what it said.
+        RuntimeError: If it fails on a host; says which one and why.
         TimeoutError: If it takes too long.
     """
     words = [sys.executable, "-m", "pygdist.cli", command, "--config", str(config), *more]
-    if setting.max_gib is not None:  # too much is then an error of the process's own, not the end of another
+    if setting.max_gib is not None:  # then the process itself fails, instead of another one being killed
         words = ["sh", "-c", f'ulimit -d {int(setting.max_gib * _GIB) // 1024}; exec "$@"', "sh", *words]
-    # one training's processes share a machine, so shares of its cores do not follow from their number
+    # all processes share this machine, so their number does not say how many threads each may use
     outcomes = cluster.run(words, threads=setting.threads, timeout=setting.timeout_s)
     failed = [one for one in outcomes if one.code]
-    if failed:  # the others lose a rank, or wait for it until they are ended
+    if failed:  # the other hosts lose a rank, or wait for it until they are killed
         first = min(failed, key=lambda one: (one.waited, one.code not in _KILLED, "LostRankError" in one.err, one.host))
         raise RuntimeError(f"{command}, rank {first.host}: {_reason(first.code, first.err)}")
 
 
 def _reason(code: int, said: str) -> str:
-    """Why a process failed, in one line."""
+    """Return the reason why a process failed, in one line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if re.search(r"allocate memory|MemoryError|bad_alloc|out of memory", said):
         return "out of memory"
     if code in _KILLED:
         return "killed by SIGKILL, as the kernel does when memory runs out"
-    # what C++ and glibc say before they abort names no error
-    found = next((line for line in reversed(lines) if _SAYS_WHY.search(line)), lines[-1] if lines else "")
-    return f"exit code {code}: {found[:300]}"
+    # C++ and glibc do not write "error" before they abort
+    reason = next((line for line in reversed(lines) if _SAYS_WHY.search(line)), lines[-1] if lines else "")
+    return f"exit code {code}: {reason[:300]}"
 
 
 def _read(run: dict[str, Any], folder: Path) -> None:
-    """Put what the files of a training say into its line."""
+    """Read the figures from the files of a training into ``run``."""
     with (folder / "ranks.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     counted = WARM_UP + run["fields"]["epochs"]
@@ -412,31 +414,31 @@ def _read(run: dict[str, Any], folder: Path) -> None:
 
 
 def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
-    """Seconds of processor time that each rank aggregated, by rank, then recorded epoch; nothing where none says so."""
-    found: dict[int, list[float]] = {}
-    known: dict[int, str] = {}
+    """Return processor seconds of aggregation by rank, then recorded epoch; empty if the timeline has none."""
+    by_rank: dict[int, list[float]] = {}
+    epoch_of: dict[int, str] = {}
     for event in trace["traceEvents"]:
         rank = event["pid"]
-        if event["name"] == "compute" and known.get(rank) != event["args"]["of"]:  # an epoch begins with this
-            known[rank] = event["args"]["of"]
-            found.setdefault(rank, []).append(0.0)
+        if event["name"] == "compute" and epoch_of.get(rank) != event["args"]["of"]:  # the first event of an epoch
+            epoch_of[rank] = event["args"]["of"]
+            by_rank.setdefault(rank, []).append(0.0)
         elif event["name"] == "aggregate":
-            found[rank][-1] += event["tdur"] / 1e6  # not "dur": ranks share cores, and wait for each other's
-    seconds = [found[rank] for rank in sorted(found)]
+            by_rank[rank][-1] += event["tdur"] / 1e6  # not "dur": ranks share cores, and wait for them
+    seconds = [by_rank[rank] for rank in sorted(by_rank)]
     return seconds if any(map(any, seconds)) else []
 
 
 def write_tables(
     settings: Sequence[Setting], runs: Sequence[Mapping[str, Any]], out: Path, name: str
 ) -> list[dict[str, Any]]:
-    """Write ``NAME.csv`` and ``NAME.ranks.csv`` of what has been measured so far."""
+    """Write ``NAME.csv`` and ``NAME.ranks.csv`` of the trainings so far; return the rows of ``NAME.csv``."""
     rows = []
     for setting in settings:
         mine = [run for run in runs if run["setting"] == setting.name]
         if mine:
             rows.append(row_of(setting, mine))
     _write(out / f"{name}.csv", list(rows[0]) if rows else ["setting"], rows)
-    every = [
+    epoch_rows = [
         {
             "setting": run["setting"],
             "seed": run["seed"],
@@ -447,12 +449,12 @@ def write_tables(
         for epoch in run["epochs"]
         if epoch["epoch"] >= WARM_UP
     ]
-    _write(out / f"{name}.ranks.csv", ["setting", "seed", "epoch", "rank", *RANK_FIGURES], every)
+    _write(out / f"{name}.ranks.csv", ["setting", "seed", "epoch", "rank", *RANK_FIGURES], epoch_rows)
     return rows
 
 
 def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One setting over its seeds: medians over all epochs that count, of the largest and smallest over ranks."""
+    """Return one setting's row: over all epochs of all seeds, medians of the largest and smallest over ranks."""
     good = [run for run in runs if not run["note"]]
     epochs = [ranks for run in good for ranks in _by_epoch(run["epochs"])]
     counted = [ranks for ranks in epochs if ranks[0]["epoch"] >= WARM_UP]
@@ -473,7 +475,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "first_epoch_s": _of(statistics.median, [max(rank["epoch_s"] for rank in ranks) for ranks in epochs
                                                  if ranks[0]["epoch"] == 0]),
     }  # fmt: skip
-    # a later seed takes the plan of the first
+    # later seeds reuse the plan of the first, so only the first one plans
     for figure, over_seeds in (("expected_epoch_s", statistics.median), ("planning_s", max)):
         row[figure] = _of(over_seeds, [run[figure] for run in good if run.get(figure) is not None])
     for figure in ("compute_s", "exchange_s", "sent_bytes"):
@@ -481,7 +483,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
             values = [best(rank[figure] for rank in ranks) for ranks in counted]
             row[f"{figure}_{which}"] = _of(statistics.median, values)
     for best, which in ((max, "max"), (min, "min")):
-        # first over epochs: how long a rank usually takes, not how unlike epochs are
+        # medians over epochs first: the spread of ranks counts, not that of epochs
         usual = [best(map(statistics.median, run["aggregate_s"])) for run in good if run.get("aggregate_s")]
         row[f"aggregate_s_{which}"] = _of(statistics.median, usual)
     for best, which in ((max, "max"), (min, "min")):
@@ -511,14 +513,14 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _by_epoch(lines: Iterable[Mapping[str, float]]) -> list[list[Mapping[str, float]]]:
-    found: dict[float, list[Mapping[str, float]]] = {}
+    epochs: dict[float, list[Mapping[str, float]]] = {}
     for line in lines:
-        found.setdefault(line["epoch"], []).append(line)
-    return list(found.values())
+        epochs.setdefault(line["epoch"], []).append(line)
+    return list(epochs.values())
 
 
 def _columns(run: Mapping[str, Any], figure: str) -> list[list[float]]:
-    """A figure by epoch, then rank."""
+    """Return a figure by epoch, then rank."""
     return [[rank[figure] for rank in ranks] for ranks in _by_epoch(run["epochs"])]
 
 
@@ -539,7 +541,7 @@ def _write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is whole whenever somebody looks."""
+    """Write a file so that readers see the old or the new text, never a part."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(text, encoding="utf-8", newline="")
     temporary.replace(path)

@@ -1,4 +1,7 @@
-"""What the figures were measured on; imports nothing heavy, as a process's own imports are part of its peak memory."""
+"""Facts about the machine and the code that figures were measured with.
+
+Imports nothing heavy, because a process's imports are part of its peak memory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from pathlib import Path
 
 __all__ = ["SOME_FAILED", "cache_bytes", "cores", "facts", "provenance", "source_key"]
 
-#: Exit code of a script whose table is whole, with a note in the rows of what failed.
+#: Exit code of a script whose table is complete, with a note in the rows that failed.
 SOME_FAILED = 3
 
 
 def facts(threads: int) -> dict[str, str]:
-    """The columns that every row carries: processor, caches, threads, versions."""
+    """Return the columns that every row has: processor, caches, threads, versions."""
     return {
         "cpu": _cpu_model(),
         "cores": str(cores()),
@@ -34,7 +37,7 @@ def facts(threads: int) -> dict[str, str]:
 
 
 def provenance(threads: int) -> dict[str, str]:
-    """What was measured, when and on what: commit (with a ``+`` if files had changed since), date, :func:`facts`."""
+    """Return the commit (with a ``+`` if there are uncommitted changes), the date and :func:`facts`."""
     return {"commit": _commit(), "date": datetime.date.today().isoformat(), **facts(threads)}
 
 
@@ -45,7 +48,7 @@ def _commit() -> str:
 
 
 def _git(*words: str) -> str:
-    """What git says of this checkout; nothing where there is none."""
+    """Return git's output for this checkout; empty without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False, errors="replace"
@@ -57,13 +60,13 @@ def _git(*words: str) -> str:
 
 @functools.cache
 def source_key() -> str:
-    """A name for the code as it is now: the commit and what has changed since."""
+    """Return a key of the code as it is now: of the commit and of uncommitted changes."""
     changes = _git("diff", "HEAD")
     return hashlib.sha256(f"{_git('rev-parse', 'HEAD')}{changes}".encode()).hexdigest()[:12]
 
 
 def cache_bytes(level: int) -> int:
-    """Bytes of one cache of that level as Linux tells them; 0 if it does not."""
+    """Return the bytes of one cache of this level as Linux reports them; 0 if it does not."""
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
             if int((index / "level").read_text()) == level and (index / "type").read_text().strip() != "Instruction":
@@ -74,20 +77,20 @@ def cache_bytes(level: int) -> int:
 
 
 def _cpu_model() -> str:
-    """The processor's name, with the instructions that kernels choose by: virtual machines hide the name."""
+    """Return the processor's name, family and vector instructions; virtual machines may hide the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = found.get("flags", "").split()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", "").split()
     widest = next((name for name in ("avx512f", "avx2") if name in flags), "no avx2")
-    model = f"{found.get('model name', platform.machine())} family {found.get('cpu family', '?')} {widest}"
+    model = f"{fields.get('model name', platform.machine())} family {fields.get('cpu family', '?')} {widest}"
     return " ".join(model.split())
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,15 +1,15 @@
-"""Runs experiments, all or some, in full or in a short version, and any row of any table again.
+"""Runs all or some experiments, in full or in a short version, or one row of a table again.
 
     python -m experiments.run --short                                     # make experiments
     python -m experiments.run experiments/foundation/hosts.yaml
     python -m experiments.run experiments/foundation/hosts.yaml --only "ranks 4, network 1gbit"
     python -m experiments.run --row experiments/kernels/results/measure-grid.csv:17
 
-An experiment is one YAML file: what the paper claims and how it is drawn (see ``pygdist report``), and under ``run``
-how it is measured. That is either a list of settings for ``harness.py``, or a ``script`` beside the file with
-``arguments``, and others under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{work}`` for
-one that is deleted in the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report,
-and what else a script leaves to ``NAME.files/``.
+An experiment is one YAML file. It holds the paper's claim and the plots (see ``pygdist report``), and under ``run`` the
+measurement: either settings for ``harness.py``, or a ``script`` beside the file with its ``arguments``, and those of
+the short version under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{work}`` for a folder
+that is deleted at the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report. Other
+files of a script go to ``NAME.files/``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ HERE = Path(__file__).resolve().parent
 
 
 class UserError(Exception):
-    """A mistake of the caller, told in one line."""
+    """A mistake of the caller; the message has one line."""
 
 
 class NeedsDataError(UserError):
-    """Real graphs are wanted and not given."""
+    """The experiment needs real graphs, but ``--data`` is missing."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Experiment:
 
     Attributes:
         path: The file.
-        description: What it says, for the report.
-        run: How it is measured.
+        description: Everything except ``run``, for the report.
+        run: The measurement.
     """
 
     path: Path
@@ -69,11 +69,11 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of the experiment and of its files."""
         return self.path.stem
 
     def folder(self, out: Path) -> Path:
-        """Where its results go: a folder for each paper."""
+        """Return the folder of the results; there is one for each paper."""
         return out / (self.path.parent.name if self.path.parent != HERE else "cluster")
 
 
@@ -81,30 +81,30 @@ def read(path: Path) -> Experiment:
     """Read the file of an experiment.
 
     Raises:
-        UserError: If it is none.
+        UserError: If the file cannot be read or is not an experiment.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("run"), dict) or "title" not in found:
-        raise UserError(f"{path}: no experiment; expected the keys title and run")
-    return Experiment(path.resolve(), {key: value for key, value in found.items() if key != "run"}, found["run"])
+    if not isinstance(content, dict) or not isinstance(content.get("run"), dict) or "title" not in content:
+        raise UserError(f"{path}: not an experiment; expected the keys title and run")
+    return Experiment(path.resolve(), {key: value for key, value in content.items() if key != "run"}, content["run"])
 
 
 def known() -> list[Path]:
-    """The experiments of this folder."""
+    """Return the paths of all experiments in this folder."""
     return sorted(path for path in HERE.rglob("*.yaml") if "results" not in path.relative_to(HERE).parts)
 
 
 def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
-    """Measure, and leave the results; what lay there of the experiment goes first, so that nothing old passes as new.
+    """Measure, and write the results. Earlier results of the experiment are deleted first.
 
     Returns:
-        What went wrong, or nothing.
+        What went wrong, in one line; empty if nothing did.
 
     Raises:
-        UserError: If it cannot be run as asked.
+        UserError: If the experiment cannot run with these options.
     """
     folder = experiment.folder(options.out)
     description = folder / f"{experiment.name}.yaml"
@@ -132,26 +132,26 @@ def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
 
 
 def _leave_out_plots_of_links(description: Path, table: Path) -> None:
-    """Without links some columns are empty: a plot of nothing but these would be empty too."""
+    """Drop plots whose columns are all empty, as those about links are without emulated links."""
     if not table.is_file():
         return
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    found = yaml.safe_load(description.read_text(encoding="utf-8"))
+    content = yaml.safe_load(description.read_text(encoding="utf-8"))
     drawn, left_out = [], []
-    for plot in found.get("plots", []):
+    for plot in content.get("plots", []):
         names = [plot["y"]] if isinstance(plot["y"], str) else plot["y"]
         empty = all(row.get(name) == "" for row in rows for name in names)
         (left_out if rows and empty else drawn).append(plot)
     if left_out:
         titles = ", ".join(plot["title"] for plot in left_out)
-        differs = f"{found.get('differs', '')} Measured without emulated links, so this is not drawn: {titles}."
-        found |= {"plots": drawn, "differs": differs.strip()}
-        description.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        differs = f"{content.get('differs', '')} Measured without emulated links, so this is not drawn: {titles}."
+        content |= {"plots": drawn, "differs": differs.strip()}
+        description.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _described(experiment: Experiment, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """The description that goes with the results."""
+    """Return the description that goes with the results."""
     if not options.short:
         return dict(experiment.description)
     said = f" Its script ran with {shlex.join(arguments)}." if arguments else ""
@@ -167,7 +167,7 @@ def _described(experiment: Experiment, options: argparse.Namespace, arguments: S
 
 
 def _chosen(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[Setting]:
-    """The settings of an experiment; those that ``--only`` leaves out stay among them."""
+    """Return all settings of an experiment, also those that ``--only`` leaves out."""
     shaped = why_unshaped() is None
     try:
         settings = settings_of(experiment.run, short=options.short, shaped=shaped)
@@ -175,14 +175,14 @@ def _chosen(experiment: Experiment, options: argparse.Namespace, work: Path) -> 
     except ValueError as error:
         raise UserError(f"{experiment.path}: {error}") from error
     for name in set(options.only or ()) - {setting.name for setting in settings}:
-        # measured where hosts could be emulated and here they cannot, or the other way round
+        # the name may come from a machine that can emulate hosts while this one cannot, or the reverse
         other = next((one for one in elsewhere if one.name == name), None)
         if other is None:
             names = "; ".join(setting.name for setting in settings)
             raise UserError(f"{experiment.path}: no setting {name!r}; there are: {names}")
         settings = [*settings, other if shaped else replace(other, network="unshaped")]
     for one in settings:
-        _filled(one.graph_args, options.data, work)  # refuses what is not given
+        _filled(one.graph_args, options.data, work)  # raises if --data is missing
     return [replace(one, places={"data": str(options.data), "work": str(work)}) for one in settings]
 
 
@@ -206,18 +206,18 @@ def _settings(experiment: Experiment, settings: list[Setting], options: argparse
 
 
 def _arguments(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[str]:
-    given = experiment.run.get("short", []) if options.short else experiment.run.get("arguments", [])
-    return [str(one) for one in _filled(given, options.data, work)]
+    words = experiment.run.get("short", []) if options.short else experiment.run.get("arguments", [])
+    return [str(one) for one in _filled(words, options.data, work)]
 
 
 def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work: Path) -> str:
-    """Run a script; its table is named after the experiment."""
+    """Run a script and name its table after the experiment."""
     script = (experiment.path.parent / experiment.run["script"]).relative_to(HERE.parent).with_suffix("")
     made = Path(tempfile.mkdtemp(dir=work))
     command = [sys.executable, "-m", ".".join(script.parts), *arguments, "--out", str(made)]
     done = subprocess.run(command, env=_environment(), cwd=work, check=False)
     table = made / experiment.run.get("csv", f"{script.name}.csv")
-    if done.returncode not in (0, SOME_FAILED):  # a table that broke off is not shown as one
+    if done.returncode not in (0, SOME_FAILED):  # the table may be incomplete
         return f"{script.name} ended with exit code {done.returncode}"
     if not table.is_file():
         return f"{script.name} left no {table.name}"
@@ -228,10 +228,10 @@ def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work
 
 
 def _filled(value: Any, data: Path | None, work: Path) -> Any:
-    """The same with ``{data}`` and ``{work}`` filled in.
+    """Return ``value`` with ``{data}`` and ``{work}`` filled in.
 
     Raises:
-        NeedsDataError: If ``{data}`` is wanted and not given.
+        NeedsDataError: If ``value`` contains ``{data}`` and there is no such folder.
     """
     if isinstance(value, Mapping):
         return {key: _filled(one, data, work) for key, one in value.items()}
@@ -247,7 +247,7 @@ def _filled(value: Any, data: Path | None, work: Path) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """With pygdist and these modules on the path, wherever the command is started."""
+    """Return the environment for a command, with pygdist and these modules on the path."""
     paths = [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -257,15 +257,15 @@ def _short(value: Any) -> str:
 
 
 def again(place: str, data: Path | None = None) -> list[str]:
-    """The command that runs a row of a table again.
+    """Return the command that runs a row of a table again.
 
     Args:
-        place: ``TABLE.csv:ROW``, the first row being 1.
+        place: ``TABLE.csv:ROW``; the first row is 1.
         data: The folder of real graphs.
 
     Raises:
-        UserError: If there is no such row, or nothing says how it was measured.
-        InputError: If its description is damaged.
+        UserError: If there is no such row, or no description with ``again``.
+        InputError: If the description is damaged.
     """
     name, _, number = place.rpartition(":")
     table = Path(name)
@@ -291,24 +291,24 @@ def _rerun(options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("experiments", nargs="*", type=Path, help="YAML files; all of this folder by default")
-    found.add_argument("--short", action="store_true", help="the short version: small graphs, few epochs")
-    found.add_argument("--only", nargs="+", metavar="SETTING", help="some settings of one experiment, by name")
-    found.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
-    found.add_argument("--data", type=lambda text: Path(text).resolve(), help="real graphs, laid out as PyG does")
-    found.add_argument("--work", type=Path, help="folder for parts, kept; a temporary one by default")
-    found.add_argument("--resume", action="store_true", help="take over what an interrupted run has finished")
-    found.add_argument("--list", action="store_true", help="list the experiments")
-    found.add_argument("--out", type=Path, help="folder; results by default, again for some rows or settings")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("experiments", nargs="*", type=Path, help="YAML files (default: all in this folder)")
+    cli.add_argument("--short", action="store_true", help="run the short version: small graphs, few epochs")
+    cli.add_argument("--only", nargs="+", metavar="SETTING", help="run only these settings of one experiment")
+    cli.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
+    cli.add_argument("--data", type=lambda text: Path(text).resolve(), help="folder of real graphs in PyG's layout")
+    cli.add_argument("--work", type=Path, help="folder that keeps partitioned graphs (default: a temporary one)")
+    cli.add_argument("--resume", action="store_true", help="keep what an interrupted run has finished")
+    cli.add_argument("--list", action="store_true", help="list the experiments")
+    cli.add_argument("--out", type=Path, help="folder of the results (default: results; with --row or --only: again)")
+    return cli
 
 
 def main() -> int:
     """Run what the command line asks for; 1 if something failed, 2 after a mistake."""
     options = parser().parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # temporary files go, and what was started ends with it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # exit normally, so that temporary files and started processes go
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     options.out = options.out or Path("again" if options.row or options.only else "results")
     try:
@@ -322,7 +322,7 @@ def main() -> int:
                 print(f"{one.path.relative_to(HERE.parent)}  {one.description['title']}")
             return 0
         if options.only and len(chosen) != 1:
-            raise UserError("--only: name the experiment that these settings are of")
+            raise UserError("--only: name the experiment that has these settings")
         return _all(chosen, options)
     except (UserError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -330,7 +330,7 @@ def main() -> int:
 
 
 def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
-    """Run one after the other; what needs real graphs is left out unless it is asked for by name."""
+    """Run one after the other. Without ``--data``, skip experiments that need real graphs unless named."""
     outcome: dict[str, str] = {}
     if reason := why_unshaped():
         print(f"unshaped: {reason}", file=sys.stderr)

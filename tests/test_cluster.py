@@ -164,7 +164,7 @@ def test_rates(cluster: ModuleType, rate: str, expected: int) -> None:
 
 @pytest.mark.parametrize("rate", ["fast", "10", "0bit", "1gb"])
 def test_no_rate(cluster: ModuleType, rate: str) -> None:
-    with pytest.raises(ValueError, match="expected such as 1gbit"):
+    with pytest.raises(ValueError, match="expected a rate such as 1gbit"):
         cluster.bits_per_second(rate)
 
 

@@ -56,7 +56,7 @@ def test_settings_and_a_grid_are_combined() -> None:
         ({"base": {"hosts": 3}}, "unknown field 'hosts' of a setting; known are backend, "),
         ({"settings": [{"name": "A", "ranks": 2}, {"name": "A"}]}, "setting 'A': its name must differ from others'"),
         ({"settings": [{"name": "C++"}, {"name": "C", "ranks": 2}]}, "setting 'C\\+\\+': its name must differ"),
-        ({"base": {"network": "fast"}}, "rate: expected such as 1gbit or 100mbit, got 'fast'"),
+        ({"base": {"network": "fast"}}, "rate: expected a rate such as 1gbit or 100mbit, got 'fast'"),
     ],
 )
 def test_settings_that_make_no_sense(description: dict[str, Any], complaint: str) -> None:

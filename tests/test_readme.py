@@ -15,6 +15,7 @@ from pygdist.testing import readme
 
 _ROOT = Path(__file__).parents[1]
 _TEXT = (_ROOT / "README.md").read_text(encoding="utf-8")
+_READMES = [_ROOT / "README.md", *sorted((_ROOT / "experiments").rglob("README.md"))]
 _FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", _TEXT, re.DOTALL))
 
 
@@ -52,13 +53,17 @@ def test_main_writes_the_file(tmp_path: Path) -> None:
     assert path.read_text() == f"before\n<!-- generated: norms -->\n{readme.norms_list()}\n<!-- end -->\nafter\n"
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", _TEXT):
-        assert (_ROOT / target).exists(), target
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall("(?m)^## (.*)", _TEXT)
-    }
-    assert set(re.findall(r"\]\(#([^)]+)\)", _TEXT)) <= headings
+@pytest.mark.parametrize("path", _READMES, ids=lambda path: str(path.relative_to(_ROOT)))
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = [path.parent / target for target in re.findall(r"\]\((?!https?://)([^)#]+)", text)]
+    folders = "experiments|notebooks|pygdist|recipes|tests"
+    targets += [_ROOT / name for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w/.-]+\.(?:py|yaml|csv)\b", text)]
+    targets += [path.parent / name for name in re.findall(r"(?<![\w/.-])results/[\w.-]+\.(?:csv|png)\b", text)]
+    assert [target for target in targets if not target.exists() and target.stem != "NAME"] == []
+    titles = re.findall("(?m)^##+ (.*)", text)
+    headings = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
 
 
 def test_the_python_script_trains(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Accuracy of models trained on parts and averaged, beside the same on the whole graph (CATGNN, Figures 2, 7, 11, 12).
+"""Accuracy of models trained on parts and averaged, beside models of the whole graph (CATGNN, Figures 2, 7, 11, 12).
 
-All parts are trained by one process, which gives what as many processes give (tests/lightning/test_averaging.py).
+One process trains all parts; the result is that of one process per part (tests/lightning/test_averaging.py).
 
 python -m experiments.catgnn.accuracy --data DATA --graphs Cora --models GCN --parts 1 4 --out figures
 """
@@ -35,7 +35,7 @@ from pygdist.graph import degree_corrected_sbm, load_graph, prepare
 from pygdist.lightning import ModelAveragingStrategy
 from pygdist.sampler import NeighborBatches
 
-#: Of the paper's Table 3, and of Sec. 5.1 where it gives none.
+#: Splits of the paper's Table 3; OTHERS, from Sec. 5.1, where the table gives none.
 SPLITS = {"Cora": (0.45, 0.18, 0.37), "CiteSeer": (0.55, 0.15, 0.30)}
 OTHERS = (0.70, 0.15, 0.15)
 DATASETS = {"Cora": "Planetoid", "CiteSeer": "Planetoid", "cornell5": "LINKXDataset"}
@@ -44,45 +44,49 @@ GENERATED: dict[str, dict[str, Any]] = {
 }
 MODELS = {"GCN": GCN, "GAT": GAT, "GraphSAGE": GraphSAGE}
 HEADS = 4
-#: Hidden units and nodes of a mini-batch where the paper's take hours: a mini-batch of cornell5 is nearly the graph.
+#: Hidden units and batch size where the paper's would take hours: a mini-batch of cornell5 is nearly the whole graph.
 SIZES = {"cornell5": (64, 0)}
 
-#: What tells one training from another, and what it found.
+#: Columns that identify a training, and columns with its results.
 CASE = (
     "graph", "model", "partitioner", "parts", "sync_every", "hops", "layers", "seed", "hidden", "epochs", "every",
     "batch_size",
 )  # fmt: skip
-FOUND = ("test_acc", "test_acc_on_parts", "val_acc", "train_s")
+RESULTS = ("test_acc", "test_acc_on_parts", "val_acc", "train_s")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--data", type=Path, help="a folder with Planetoid and LINKXDataset")
-    found.add_argument("--graphs", nargs="+", choices=[*DATASETS, *GENERATED], default=[*DATASETS, *GENERATED])
-    found.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    found.add_argument("--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="1 is training on the whole graph")
-    found.add_argument("--sync_every", type=int, nargs="+", default=[1], help="epochs between two averages")
-    found.add_argument("--hops", type=int, nargs="+", default=[1], help="of neighbours that a part keeps")
-    found.add_argument("--partitioners", nargs="+", default=["spring"])
-    found.add_argument("--layers", type=int, nargs="+", default=[2])
-    found.add_argument("--hidden", type=int, help="256 by default, as the paper has it; 64 on cornell5")
-    found.add_argument("--epochs", type=int, default=100)
-    found.add_argument("--every", type=int, default=1, help="epochs between two validations")
-    found.add_argument(
-        "--batch_size", type=int, help="of GraphSAGE, 512 by default; 0, as on cornell5, takes parts whole"
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument(
+        "--data", type=Path, help="folder with Planetoid/ and LINKXDataset/ in the layout of PyG's dataset classes"
     )
-    found.add_argument("--fan_out", type=int, nargs="+", default=[25, 10])
-    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    found.add_argument("--name", default="accuracy", help="of the table")
-    found.add_argument("--resume", action="store_true", help="keep the rows of OUT/NAME.csv, and add those it lacks")
-    return found
+    cli.add_argument("--graphs", nargs="+", choices=[*DATASETS, *GENERATED], default=[*DATASETS, *GENERATED])
+    cli.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    cli.add_argument(
+        "--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of parts; 1 trains on the whole graph"
+    )
+    cli.add_argument("--sync_every", type=int, nargs="+", default=[1], help="epochs between two averages")
+    cli.add_argument("--hops", type=int, nargs="+", default=[1], help="hops of neighbours that a part keeps")
+    cli.add_argument("--partitioners", nargs="+", default=["spring"])
+    cli.add_argument("--layers", type=int, nargs="+", default=[2])
+    cli.add_argument("--hidden", type=int, help="hidden units (default: the paper's 256; 64 on cornell5)")
+    cli.add_argument("--epochs", type=int, default=100)
+    cli.add_argument("--every", type=int, default=1, help="epochs between two validations")
+    cli.add_argument(
+        "--batch_size", type=int, help="batch size of GraphSAGE (default: 512; 0 on cornell5); 0 trains parts whole"
+    )
+    cli.add_argument("--fan_out", type=int, nargs="+", default=[25, 10])
+    cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    cli.add_argument("--name", default="accuracy", help="name of the table")
+    cli.add_argument("--resume", action="store_true", help="keep the rows of OUT/NAME.csv and add missing ones")
+    return cli
 
 
 @cache
 def graph_of(name: str, folder: Path | None, seed: int) -> Data:
-    """A graph with the paper's split, drawn from a seed; undirected, as the paper has it."""
+    """Return an undirected graph with the paper's split, drawn from a seed."""
     if name in GENERATED:
         data = degree_corrected_sbm(seed=0, **GENERATED[name])
     elif folder is None:
@@ -90,22 +94,22 @@ def graph_of(name: str, folder: Path | None, seed: int) -> Data:
     else:
         data = load_graph(DATASETS[name], root=str(folder / DATASETS[name]), name=name)
     split = SPLITS.get(name, OTHERS)
-    found, _ = prepare(data, symmetrize=True, remove_duplicates=True, split=split, split_seed=seed)
-    return found
+    prepared, _ = prepare(data, symmetrize=True, remove_duplicates=True, split=split, split_seed=seed)
+    return prepared
 
 
 def model_of(name: str, data: Data, hidden: int, layers: int) -> nn.Module:
-    """A model with the paper's sizes."""
+    """Return a model with the paper's sizes."""
     more = {"heads": HEADS} if name == "GAT" else {}
     num_classes = int(data.y.max()) + 1
-    found: nn.Module = MODELS[name](
+    model: nn.Module = MODELS[name](
         data.num_features, hidden, num_layers=layers, out_channels=num_classes, dropout=0.5, **more
     )
-    return found
+    return model
 
 
 class Times(pl.Callback):
-    """Seconds of training epochs, and what every validation found."""
+    """Records the seconds of training epochs and the accuracy of every validation."""
 
     def __init__(self) -> None:
         self.seconds, self.scores = 0.0, list[tuple[int, float]]()
@@ -125,7 +129,7 @@ class Times(pl.Callback):
 
 
 def train(options: argparse.Namespace, case: dict[str, Any], work: Path) -> dict[str, str]:
-    """What one training found; the best model on the validation nodes is tested."""
+    """Train once, test the model that is best on the validation nodes, and return the results."""
     seed = case["seed"]
     pl.seed_everything(seed, verbose=False)
     data = graph_of(case["graph"], options.data, seed)
@@ -154,14 +158,14 @@ def train(options: argparse.Namespace, case: dict[str, Any], work: Path) -> dict
     )
     trainer.fit(module, datamodule=graph)
     tested = trainer.test(module, datamodule=graph, ckpt_path="best", verbose=False)[0]["test_acc"]
-    module.exact_evaluation = False  # on what is kept of the neighbours, as the paper has it
+    module.exact_evaluation = False  # on the neighbours that parts keep, as in the paper
     on_parts = trainer.test(module, datamodule=graph, ckpt_path="best", verbose=False)[0]["test_acc"]
     val = max(score for _, score in times.scores)
-    return dict(zip(FOUND, map(str, (tested, on_parts, val, times.seconds)), strict=True))
+    return dict(zip(RESULTS, map(str, (tested, on_parts, val, times.seconds)), strict=True))
 
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is trained, each once."""
+    """Yield each different training once."""
     names = ("graph", "model", "partitioner", "parts", "sync_every", "hops", "layers", "seed")
     lists = (
         options.graphs, options.models, options.partitioners, options.parts, options.sync_every, options.hops,
@@ -170,7 +174,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     seen = set()
     for values in itertools.product(*lists):
         case = dict(zip(names, values, strict=True))
-        if case["parts"] == 1:  # the whole graph is trained once, whatever is done with parts
+        if case["parts"] == 1:  # options of parts do not matter to the whole graph
             case |= {"sync_every": 1, "hops": 1, "partitioner": ""}
         hidden, batch_size = SIZES.get(case["graph"], (256, 512))
         case["hidden"] = options.hidden or hidden
@@ -183,7 +187,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def rows_before(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """The rows of a table that an earlier run left, by what was trained."""
+    """Return the rows of an earlier run's table, by training."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
@@ -205,7 +209,7 @@ def main() -> int:
                 rows[key] = {**dict(zip(CASE, key, strict=True)), **train(options, case, Path(work))}
                 print(*(f"{name}={value}" for name, value in rows[key].items()), flush=True)
                 write(rows.values(), path, threads=torch.get_num_threads())
-    show([{name: row[name] for name in (*CASE, *FOUND)} for row in rows.values()], "Accuracy")
+    show([{name: row[name] for name in (*CASE, *RESULTS)} for row in rows.values()], "Accuracy")
     return 0
 
 

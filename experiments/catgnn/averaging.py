@@ -1,4 +1,4 @@
-"""Models averaged now and then beside gradients averaged in every step (CATGNN, Figures 9 and 11), on emulated hosts.
+"""Models averaged from time to time, or gradients in every step (CATGNN, Figures 9 and 11), on emulated hosts.
 
 python -m experiments.catgnn.averaging --averaging model gradient --out figures
 """
@@ -20,29 +20,29 @@ CLASSES = 10
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--nodes", type=int, default=20_000)
-    found.add_argument("--degree", type=float, default=10)
-    found.add_argument("--models", nargs="+", choices=MODELS, default=["GraphSAGE"])
-    found.add_argument("--averaging", nargs="+", choices=["model", "gradient"], default=["model"])
-    found.add_argument("--sync_every", type=int, nargs="+", default=[1], help="epochs between two averages of models")
-    found.add_argument("--hidden", type=int, default=256)
-    found.add_argument("--fan_out", type=int, nargs="+", default=[25, 10])
-    found.add_argument("--batch_size", type=int, default=512, help="0 takes parts whole")
-    found.add_argument("--hosts", type=int, default=4)
-    found.add_argument("--network", default="1gbit")
-    found.add_argument("--epochs", type=int, default=50)
-    found.add_argument("--every", type=int, default=1, help="epochs between two validations")
-    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    found.add_argument("--curves", action="store_true", help="a row for each validation, not for each training")
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    found.add_argument("--name", default="averaging", help="of the table")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--nodes", type=int, default=20_000)
+    cli.add_argument("--degree", type=float, default=10)
+    cli.add_argument("--models", nargs="+", choices=MODELS, default=["GraphSAGE"])
+    cli.add_argument("--averaging", nargs="+", choices=["model", "gradient"], default=["model"])
+    cli.add_argument("--sync_every", type=int, nargs="+", default=[1], help="epochs between two averages of models")
+    cli.add_argument("--hidden", type=int, default=256)
+    cli.add_argument("--fan_out", type=int, nargs="+", default=[25, 10])
+    cli.add_argument("--batch_size", type=int, default=512, help="nodes of a mini-batch; 0 trains parts whole")
+    cli.add_argument("--hosts", type=int, default=4)
+    cli.add_argument("--network", default="1gbit")
+    cli.add_argument("--epochs", type=int, default=50)
+    cli.add_argument("--every", type=int, default=1, help="epochs between two validations")
+    cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    cli.add_argument("--curves", action="store_true", help="write one row per validation instead of per training")
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    cli.add_argument("--name", default="averaging", help="name of the table")
+    return cli
 
 
 def setting_of(model: str, averaging: str, sync_every: int, options: argparse.Namespace) -> Setting:
-    """What is trained."""
+    """Return the setting of one training."""
     strategy: str | dict[str, Any] = "graph_ddp"
     if averaging == "model":
         strategy = {
@@ -77,7 +77,7 @@ def setting_of(model: str, averaging: str, sync_every: int, options: argparse.Na
 
 
 def rows_of(run: dict[str, Any], head: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for a training, or for each of its validations; one with a note if it failed."""
+    """Return one row per training, or per validation; a single row with a note if the training failed."""
     head = {
         **head, "seed": run["seed"], "hosts": options.hosts, "network": options.network, "nodes": options.nodes,
         "degree": options.degree, "hidden": options.hidden, "epochs": options.epochs, "every": options.every,
@@ -96,13 +96,13 @@ def rows_of(run: dict[str, Any], head: dict[str, Any], options: argparse.Namespa
     epochs: dict[float, float] = defaultdict(float)
     for row in run["epochs"]:
         epochs[row["epoch"]] = max(epochs[row["epoch"]], row["epoch_s"])
-    found = {
+    figures = {
         "test_acc": run["test_acc"],
-        "sync_s": min(seconds.values()),  # of the rank that waits least for others
+        "sync_s": min(seconds.values()),  # the rank that waits least for others
         "sent_mb": sum(row["sent_bytes"] for row in run["epochs"]) / 1e6,
         "train_s": sum(epochs.values()),
     }
-    return [{**head, **found, "note": ""}]
+    return [{**head, **figures, "note": ""}]
 
 
 def main() -> int:

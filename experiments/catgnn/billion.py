@@ -1,10 +1,10 @@
-"""A graph of 1 billion edges and 60 million nodes through ``pygdist partition``, on one small machine.
+"""Partitions a graph of 1 billion edges and 60 million nodes with ``pygdist partition``, on one small machine.
 
     python -m experiments.catgnn.billion --folder /a/disk/with/60/GB --out results
     python -m experiments.catgnn.billion --nodes 600000 --edges 10000000 --parts 8     # a trial
 
-The edges are generated as a stream to disk, partitioned by the command line in a process of its own, and a sample of
-them is looked for in the parts.
+The script streams generated edges to disk, partitions them by the command line in a separate process, and looks for a
+sample of the edges in the parts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _GIB = 2**30
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--nodes", type=int, default=60_000_000)
-    found.add_argument("--edges", type=int, default=1_000_000_000)
-    found.add_argument("--method", default="spring")
-    found.add_argument("--parts", type=int, default=32)
-    found.add_argument("--folder", type=Path, default=Path(), help="where edges and parts go; about 40 bytes an edge")
-    found.add_argument("--sample", type=int, default=1000, help="edges looked for in the parts")
-    found.add_argument("--out", type=Path, default=Path("results"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--nodes", type=int, default=60_000_000)
+    cli.add_argument("--edges", type=int, default=1_000_000_000)
+    cli.add_argument("--method", default="spring")
+    cli.add_argument("--parts", type=int, default=32)
+    cli.add_argument(
+        "--folder", type=Path, default=Path(), help="folder for edges and parts; needs about 40 bytes per edge"
+    )
+    cli.add_argument("--sample", type=int, default=1000, help="number of edges to look for in the parts")
+    cli.add_argument("--out", type=Path, default=Path("results"))
+    return cli
 
 
 def main() -> None:
@@ -51,13 +53,13 @@ def main() -> None:
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Generate, partition, look."""
+    """Generate the graph, partition it, check the parts, and return the figures."""
     start = time.perf_counter()
     generate(folder / "edges.npy", options.nodes, options.edges)
     generated = time.perf_counter() - start
     needed = 40 * options.edges - (folder / "edges.npy").stat().st_size
     if shutil.disk_usage(folder).free < needed:
-        raise SystemExit(f"{folder}: {needed / _GIB:.0f} GiB are needed on this disk")
+        raise SystemExit(f"{folder}: needs {needed / _GIB:.0f} GiB of free disk space; give another --folder")
     command = [sys.executable, "-m", "pygdist.cli", "partition", f"--input={folder / 'edges.npy'}"]
     command += [f"--num_nodes={options.nodes}", f"--method={options.method}", f"--parts={options.parts}"]
     start = time.perf_counter()
@@ -81,11 +83,11 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def look(folder: Path, meta: dict[str, Any], sample: int) -> None:
-    """Every sampled edge is at the owner of its target, and nowhere else; every node has one owner."""
+    """Check that each sampled edge is only in the part that owns its target, and that each node has one owner."""
     edges, rng = EdgeFile(folder / "edges.npy"), np.random.default_rng(0)
     wanted = np.sort(rng.choice(edges.num_edges, min(sample, edges.num_edges), replace=False))
     ends = np.concatenate([edges.read(edge, edge + 1) for edge in wanted], axis=1)
-    found = np.zeros(len(wanted), dtype=np.int64)
+    copies = np.zeros(len(wanted), dtype=np.int64)
     num_owned = 0
     for part, one in enumerate(meta["parts"]):
         place = folder / "parts" / f"part_{part}"
@@ -99,8 +101,8 @@ def look(folder: Path, meta: dict[str, Any], sample: int) -> None:
                 at = np.searchsorted(arrays["e_id"][entries], wanted[number]) + entries.start
                 assert arrays["e_id"][at] == wanted[number], f"edge {wanted[number]} is not in part {part}"
                 assert arrays["n_id"][arrays["src"][at]] == source, f"edge {wanted[number]} has another source"
-                found[number] += 1
-    assert (found == 1).all(), f"edges {wanted[found != 1]} are not in one part"
+                copies[number] += 1
+    assert (copies == 1).all(), f"edges {wanted[copies != 1]} are not in one part"
     assert num_owned == meta["num_nodes"], f"{num_owned} owned rows"
 
 

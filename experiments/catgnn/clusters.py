@@ -1,4 +1,4 @@
-"""CATGNN's Table 2: clusters of the stream, and what SPRING merges them into; by order and volume threshold.
+"""CATGNN's Table 2: SPRING's clusters before and after merging, by order of the edges and volume threshold.
 
     python -m experiments.catgnn.clusters --data DATA --out results
 
@@ -34,13 +34,17 @@ SHARES = (0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    found.add_argument("--parts", type=int, default=PARTS, help="SPRING merges up to a part's size")
-    found.add_argument("--out", type=Path, default=Path("results"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument(
+        "--data", type=Path, help="folder with Planetoid/ and LINKXDataset/ in the layout of PyG's dataset classes"
+    )
+    cli.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    cli.add_argument(
+        "--parts", type=int, default=PARTS, help="number of parts; SPRING merges clusters up to a part's size"
+    )
+    cli.add_argument("--out", type=Path, default=Path("results"))
+    return cli
 
 
 def main() -> None:
@@ -55,13 +59,13 @@ def main() -> None:
             for share in sorted({*SHARES, 0.25 / options.parts}):
                 partitioner = SpringPartitioner(volume=share)
                 ordered_stream = EdgeStream(ordered(edges), num_nodes=stream.num_nodes)
-                found = partitioner.run(ordered_stream, options.parts).figures
+                figures = partitioner.run(ordered_stream, options.parts).figures
                 before, after = PAPER.get(name, (None, None))
                 rows.append(
                     {
                         "graph": name, "isolated": isolated, "order": order, "volume_share": share,
-                        "parts": options.parts, "clusters": found["num_clusters"],
-                        "merged": found["num_merged_clusters"], "paper_clusters": before, "paper_merged": after,
+                        "parts": options.parts, "clusters": figures["num_clusters"],
+                        "merged": figures["num_merged_clusters"], "paper_clusters": before, "paper_merged": after,
                     }
                 )  # fmt: skip
     write(rows, options.out / "clusters.csv")
@@ -70,7 +74,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Clusters by threshold, a line for each order; dotted where the paper is."""
+    """Plot clusters over the threshold, one line per order; a dotted line shows the paper's number."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The graphs of these experiments, as streams of edges, and tables of what was found."""
+"""The graphs of these experiments, as streams of edges; printing and writing of tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAPHS = (*REAL, *SBM, *GENERATED)
 
 
 def edges_of(name: str, data: Path | None) -> EdgeStream:
-    """The stream of a graph; ``data`` holds the folders of PyG's dataset classes for the real ones."""
+    """Return the edges of a graph as a stream; ``data`` has the folders of PyG's dataset classes for real graphs."""
     if name in GENERATED:
         generator = EdgeGenerator(**GENERATED[name])
         return EdgeStream(generator.read(0, generator.num_edges), num_nodes=generator.num_nodes)
@@ -40,7 +40,7 @@ def edges_of(name: str, data: Path | None) -> EdgeStream:
 
 
 def communities(num_nodes: int, num_edges: int, num_communities: int, num_features: int, inside: float = 0.995) -> Data:
-    """A graph with communities, most edges inside them, and features and labels that say nothing; to measure memory."""
+    """Return a graph with communities, random features and random labels, to measure memory."""
     edges = EdgeGenerator(num_nodes, num_edges, num_communities=num_communities, inside=inside, undirected=True)
     generator = torch.Generator().manual_seed(0)
     return Data(
@@ -61,9 +61,12 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def write(rows: Iterable[Mapping[str, Any]], path: Path, *, threads: int | None = None) -> None:
-    """Write a CSV; every row says what it was measured on, if it does not already.
+    """Write a CSV; add the columns of :func:`~experiments.machine.provenance` that rows lack.
 
-    With as many threads as there are cores, unless told.
+    Args:
+        rows: Rows with the same columns.
+        path: The file.
+        threads: Number of threads that measured. Default: all cores.
     """
     facts = provenance(threads or cores())
     rows = [{**row, **{name: fact for name, fact in facts.items() if name not in row}} for row in rows]

@@ -1,4 +1,4 @@
-"""CATGNN's Figure 6: the replication factor with full neighbour lists, all methods, by number of parts.
+"""CATGNN's Figure 6: replication factor with full neighbour lists, by partitioner and number of parts.
 
     python -m experiments.catgnn.replication --data DATA --out results
 
@@ -22,15 +22,19 @@ OTHERS = ("metis", "chunk")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    found.add_argument("--methods", nargs="+", default=[*STREAMING, *OTHERS])
-    found.add_argument("--parts", nargs="+", type=int, default=[4, 8, 16])
-    found.add_argument("--spring-volume", type=float, help="close clusters of SPRING at so many volumes of a part")
-    found.add_argument("--out", type=Path, default=Path("results"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument(
+        "--data", type=Path, help="folder with Planetoid/ and LINKXDataset/ in the layout of PyG's dataset classes"
+    )
+    cli.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    cli.add_argument("--methods", nargs="+", default=[*STREAMING, *OTHERS])
+    cli.add_argument("--parts", nargs="+", type=int, default=[4, 8, 16])
+    cli.add_argument(
+        "--spring-volume", type=float, help="volume at which SPRING closes a cluster, in volumes of a part"
+    )
+    cli.add_argument("--out", type=Path, default=Path("results"))
+    return cli
 
 
 def main() -> None:
@@ -46,14 +50,14 @@ def main() -> None:
                 arguments = {"volume": options.spring_volume / parts}
                 label = f"spring(volume={options.spring_volume:g}/P)"
             start = time.perf_counter()
-            found = resolve_partitioner(method, **arguments).run(edges, parts)
+            partition = resolve_partitioner(method, **arguments).run(edges, parts)
             seconds = time.perf_counter() - start
-            metrics = measure(edges, found.part, parts)
+            metrics = measure(edges, partition.part, parts)
             rows.append(
                 {
                     "graph": name, "nodes": edges.num_nodes, "edges": edges.num_edges, "parts": parts, "method": label,
                     "replication_factor_full": metrics.replication_factor,
-                    "replication_factor": found.figures.get("replication_factor"), "edge_cut": metrics.edge_cut,
+                    "replication_factor": partition.figures.get("replication_factor"), "edge_cut": metrics.edge_cut,
                     **{f"{what}_balance": value for what, value in metrics.balance.items() if what != "train_nodes"},
                     "seconds": seconds,
                 }
@@ -66,7 +70,7 @@ def main() -> None:
 
 
 def behind(rows: list[dict[str, Any]]) -> list[str]:
-    """Where a streaming method other than SPRING replicates least."""
+    """List the graphs and numbers of parts for which a streaming method other than SPRING replicates least."""
     lines = []
     for name, parts in dict.fromkeys((row["graph"], row["parts"]) for row in rows):
         mine = [row for row in rows if (row["graph"], row["parts"]) == (name, parts) and row["method"] in STREAMING]
@@ -79,7 +83,7 @@ def behind(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars: a group for each number of parts, a picture for each graph."""
+    """Plot bars: one group per number of parts, one panel per graph."""
     import matplotlib
 
     matplotlib.use("Agg")

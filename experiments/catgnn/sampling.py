@@ -1,11 +1,11 @@
-"""Sampled edges per second on one core, and memory, of our neighbour sampler and torch_sparse's.
+"""Sampled edges per second on one core, and memory, of pygdist's and torch_sparse's neighbour samplers.
 
     python -m experiments.catgnn.sampling --out results
     python -m experiments.catgnn.sampling --nodes 1000000 --edges 20000000 --fan-outs 25,10 --replace no
 
-All in one process with one thread, in turns: in every round each contender samples the same batches, through the
-interface by which PyG's ``NodeLoader`` calls it. Seconds are those of the processor, so that other work on the machine
-counts little. Without torch_sparse there is one contender.
+Both run in one process with one thread, in turns. In every round each contender samples the same batches, through the
+interface by which PyG's ``NodeLoader`` calls it. Seconds are processor time, so other work counts little.
+Without torch_sparse there is one contender.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _MIB = 2**20
 
 
 def graph(num_nodes: int, num_edges: int) -> CSR:
-    """A graph with a power law and communities."""
+    """Return a graph with a power law and communities."""
     source, target = torch.from_numpy(EdgeGenerator(num_nodes, num_edges).read(0, num_edges))
     return CSR.from_coo(target, source, num_rows=num_nodes, num_cols=num_nodes).unpermuted()
 
 
 def sampler_of(name: str, csr: CSR, fan_out: list[int], replace: bool) -> BaseSampler:
-    """A contender."""
+    """Return the sampler of a contender."""
     if name == OURS:
         return CSRNeighborSampler(csr, fan_out, replace=replace)
     data = Data(edge_index=torch.stack([csr.index.long(), csr.row_index().long()]), num_nodes=csr.num_rows)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyG would rather have pyg-lib
+        warnings.simplefilter("ignore")  # PyG warns that pyg-lib is missing
         return NeighborSampler(data, fan_out, replace=replace, is_sorted=True)
 
 
 def one_round(sampler: BaseSampler, seeds: Sequence[Tensor]) -> tuple[float, int, int]:
-    """Seconds of processor time for all batches, and the edges and nodes sampled."""
+    """Sample all batches. Return the processor seconds, and the numbers of edges and nodes."""
     edges = nodes = 0
     start = time.process_time()
     for batch in seeds:
-        found = sampler.sample_from_nodes(NodeSamplerInput(None, batch))
-        edges, nodes = edges + found.row.numel(), nodes + found.node.numel()
+        sample = sampler.sample_from_nodes(NodeSamplerInput(None, batch))
+        edges, nodes = edges + sample.row.numel(), nodes + sample.node.numel()
     return time.process_time() - start, edges, nodes
 
 
 def beyond_mib(sampler: BaseSampler, seeds: Sequence[Tensor]) -> float | str:
-    """The most memory that sampling takes beyond what is there; nothing where Linux does not tell."""
+    """Return the MiB that sampling takes at most beyond those in use before; empty if Linux does not report it."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what is free is given back, so that using it again counts
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system, so that using it again counts
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     except (OSError, AttributeError):
         return ""
     before = _resident("VmRSS")
@@ -78,7 +78,7 @@ def _resident(name: str) -> int:
 
 
 def measure(csr: CSR, fan_out: str, replace: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """Return one row per contender."""
     hops = [int(most) for most in fan_out.split(",")]
     samplers = {name: sampler_of(name, csr, hops, replace) for name in options.contenders}
     order = torch.randperm(csr.num_rows, generator=torch.Generator().manual_seed(0))
@@ -90,15 +90,15 @@ def measure(csr: CSR, fan_out: str, replace: bool, options: argparse.Namespace) 
         for name in list(samplers)[:: 1 if number % 2 else -1]:
             rounds[name].append(one_round(samplers[name], seeds))
     rows = []
-    for name, found in rounds.items():
-        rates = [edges / seconds for seconds, edges, _ in found]
+    for name, results in rounds.items():
+        rates = [edges / seconds for seconds, edges, _ in results]
         median = statistics.median(rates)
         rows.append({
             "contender": name, "nodes": csr.num_rows, "edges": csr.num_entries, "fan_out": fan_out,
             "replace": "yes" if replace else "no", "batch_size": options.batch_size, "batches": len(seeds),
             "rounds": options.rounds, "edges_per_second": median, "spread": (max(rates) - min(rates)) / median,
-            "ms_per_batch": statistics.median(seconds for seconds, _, _ in found) / len(seeds) * 1e3,
-            "edges_per_batch": found[0][1] / len(seeds), "nodes_per_batch": found[0][2] / len(seeds),
+            "ms_per_batch": statistics.median(seconds for seconds, _, _ in results) / len(seeds) * 1e3,
+            "edges_per_batch": results[0][1] / len(seeds), "nodes_per_batch": results[0][2] / len(seeds),
             "beyond_mib": beyond_mib(samplers[name], seeds),
         })  # fmt: skip
         print(rows[-1], flush=True)
@@ -106,19 +106,19 @@ def measure(csr: CSR, fan_out: str, replace: bool, options: argparse.Namespace) 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--nodes", nargs="+", type=int, default=[1_000_000])
-    found.add_argument("--edges", nargs="+", type=int, default=[20_000_000], help="of each graph")
-    found.add_argument("--fan-outs", nargs="+", default=["25,10", "10,10,10"])
-    found.add_argument("--replace", nargs="+", choices=["no", "yes"], default=["no", "yes"])
-    found.add_argument("--batch-size", type=int, default=512)
-    found.add_argument("--batches", type=int, default=10)
-    found.add_argument("--rounds", type=int, default=5)
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--nodes", nargs="+", type=int, default=[1_000_000])
+    cli.add_argument("--edges", nargs="+", type=int, default=[20_000_000], help="edges of each graph")
+    cli.add_argument("--fan-outs", nargs="+", default=["25,10", "10,10,10"])
+    cli.add_argument("--replace", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    cli.add_argument("--batch-size", type=int, default=512)
+    cli.add_argument("--batches", type=int, default=10)
+    cli.add_argument("--rounds", type=int, default=5)
     there = [OURS, OTHER] if pyg_typing.WITH_TORCH_SPARSE else [OURS]
-    found.add_argument("--contenders", nargs="+", choices=[OURS, OTHER], default=there)
-    found.add_argument("--out", type=Path, default=Path("results"))
-    return found
+    cli.add_argument("--contenders", nargs="+", choices=[OURS, OTHER], default=there)
+    cli.add_argument("--out", type=Path, default=Path("results"))
+    return cli
 
 
 def main() -> None:

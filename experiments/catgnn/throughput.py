@@ -1,9 +1,9 @@
-"""Seconds, edges per second and peak memory of the partitioners, on edges in a file; also CATGNN's Figure 8.
+"""Seconds, edges per second and peak memory of the partitioners on edges in a file; also CATGNN's Figure 8.
 
     python -m experiments.catgnn.throughput --nodes 5000000 --edges 100000000 --out results
     python -m experiments.catgnn.throughput --methods spring metis --edges 1000000 4000000 16000000 --plot-memory
 
-Every method has a process of its own, one at a time. Edges and nodes grow together.
+Each method runs in its own process, one at a time. Edges and nodes grow together.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ COLUMNS = (
     "edges_per_second_deciding", "peak_gib", "imports_gib",
 )  # fmt: skip
 METHODS = ("hash", "dbh", "grid", "random", "hdrf", "powergraph", "libra", "2ps-l", "spring", "fennel", "ldg", "chunk")
-PLACING = {"2ps-l": 2}  # passes that place edges, where it is not one
+PLACING = {"2ps-l": 2}  # passes that place edges, if more than one
 _PIECE = 1 << 22
 _GIB = 2**30
 
 
 class Stopwatch(Progress):
-    """Notes the seconds of every pass, in place of showing it."""
+    """Records the seconds of every pass instead of showing its progress."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Stopwatch(Progress):
 
     @contextlib.contextmanager
     def watch(self, total: int, unit: str) -> Iterator[Advance]:
-        """One pass."""
+        """Time one pass."""
         start = time.perf_counter()
         yield lambda done: None
         self.seconds.append(time.perf_counter() - start)
@@ -63,7 +63,7 @@ def generate(path: Path, nodes: int, edges: int) -> None:
 
 
 def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
-    """What a process of its own measures."""
+    """Measure one method; runs in its own process."""
     from pygdist.partition import resolve_partitioner
 
     imports = peak_rss_bytes()
@@ -81,18 +81,18 @@ def one(path: Path, method: str, nodes: int, parts: int) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--methods", nargs="+", default=list(METHODS))
-    found.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
-    found.add_argument("--degree", type=int, default=20, help="edges for each node")
-    found.add_argument("--parts", type=int, default=8)
-    found.add_argument("--rounds", type=int, default=1, help="processes of each method, in turns")
-    found.add_argument("--plot-memory", action="store_true", help="draw peak memory by edges")
-    found.add_argument("--name", default="throughput", help="of the CSV")
-    found.add_argument("--out", type=Path, default=Path("results"))
-    found.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # file and method, in a process of its own
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--methods", nargs="+", default=list(METHODS))
+    cli.add_argument("--edges", nargs="+", type=int, default=[100_000_000])
+    cli.add_argument("--degree", type=int, default=20, help="edges per node")
+    cli.add_argument("--parts", type=int, default=8)
+    cli.add_argument("--rounds", type=int, default=1, help="number of processes per method, in turns")
+    cli.add_argument("--plot-memory", action="store_true", help="plot peak memory over edges")
+    cli.add_argument("--name", default="throughput", help="name of the CSV")
+    cli.add_argument("--out", type=Path, default=Path("results"))
+    cli.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # file and method; used by the process that measures
+    return cli
 
 
 def main() -> int:
@@ -123,15 +123,15 @@ def _in_a_process(path: Path, method: str, edges: int, options: argparse.Namespa
     command = [sys.executable, "-m", "experiments.catgnn.throughput", "--one", str(path), method, "--edges", str(edges)]
     command += ["--degree", str(options.degree), "--parts", str(options.parts)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    if outcome.returncode:  # killed for its memory, most likely
+    if outcome.returncode:  # most likely killed because memory ran out
         last = outcome.stderr.strip().splitlines()[-1:]
-        known = {"method": method, "edges": edges, "nodes": edges // options.degree, "parts": options.parts}
-        return {**dict.fromkeys(COLUMNS), **known, "note": f"exit code {outcome.returncode} {' '.join(last)}"}
+        case = {"method": method, "edges": edges, "nodes": edges // options.degree, "parts": options.parts}
+        return {**dict.fromkeys(COLUMNS), **case, "note": f"exit code {outcome.returncode} {' '.join(last)}"}
     return {**json.loads(outcome.stdout.splitlines()[-1]), "note": ""}
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Peak memory by edges."""
+    """Plot peak memory over edges."""
     import matplotlib
 
     matplotlib.use("Agg")

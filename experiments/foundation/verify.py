@@ -1,10 +1,9 @@
-"""One training step on N processes against one process, for the common layers, on real graphs or a generated one.
-
-Prints a table and writes a CSV:
+"""Compares one training step on N processes with one on one process, for common layers, on real and generated graphs.
 
     python -m experiments.foundation.verify --data DATA --ranks 2 3 4 --out figures
 
-DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes; PyG writes beside the raw files.
+Prints a table and writes a CSV. DATA holds ``Planetoid/`` and ``LINKXDataset/`` in the layout of PyG's dataset classes;
+PyG writes its processed files there.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ GRAPHS = {
 
 
 def row(data: Path | None, graph: str, name: str, ranks: int, cache: Path, *, double: bool) -> dict[str, object]:
-    """The largest relative difference of one setting, and what has it."""
+    """Return the largest relative difference of one setting, and the quantity that has it."""
     dataset, arguments, num_features, num_classes = GRAPHS[graph]
     root = {} if graph == "sbm" else {"root": str(_folder(data, dataset))}
     module = GraphDataModule(dataset, {**root, **arguments}, cache_dir=cache)
@@ -70,19 +69,21 @@ def _folder(data: Path | None, dataset: str) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--data", type=Path, help="folder with Planetoid/ and LINKXDataset/")
-    found.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
-    found.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    found.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
-    found.add_argument("--double", action="store_true")
-    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for verify.csv")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument(
+        "--data", type=Path, help="folder with Planetoid/ and LINKXDataset/ in the layout of PyG's dataset classes"
+    )
+    cli.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    cli.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    cli.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
+    cli.add_argument("--double", action="store_true", help="compute in float64")
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for verify.csv")
+    return cli
 
 
 def main() -> None:
-    """Run the settings that the command line names."""
+    """Run the settings that the command line asks for."""
     options = parser().parse_args()
     rows = []
     facts = provenance(cores())
@@ -98,8 +99,8 @@ def main() -> None:
                     writer.writerow({**rows[-1], **facts})
                     file.flush()
     table = Table(*rows[0], title="one training step, N processes against one")
-    for found in rows:
-        table.add_row(*(f"{value:.1e}" if name == "relative" else str(value) for name, value in found.items()))
+    for shown in rows:
+        table.add_row(*(f"{value:.1e}" if name == "relative" else str(value) for name, value in shown.items()))
     Console().print(table)
 
 

@@ -1,8 +1,8 @@
-"""What bounds the sum: the same matrix and the same work, with the rows that it gathers coming from near or far.
+"""Bounds of the sum over neighbours: the same work, with the gathered rows in near or far memory.
 
-The first line is the time of the instructions; the others add what waiting for a cache or for memory costs. Memory in
-order is what the processor fetches ahead by itself. Last, blocking over sources (DistGNN, Algorithm 2) at its best:
-blocks cut before, each of a range of sources, and nothing added up; where this takes longer, the real algorithm does.
+The first row is the time of the instructions. The others add the time of waiting for a cache or for memory; the
+processor prefetches memory in order by itself. The last rows are blocking over sources (DistGNN, Algorithm 2) at its
+best: the blocks are cut beforehand and their results are not added up. Where this is slower, so is the real algorithm.
 
     python -m experiments.kernels.bounds --out figures
 """
@@ -31,16 +31,16 @@ Part = tuple[CSR, Tensor]  # a matrix and its weights
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    found.add_argument("--nodes", type=int, default=400_000)
-    found.add_argument("--edges", type=int, default=10_000_000)
-    found.add_argument("--features", type=int, nargs="+", default=[32, 128])
-    found.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
-    found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--threads", type=int, default=2)
-    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for bounds.csv")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cli.add_argument("--nodes", type=int, default=400_000)
+    cli.add_argument("--edges", type=int, default=10_000_000)
+    cli.add_argument("--features", type=int, nargs="+", default=[32, 128])
+    cli.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
+    cli.add_argument("--rounds", type=int, default=5)
+    cli.add_argument("--threads", type=int, default=2)
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for bounds.csv")
+    return cli
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def main() -> None:
             x = torch.rand(options.nodes, width)
             contenders = {name: [(csr, weight)] for name, csr in sources(matrix, x)}
             contenders |= {f"{count} blocks of sources": cut(matrix, weight, count) for count in options.blocks}
-            found = medians([partial(products, parts, x) for parts in contenders.values()], options.rounds)
-            for name, seconds in zip(contenders, found, strict=True):
+            seconds_of_each = medians([partial(products, parts, x) for parts in contenders.values()], options.rounds)
+            for name, seconds in zip(contenders, seconds_of_each, strict=True):
                 per_edge = seconds * options.threads / matrix.num_entries * 1e9
                 rate = matrix.num_entries * width * x.element_size() / seconds / 1e9
                 values = (options.nodes, options.edges, width, name, seconds, per_edge, rate)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def sources(matrix: CSR, x: Tensor) -> Iterator[tuple[str, CSR]]:
-    """The matrix with other columns: as many entries in every row, but other rows of ``x`` to gather."""
+    """Yield the matrix with other columns: each row has as many entries, but gathers other rows of ``x``."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int) -> CSR:
@@ -89,7 +89,7 @@ def sources(matrix: CSR, x: Tensor) -> Iterator[tuple[str, CSR]]:
 
 
 def cut(matrix: CSR, weight: Tensor, count: int) -> list[Part]:
-    """The entries of each of ``count`` ranges of sources, and their weights."""
+    """Cut the matrix into ``count`` ranges of sources; return the entries of each and their weights."""
     rows, parts = matrix.row_index(), []
     for number in range(count):
         first, last = (matrix.num_cols * end // count for end in (number, number + 1))
@@ -101,13 +101,13 @@ def cut(matrix: CSR, weight: Tensor, count: int) -> list[Part]:
 
 
 def products(parts: list[Part], x: Tensor) -> None:
-    """The product of each part with all rows."""
+    """Multiply each part with all rows."""
     for part, values in parts:
         spmm(part, x, values)
 
 
 def medians(contenders: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median seconds of each, in turns; the first call of each does not count."""
+    """Run the contenders in turns and return the median seconds of each, without its first call."""
     seconds: list[list[float]] = [[] for _ in contenders]
     for number in range(rounds + 1):
         for taken, contender in zip(seconds, contenders, strict=True):

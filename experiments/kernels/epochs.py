@@ -3,8 +3,8 @@
     python -m experiments.kernels.epochs --out figures
     python -m experiments.kernels.epochs --savings-table --out figures
 
-Each contender trains in processes of its own, one at a time, a few epochs in each round. This script imports neither
-torch nor pygdist: the memory of a process that starts another counts as the other's peak until it is surpassed.
+Each contender trains in its own processes, one at a time, a few epochs per round. This script imports neither torch nor
+pygdist, because the memory of a process counts as the peak of a process that it starts, until that one needs more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLUMNS = [
     "model", "contender", "nodes", "edges", "epochs", "median_s", "min_s", "spread", "ratio", "peak_gib", "imports_gib",
     "beyond_imports_gib", "loss_difference", "note",
 ]  # fmt: skip
-_WARM_UP = 2  # epochs of each process: memory is allocated, degrees, transposes and what is kept are computed
+_WARM_UP = 2  # epochs of each process: they allocate memory and compute degrees, transposes and kept results
 _GIB = 2**30
 _SWITCHES = (
     "from dataclasses import fields; from pygdist.backends import Savings; "
@@ -53,11 +53,11 @@ _SWITCHES = (
 
 @dataclass
 class Contender:
-    """One way of training one model, and what its processes have shown so far."""
+    """One way to train one model, and the figures of its processes so far."""
 
     model: str
     name: str
-    arguments: Sequence[str]  # of plain.py or, for us, of fit
+    arguments: Sequence[str]  # of plain.py, or of `pygdist fit`
     plain: bool
     seconds: list[float] = field(default_factory=list)  # of epochs after warm-up
     losses: list[float] = field(default_factory=list)  # from the first epoch on, of the first process
@@ -65,7 +65,7 @@ class Contender:
     note: str = ""
 
     def epochs(self, options: argparse.Namespace) -> int:
-        """Timed epochs of the next process: one to learn the cost, then as many as the budget holds."""
+        """Return the timed epochs of the next process: first one, then as many as the budget holds."""
         if not self.seconds:
             return 1
         return max(1, min(options.epochs, int(options.budget_s / statistics.median(self.seconds))))
@@ -93,7 +93,7 @@ def run(command: Sequence[str], folder: Path, options: argparse.Namespace) -> En
             stdout=out,
             stderr=err,
             env={**os.environ, **environment},
-            # what does not fit is then an error of the process's own, not the end of another
+            # if memory runs out, the process itself fails, instead of another one being killed
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
         )
         _, status, usage = os.wait4(process.pid, 0)
@@ -104,14 +104,14 @@ def run(command: Sequence[str], folder: Path, options: argparse.Namespace) -> En
 
 
 def must(ended: Ended) -> Ended:
-    """What has to work before anything is compared."""
+    """Return the process if it ended well; end the script otherwise."""
     if ended.code:
         raise SystemExit(ended.err or f"exited with {ended.code}")
     return ended
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
-    """Write the graph as arrays, for plain PyG, and as a store of one part, for us: nobody's peak holds that."""
+    """Write the graph as arrays, for PyG, and as a store, for pygdist. This adds to no contender's peak."""
     make = (
         "from pygdist.graph import load_graph, prepare, save_npy; from pygdist.partition import partition_graph; "
         f"data = load_graph('power-law', num_nodes={options.nodes}, num_edges={options.edges}, "
@@ -122,20 +122,20 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
 
 
 def compared(model: str, options: argparse.Namespace) -> list[Contender]:
-    """We, and every adjacency that plain PyG takes; GCN also with its own option to normalise once."""
-    found = [Contender(model, OURS, [], plain=False)]
+    """Return pygdist, and PyG with each adjacency; for GCN also with its option to normalise once."""
+    contenders = [Contender(model, OURS, [], plain=False)]
     for adjacency in options.adjacencies:
         if adjacency == "torch_sparse" and not importlib.util.find_spec("torch_sparse"):
             continue
-        found.append(Contender(model, f"PyG {adjacency}", [f"--adjacency={adjacency}"], plain=True))
+        contenders.append(Contender(model, f"PyG {adjacency}", [f"--adjacency={adjacency}"], plain=True))
         if model == "GCN":
             arguments = [f"--adjacency={adjacency}", "--cached"]
-            found.append(Contender(model, f"PyG {adjacency}, cached", arguments, plain=True))
-    return found
+            contenders.append(Contender(model, f"PyG {adjacency}, cached", arguments, plain=True))
+    return contenders
 
 
 def savings(model: str, switches: Sequence[str]) -> list[Contender]:
-    """Everything on; everything off, then on one after the other; everything on but one."""
+    """Return pygdist with all shortcuts on, with all off, with more and more on, and with all but one on."""
 
     def contender(name: str, on: Sequence[str]) -> Contender:
         flags = [f"--model.savings.{switch}={'true' if switch in on else 'false'}" for switch in switches]
@@ -147,7 +147,7 @@ def savings(model: str, switches: Sequence[str]) -> list[Contender]:
 
 
 def train(contender: Contender, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process of a contender; notes what it showed and gives a row per epoch."""
+    """Run one process of a contender and record its figures; return one row per epoch."""
     epochs = _WARM_UP + contender.epochs(options)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if contender.plain:
@@ -171,7 +171,7 @@ def train(contender: Contender, folder: Path, options: argparse.Namespace) -> li
 
 
 def _fit(model: str, store: Path, folder: Path, epochs: int) -> list[str]:
-    """Options of ``pygdist fit``: the same model, seed and optimiser as plain.py, and nothing but training."""
+    """Return options of ``pygdist fit``: the model, seed and optimiser of plain.py, and training only."""
     sizes = {"in_channels": FEATURES, "hidden_channels": HIDDEN, "num_layers": 2, "out_channels": CLASSES}
     return [
         "--seed_everything=0",
@@ -192,12 +192,12 @@ def _fit(model: str, store: Path, folder: Path, epochs: int) -> list[str]:
 
 
 def _plain_figures(out: str) -> tuple[list[float], list[float]]:
-    found = json.loads(out.splitlines()[-1])
-    return found["train_loss"], found["epoch_s"]
+    figures = json.loads(out.splitlines()[-1])
+    return figures["train_loss"], figures["epoch_s"]
 
 
 def _logged_figures(folder: Path) -> tuple[list[float], list[float]]:
-    """What ``ExchangeMonitor`` and the classifier logged."""
+    """Return the losses and the seconds of each epoch from pygdist's log."""
     with next(folder.rglob("metrics.csv")).open(newline="") as file:
         lines = list(csv.DictReader(file))
     losses, seconds = ([float(line[name]) for line in lines if line[name]] for name in ("train_loss", "epoch_s"))
@@ -214,9 +214,9 @@ def _reason(ended: Ended, options: argparse.Namespace) -> str:
 def rows(
     contenders: Sequence[Contender], imports: dict[bool, int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each contender of one model."""
+    """Return one row per contender of one model."""
     ours = contenders[0]
-    found = []
+    measured = []
     for one in contenders:
         row: dict[str, Any] = {"model": one.model, "contender": one.name, "nodes": options.nodes}
         row |= {"edges": options.edges, "epochs": len(one.seconds), "note": one.note}
@@ -228,43 +228,43 @@ def rows(
             row |= {"peak_gib": one.peak / _GIB, "imports_gib": imports[one.plain] / _GIB}
             row["beyond_imports_gib"] = row["peak_gib"] - row["imports_gib"]
             row["loss_difference"] = _loss_difference(one.losses, ours.losses)
-            # the parameters start equal; later losses drift apart by rounding, as Adam divides by small numbers
+            # initial parameters are equal; later losses drift apart by rounding, as Adam divides by small numbers
             if ours.losses and not row["loss_difference"] <= 1e-3:
-                row["note"] = f"wrong: its losses are not those of {OURS}"
-        found.append(row)
-    return found
+                row["note"] = f"wrong: its losses differ from {OURS}'s"
+        measured.append(row)
+    return measured
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Largest relative difference before and after the first step."""
+    """Return the largest relative difference of the losses before and after the first step."""
     pairs = zip(losses[:2], reference[:2], strict=False)
     return max((abs(one - other) / max(abs(other), 1e-12) for one, other in pairs), default=float("nan"))
 
 
-def table(found: Sequence[dict[str, Any]], title: str) -> Table:
-    """All rows, for people."""
+def table(measured: Sequence[dict[str, Any]], title: str) -> Table:
+    """Return all rows as a table for the terminal."""
     out = Table("model", "contender", title=title)
     for name in ("epochs", "median s", "min s", "spread", "ratio", "peak GiB", "beyond imports"):
         out.add_column(name, justify="right")
     out.add_column("note")
     forms = {"median_s": ".3f", "min_s": ".3f", "spread": ".0%", "ratio": ".2f", "peak_gib": ".2f"}
     forms["beyond_imports_gib"] = ".2f"
-    for row, following in zip(found, [*found[1:], None], strict=True):
+    for row, following in zip(measured, [*measured[1:], None], strict=True):
         figures = ["" if row.get(name) is None else format(row[name], form) for name, form in forms.items()]
         last = following is None or following["model"] != row["model"]
         out.add_row(row["model"], row["contender"], str(row["epochs"]), *figures, row.get("note", ""), end_section=last)
     return out
 
 
-def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of seconds per epoch, on a log scale, and of peak memory."""
+def plot(measured: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot bars of seconds per epoch, on a log scale, and of peak memory."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    models = list(dict.fromkeys(row["model"] for row in found))
-    contenders = list(dict.fromkeys(row["contender"] for row in found))
+    models = list(dict.fromkeys(row["model"] for row in measured))
+    contenders = list(dict.fromkeys(row["contender"] for row in measured))
     width = 0.85 / len(contenders)
     figure, axes = plt.subplots(2, 1, figsize=(2 + 2.2 * len(models), 7), sharex=True)
     for axis, column, label in (
@@ -272,7 +272,7 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
         (axes[1], "beyond_imports_gib", "GiB beyond imports"),
     ):
         for place, model in enumerate(models):
-            chosen = [row for row in found if row["model"] == model and row.get(column) is not None]
+            chosen = [row for row in measured if row["model"] == model and row.get(column) is not None]
             for number, row in enumerate(chosen):
                 color = plt.get_cmap("tab20")(contenders.index(row["contender"]) % 20)
                 left = place + (number - (len(chosen) - 1) / 2) * width
@@ -287,25 +287,31 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; GCN with --savings-table")
-    found.add_argument("--nodes", type=int, default=50_000, help="default: those of the reference graph")
-    found.add_argument("--edges", type=int, default=5_000_000, help="default: those of the reference graph")
-    known = ["edges", "sparse", "torch_sparse"]
-    found.add_argument("--adjacencies", nargs="*", choices=known, default=known, help="of plain PyG")
-    found.add_argument("--savings-table", action="store_true", help="our switches instead of plain PyG")
-    found.add_argument("--threads", type=int, default=2)
-    found.add_argument("--rounds", type=int, default=3, help="processes of each contender")
-    found.add_argument("--epochs", type=int, default=10, help="most timed epochs of a process")
-    found.add_argument("--budget-s", type=float, default=30.0, help="seconds of timed epochs of a process")
-    found.add_argument("--max-gib", type=float, default=16.0, help="memory that a process may allocate")
-    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for the CSV files and the plot")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; GCN with --savings-table")
+    cli.add_argument("--nodes", type=int, default=50_000, help="default: those of the reference graph")
+    cli.add_argument("--edges", type=int, default=5_000_000, help="default: those of the reference graph")
+    adjacencies = ["edges", "sparse", "torch_sparse"]
+    cli.add_argument(
+        "--adjacencies",
+        nargs="*",
+        choices=adjacencies,
+        default=adjacencies,
+        help="adjacencies for plain PyG (default: all)",
+    )
+    cli.add_argument("--savings-table", action="store_true", help="compare pygdist's shortcuts instead of plain PyG")
+    cli.add_argument("--threads", type=int, default=2)
+    cli.add_argument("--rounds", type=int, default=3, help="number of processes per contender")
+    cli.add_argument("--epochs", type=int, default=10, help="largest number of timed epochs of a process")
+    cli.add_argument("--budget-s", type=float, default=30.0, help="seconds that the timed epochs of a process may take")
+    cli.add_argument("--max-gib", type=float, default=16.0, help="GiB that a process may allocate")
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for the CSV files and the plot")
+    return cli
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the options, with the default models filled in."""
     made = parser()
     options = made.parse_args(argv)
     options.models = options.models or (["GCN"] if options.savings_table else list(MODELS))
@@ -313,7 +319,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure what the command line names, each contender's losses held against ours."""
+    """Measure what the command line asks for, and compare each contender's losses with pygdist's."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     name = "savings" if options.savings_table else "epochs"
@@ -324,11 +330,11 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - start:5.0f} s] {text}", flush=True)
 
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="pygdist-epochs-") as temporary,
         (options.out / f"{name}.csv").open("w", newline="") as file,
-        (options.out / f"{name}-all.csv").open("w", newline="") as every,
+        (options.out / f"{name}-all.csv").open("w", newline="") as all_epochs,
     ):
         folder = Path(temporary)
         say(f"graph: {options.nodes:,} nodes, {options.edges:,} edges, {FEATURES} features")
@@ -340,7 +346,7 @@ def main() -> int:
         switches = must(run(["-c", _SWITCHES], folder, options)).out.split() if options.savings_table else []
         writer = csv.DictWriter(file, fieldnames=[*COLUMNS, *machine])
         writer.writeheader()
-        raw = csv.DictWriter(every, ["model", "contender", "round", "epoch", "epoch_s", "train_loss", "peak_gib"])
+        raw = csv.DictWriter(all_epochs, ["model", "contender", "round", "epoch", "epoch_s", "train_loss", "peak_gib"])
         raw.writeheader()
         for model in options.models:
             useful = [one for one in switches if model == "GAT" or one != "fused_attention"]
@@ -349,17 +355,17 @@ def main() -> int:
                 for one in [one for one in contenders if not one.note]:
                     epochs = train(one, folder, options)
                     raw.writerows({**row, "round": turn} for row in epochs)
-                    every.flush()
+                    all_epochs.flush()
                     figure = one.note or f"{statistics.median(one.seconds):.3f} s, peak {one.peak / _GIB:.2f} GiB"
                     say(f"{model}, round {turn + 1}, {one.name}: {figure}")
             done = rows(contenders, imports, options)
             writer.writerows({**row, **machine} for row in done)
             file.flush()
-            found += done
+            measured += done
     title = f"Seconds per epoch: medians over interleaved processes. ratio: time over {OURS}'s"
-    Console(width=None if sys.stdout.isatty() else 160).print(table(found, title))
-    plot(found, options.out / f"{name}.png")
-    return SOME_FAILED if any(row["note"].startswith("wrong") for row in found) else 0
+    Console(width=None if sys.stdout.isatty() else 160).print(table(measured, title))
+    plot(measured, options.out / f"{name}.png")
+    return SOME_FAILED if any(row["note"].startswith("wrong") for row in measured) else 0
 
 
 if __name__ == "__main__":

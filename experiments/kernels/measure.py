@@ -1,10 +1,10 @@
-"""Our aggregation kernels and attention against torch, PyG and torch_sparse, in one interleaved run; table, CSV, plots.
+"""pygdist's aggregation and attention against torch, PyG and torch_sparse, interleaved in one run; table, CSV, plots.
 
     python -m experiments.kernels.measure --out figures
     python -m experiments.kernels.measure --graph reference --operations sum --features 128 --rounds 9
 
-Every round runs each contender once and copies one large array to another, so that what disturbs the machine disturbs
-all of them. Medians over rounds; the README says what the columns mean.
+Every round runs each contender once and copies one large array to another, so disturbances hit all alike. Figures are
+medians over rounds; the README explains the columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pygdist.routing import distribute
 OURS = "pygdist"
 HEADS, CHANNELS = 4, 32
 PRODUCTS = ("sum", "mean", "max")
-# layer, and the arrays of edges x heads x channels that PyG holds at once in forward and backward
+# the layer, and how many arrays of edges x heads x channels PyG holds at once in forward and backward
 ATTENTION: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "GATConv": (GATConv, 5),
     "GATv2Conv": (GATv2Conv, 7),
@@ -51,7 +51,7 @@ COLUMNS = [
     "graph", "nodes", "edges", "degree", "features", "dtype", "operation", "pass", "contender", "rounds", "median_s",
     "min_s", "spread", "ratio", "gather_gbs", "copy_gbs", "share_of_copy", "note",
 ]  # fmt: skip
-_FEWEST_ROUNDS = 3  # whatever the budget
+_FEWEST_ROUNDS = 3  # even if they exceed the budget
 _GIB = 2**30
 
 Result = tuple[Tensor, ...]
@@ -59,7 +59,7 @@ Result = tuple[Tensor, ...]
 
 @dataclass
 class Setting:
-    """What is compared in one block of rows: one operation on one graph, at one width and in one direction."""
+    """One block of rows: one operation on one graph, at one width, forward or forward and backward."""
 
     graph: str
     nodes: int
@@ -72,12 +72,12 @@ class Setting:
 
     @property
     def gathered_values(self) -> int | None:
-        """Values read from neighbours' rows; attention reads more than rows."""
+        """Number of values read from neighbours' rows; ``None`` for attention, which reads more than rows."""
         passes = 2 if self.backward else 1
         return self.edges * self.features * passes if self.operation in PRODUCTS else None
 
     def add(self, name: str, run: Callable[[], Result], needs_bytes: int, options: argparse.Namespace) -> None:
-        """Let ``name`` take part, unless it would need more memory than it may."""
+        """Add a contender, unless it would need more memory than allowed."""
         if needs_bytes > options.max_gib * _GIB:
             self.notes[name] = f"not run: needs about {needs_bytes / _GIB:.0f} GiB"
         else:
@@ -85,7 +85,7 @@ class Setting:
 
 
 def step(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None, parameters: Sequence[Tensor]) -> Result:
-    """One call: the output, and with ``grad`` the gradients of ``x`` and, as one vector, of the parameters."""
+    """Return the output and, with ``grad``, the gradients of ``x`` and, as one vector, of the parameters."""
     if grad is None:
         with torch.no_grad():
             return (function(x),)
@@ -95,7 +95,7 @@ def step(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None, p
 
 
 class KeptTranspose(torch.autograd.Function):
-    """torch's product with a transpose made once; its own backward transposes the matrix each time."""
+    """torch's product with a transpose made once; torch's backward transposes the matrix each time."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, transposed: Tensor, x: Tensor) -> Tensor:
@@ -110,7 +110,10 @@ class KeptTranspose(torch.autograd.Function):
 
 
 def products(edge_index: Tensor, nodes: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor, str], Tensor | None]]:
-    """Every contender of the sparse product, called with rows and reduction; what none offers gives ``None``."""
+    """Return the contenders of the sparse product: functions of rows and reduction.
+
+    A function returns ``None`` for a reduction that it does not have.
+    """
     adjacency = Adjacency(edge_index, num_src=nodes, num_dst=nodes)
     csr, back = adjacency.csr(), adjacency.transposed()
     weight = torch.rand(csr.num_entries, dtype=dtype)
@@ -124,8 +127,8 @@ def products(edge_index: Tensor, nodes: int, dtype: torch.dtype) -> dict[str, Ca
         message = weight.unsqueeze(-1) * x.index_select(0, source)
         return scatter(message, target, dim=0, dim_size=nodes, reduce=reduce)
 
-    found: dict[str, Callable[[Tensor, str], Tensor | None]] = {
-        OURS: lambda x, reduce: adjacency.matmul(x, weight, reduce=reduce),  # what a layer's propagate calls
+    contenders: dict[str, Callable[[Tensor, str], Tensor | None]] = {
+        OURS: lambda x, reduce: adjacency.matmul(x, weight, reduce=reduce),  # as a layer's propagate does
         "torch mm": lambda x, reduce: torch.sparse.mm(wide, x) if reduce == "sum" else None,
         "torch mm, int32": lambda x, reduce: torch.sparse.mm(narrow, x) if reduce == "sum" else None,
         "torch mm, int32, kept transpose": lambda x, reduce: (
@@ -140,8 +143,8 @@ def products(edge_index: Tensor, nodes: int, dtype: torch.dtype) -> dict[str, Ca
         matrix = SparseTensor(
             rowptr=csr.indptr, col=csr.index.long(), value=weight, sparse_sizes=(nodes, nodes), is_sorted=True
         ).fill_cache_()
-        found["torch_sparse"] = lambda x, reduce: matmul(matrix, x, reduce)
-    return found
+        contenders["torch_sparse"] = lambda x, reduce: matmul(matrix, x, reduce)
+    return contenders
 
 
 def _torch_csr(csr: CSR, weight: Tensor, index: torch.dtype) -> Tensor:
@@ -149,7 +152,7 @@ def _torch_csr(csr: CSR, weight: Tensor, index: torch.dtype) -> Tensor:
 
 
 def product_settings(name: str, edge_index: Tensor, nodes: int, options: argparse.Namespace) -> Iterator[Setting]:
-    """Sum, mean and maximum, at each width, forward and forward with backward."""
+    """Yield sum, mean and maximum, at each width, forward and forward with backward."""
     operations = [name for name in options.operations if name in PRODUCTS]
     if not operations:
         return
@@ -163,7 +166,7 @@ def product_settings(name: str, edge_index: Tensor, nodes: int, options: argpars
                 grad = torch.randn(nodes, features, dtype=dtype) if backward else None
                 setting = Setting(name, nodes, edges, features, operation, backward)
                 for contender, function in functions.items():
-                    # rows at the edges and their products; the gradient of a maximum compares, counts and shares them
+                    # PyG holds the rows per edge and their products; for the gradient of a maximum also more arrays
                     arrays = 0 if contender != "PyG edge list" else 7 if backward and operation == "max" else 2
 
                     def run(
@@ -177,13 +180,13 @@ def product_settings(name: str, edge_index: Tensor, nodes: int, options: argpars
 
 
 def _offers(function: Callable[[Tensor, str], Tensor | None], x: Tensor, operation: str) -> bool:
-    """Whether a contender has this reduction: one column is enough to see."""
+    """Tell if a contender has this reduction, by trying one column."""
     one = x.detach()[:, :1].contiguous().requires_grad_(x.requires_grad)
     return function(one, operation) is not None
 
 
 def attention_settings(name: str, edge_index: Tensor, nodes: int, options: argparse.Namespace) -> Iterator[Setting]:
-    """Layers with attention as a model runs them, forward and backward: routed by us, and PyG's own."""
+    """Yield attention layers, forward and backward: distributed by pygdist, and PyG's own."""
     layers = [layer for layer in options.operations if layer in ATTENTION]
     if not layers:
         return
@@ -212,7 +215,7 @@ def attention_settings(name: str, edge_index: Tensor, nodes: int, options: argpa
 
 
 def whole(edge_index: Tensor, nodes: int) -> Shard:
-    """The graph as one process holds it."""
+    """Return the graph as the shard of a single process."""
     data = Data(x=torch.zeros(nodes, 1), edge_index=edge_index)
     with tempfile.TemporaryDirectory() as folder:
         partition_graph(data, f"{folder}/parts", num_parts=1)
@@ -220,15 +223,15 @@ def whole(edge_index: Tensor, nodes: int) -> Shard:
 
 
 def copier() -> tuple[Callable[[], Tensor], int]:
-    """A copy between arrays much larger than the last cache, and the bytes that it moves: read and written."""
+    """Return a copy between arrays much larger than the last cache, and the bytes it reads and writes."""
     count = max(256 * 2**20, 8 * cache_bytes(3)) // 4
     source, target = torch.ones(count), torch.empty(count)
     return lambda: target.copy_(source), 2 * 4 * count
 
 
 def check(setting: Setting) -> None:
-    """Run every contender once, which also warms it up; one that differs from ours is not timed."""
-    # equal products of float32 tie: PyG and torch share the gradient of a tied maximum differently
+    """Run every contender once, which also warms it up; drop one whose result differs from pygdist's."""
+    # equal products tie in float32, and PyG and torch share the gradient of a tied maximum differently
     tolerance = 1e-2 if setting.operation == "max" else 1e-3
     ours = setting.contenders[OURS]()
     for name in [name for name in setting.contenders if name != OURS]:
@@ -243,11 +246,11 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def interleave(runs: dict[str, Callable[[], Any]], rounds: int, budget_s: float) -> dict[str, list[float]]:
-    """Seconds of each call; who has spent the budget sits the remaining rounds out."""
+    """Return the seconds of each call; a contender that has spent the budget skips the remaining rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody always follows the same other
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # so that the order differs in each round
             if turn >= _FEWEST_ROUNDS and sum(seconds[name]) > budget_s:
                 continue
             start = time.perf_counter()
@@ -257,7 +260,7 @@ def interleave(runs: dict[str, Callable[[], Any]], rounds: int, budget_s: float)
 
 
 def rows(setting: Setting, options: argparse.Namespace, copying: tuple[Callable[[], Tensor], int]) -> Iterator[dict]:
-    """Measure one setting: a row for each contender, in the order of the contenders."""
+    """Measure one setting; yield one row per contender, in their order."""
     head = {
         "graph": setting.graph,
         "nodes": setting.nodes,
@@ -274,9 +277,9 @@ def rows(setting: Setting, options: argparse.Namespace, copying: tuple[Callable[
     seconds = interleave({"copy": copy_array, **setting.contenders}, options.rounds, options.budget_s)
     copy_rate = copied / statistics.median(seconds.pop("copy")) / 1e9
     ours = statistics.median(seconds[OURS]) if OURS in seconds else None
-    for name, found in seconds.items():
-        row = {**head, "contender": name, "rounds": len(found), "median_s": statistics.median(found)}
-        row |= {"min_s": min(found), "spread": (max(found) - min(found)) / row["median_s"], "copy_gbs": copy_rate}
+    for name, times in seconds.items():
+        row = {**head, "contender": name, "rounds": len(times), "median_s": statistics.median(times)}
+        row |= {"min_s": min(times), "spread": (max(times) - min(times)) / row["median_s"], "copy_gbs": copy_rate}
         row["ratio"] = None if ours is None else row["median_s"] / ours
         if setting.gathered_values is not None:
             itemsize = getattr(torch, options.dtype).itemsize
@@ -288,7 +291,7 @@ def rows(setting: Setting, options: argparse.Namespace, copying: tuple[Callable[
 
 
 def graphs(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, int]]:
-    """Name, edges and number of nodes of each graph asked for; made when it is its turn."""
+    """Yield name, edges and number of nodes of each graph; each is made when its turn comes."""
     sizes = []
     if options.graph in ("grid", "all"):
         pairs = zip(options.degrees, options.nodes, strict=True)
@@ -301,11 +304,11 @@ def graphs(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, int]]:
         yield name, power_law(nodes, edges, num_features=1, num_classes=2).edge_index, nodes
 
 
-def told(found: list[dict[str, Any]], seconds: float) -> str:
-    """One line on one setting."""
-    first = found[0]
+def told(measured: list[dict[str, Any]], seconds: float) -> str:
+    """Return one line about one setting."""
+    first = measured[0]
     parts = []
-    for row in found:
+    for row in measured:
         if row.get("note"):
             parts.append(f"{row['contender']} {row['note']}")
         elif row["contender"] == OURS:
@@ -317,8 +320,8 @@ def told(found: list[dict[str, Any]], seconds: float) -> str:
     return f"[{seconds:5.0f} s] {where}: {'; '.join(parts)}"
 
 
-def table(found: list[dict[str, Any]]) -> Table:
-    """All rows, for people."""
+def table(measured: list[dict[str, Any]]) -> Table:
+    """Return all rows as a table for the terminal."""
     out = Table(
         title="Medians over interleaved rounds. ratio: time over pygdist's. gather: edges x features x bytes per value "
         "/ time, for each of the passes.\ncopy: bytes read and written by a large copy / time; share: gather / copy."
@@ -328,7 +331,7 @@ def table(found: list[dict[str, Any]]) -> Table:
     for name in ("rounds", "median s", "min s", "spread", "ratio", "gather GB/s", "copy GB/s", "share"):
         out.add_column(name, justify="right")
     out.add_column("note")
-    for row in found:
+    for row in measured:
         figures = [
             _format(row, name, form)
             for name, form in (
@@ -338,7 +341,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         ]  # fmt: skip
         out.add_row(
             row["graph"], row["operation"], row["pass"], str(row["features"]), row["contender"], str(row["rounds"]),
-            *figures, row.get("note", ""), end_section=row is _last_of_block(row, found),
+            *figures, row.get("note", ""), end_section=row is _last_of_block(row, measured),
         )  # fmt: skip
     return out
 
@@ -347,19 +350,19 @@ def _format(row: dict[str, Any], name: str, form: str) -> str:
     return "" if row.get(name) is None else format(row[name], form)
 
 
-def _last_of_block(row: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+def _last_of_block(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, Any]:
     block = ("graph", "operation", "pass", "features")
-    return [other for other in found if all(other[name] == row[name] for name in block)][-1]
+    return [other for other in measured if all(other[name] == row[name] for name in block)][-1]
 
 
-def plot(found: list[dict[str, Any]], folder: Path) -> None:
-    """``ratio.png``: time over ours by width; ``gather.png``: gather rates of the sum beside the copy."""
+def plot(measured: list[dict[str, Any]], folder: Path) -> None:
+    """Plot ``ratio.png``, time over pygdist's by width, and ``gather.png``, gather rates of the sum and the copy."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timed = [row for row in found if row["operation"] in PRODUCTS and row.get("median_s")]
+    timed = [row for row in measured if row["operation"] in PRODUCTS and row.get("median_s")]
     if not timed:
         return
     names = list(dict.fromkeys(row["graph"] for row in timed))
@@ -388,12 +391,12 @@ def plot(found: list[dict[str, Any]], folder: Path) -> None:
     _finish(figure, axes, folder / "gather.png")
 
 
-def _lines(axis: Any, found: list[dict[str, Any]], contenders: list[str], column: str) -> None:
+def _lines(axis: Any, measured: list[dict[str, Any]], contenders: list[str], column: str) -> None:
     for number, contender in enumerate(contenders):
-        points = [(row["features"], row[column]) for row in found if row["contender"] == contender]
+        points = [(row["features"], row[column]) for row in measured if row["contender"] == contender]
         if points:
             axis.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=contender)
-    widths = sorted({row["features"] for row in found})
+    widths = sorted({row["features"] for row in measured})
     axis.set_xscale("log")
     axis.set_xticks(widths, [str(width) for width in widths])
     axis.minorticks_off()
@@ -410,24 +413,32 @@ def _finish(figure: Any, axes: Any, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--graph", choices=["grid", "reference", "large", "all"], default="all")
-    found.add_argument("--degrees", nargs="+", type=int, default=[10, 50, 500], help="of the grid")
-    found.add_argument("--nodes", nargs="+", type=int, default=[400_000, 100_000, 10_000], help="one per degree")
-    found.add_argument("--features", nargs="+", type=int, default=[32, 64, 128, 256, 602])
-    found.add_argument("--operations", nargs="+", choices=[*PRODUCTS, *ATTENTION], default=[*PRODUCTS, *ATTENTION])
-    found.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    found.add_argument("--threads", type=int, default=2)
-    found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--budget-s", type=float, default=10.0, help="of a contender in a setting, after 3 rounds")
-    found.add_argument("--max-gib", type=float, default=8.0, help="a contender that needs more is not run")
-    found.add_argument("--out", type=Path, default=Path("figures"), help="folder for measure.csv and the plots")
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--graph", choices=["grid", "reference", "large", "all"], default="all")
+    cli.add_argument("--degrees", nargs="+", type=int, default=[10, 50, 500], help="average degrees of the grid")
+    cli.add_argument(
+        "--nodes",
+        nargs="+",
+        type=int,
+        default=[400_000, 100_000, 10_000],
+        help="nodes of the grid, one number per degree",
+    )
+    cli.add_argument("--features", nargs="+", type=int, default=[32, 64, 128, 256, 602])
+    cli.add_argument("--operations", nargs="+", choices=[*PRODUCTS, *ATTENTION], default=[*PRODUCTS, *ATTENTION])
+    cli.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    cli.add_argument("--threads", type=int, default=2)
+    cli.add_argument("--rounds", type=int, default=7)
+    cli.add_argument(
+        "--budget-s", type=float, default=10.0, help="seconds per contender and setting; at least 3 rounds run"
+    )
+    cli.add_argument("--max-gib", type=float, default=8.0, help="leave out contenders that need more GiB")
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for measure.csv and the plots")
+    return cli
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the options, checked."""
     made = parser()
     options = made.parse_args(argv)
     if len(options.degrees) != len(options.nodes):
@@ -436,7 +447,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure what the command line names, each contender's result held against ours."""
+    """Measure what the command line asks for, and compare each contender's result with pygdist's."""
     options = parse()
     warnings.filterwarnings("ignore", message="Sparse")
     torch.set_num_threads(options.threads)
@@ -444,7 +455,7 @@ def main() -> int:
     machine = provenance(options.threads)
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     copying = copier()
     start = time.perf_counter()
     with (options.out / "measure.csv").open("w", newline="") as file:
@@ -459,11 +470,11 @@ def main() -> int:
                         block.append(row)
                         writer.writerow({**row, **machine})
                         file.flush()
-                    found += block
+                    measured += block
                     print(told(block, time.perf_counter() - start), flush=True)
-    Console(width=None if Console().is_terminal else 200).print(table(found))
-    plot(found, options.out)
-    return SOME_FAILED if any(row.get("note", "").startswith("wrong") for row in found) else 0
+    Console(width=None if Console().is_terminal else 200).print(table(measured))
+    plot(measured, options.out)
+    return SOME_FAILED if any(row.get("note", "").startswith("wrong") for row in measured) else 0
 
 
 if __name__ == "__main__":

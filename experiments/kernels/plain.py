@@ -1,8 +1,8 @@
-"""Full-graph training with plain PyG, nothing of pygdist in it: one contender of ``epochs.py``, in its own process.
+"""Full-graph training with plain PyG, without pygdist: one contender of ``epochs.py``, in its own process.
 
     python -m experiments.kernels.plain GRAPH --model GCN --adjacency edges --epochs 5
 
-GRAPH is a folder of ``.npy`` arrays; prints one JSON line with the loss and the seconds of each epoch.
+GRAPH is a folder of ``.npy`` arrays. The script prints one JSON line with the loss and the seconds of each epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GAT(nn.Module):
         self.last = GATConv(hidden_channels, out_channels, heads=1)
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
-        """Class scores of all nodes."""
+        """Return class scores of all nodes."""
         return self.last(self.first(x, edge_index).relu(), edge_index)
 
 
@@ -43,26 +43,26 @@ MODELS = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
 
 
 def build(name: str, data: Data, hidden: int, *, cached: bool) -> nn.Module:
-    """The model with parameters from seed 0; ``cached`` is PyG's option of GCN, to normalise once."""
+    """Return the model with parameters from seed 0; ``cached`` is GCN's option to normalise once."""
     torch.manual_seed(0)
     extra = {"cached": True} if cached else {}
     return MODELS[name](data.num_features, hidden, num_layers=2, out_channels=int(data.y.max()) + 1, **extra)
 
 
 def load(folder: Path, adjacency: str) -> tuple[Data, Any]:
-    """The graph, and what the model is given as ``edge_index``."""
+    """Return the graph, and the adjacency that the model gets as ``edge_index``."""
     names = ("x", "y", "edge_index", "train_mask")
     data = Data(**{name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in names})
     if adjacency == "edges":
         return data, data.edge_index
     if adjacency == "torch_sparse":
-        import torch_sparse  # noqa: F401 (without it, the transform quietly gives torch's layout)
+        import torch_sparse  # noqa: F401 (without it, the transform silently returns torch's layout)
     data = T.ToSparseTensor(layout=torch.sparse_csr if adjacency == "sparse" else None)(data)
     return data, data.adj_t
 
 
 def train(model: nn.Module, data: Data, edges: Any, epochs: int) -> dict[str, list[float]]:
-    """An ordinary loop."""
+    """Train in an ordinary loop; return the loss and the seconds of each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     losses, seconds = [], []
     for _ in range(epochs):

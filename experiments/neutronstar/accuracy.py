@@ -1,9 +1,9 @@
-"""Accuracy over time (NeutronStar, Figure 14): the same trainings as the harness makes, validated every few epochs.
+"""Accuracy over time (NeutronStar, Figure 14): the harness's trainings, validated every few epochs.
 
     python -m experiments.neutronstar.accuracy --out figures
 
-All three ways are exact, so they reach the same accuracy after the same epochs, up to the numbers that dropout draws;
-what differs is when. Seconds are those of training epochs alone, validation is not among them.
+All three backends are exact. They reach the same accuracy after the same number of epochs, up to the random numbers of
+dropout, but in different times. Seconds are those of training epochs, without validation.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ BACKENDS = ("cache", "comm", "hybrid")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--nodes", type=int, default=40_000)
-    found.add_argument("--degree", type=int, default=12)
-    found.add_argument("--hidden", type=int, default=128)
-    found.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
-    found.add_argument("--network", default="100mbit", help="rate of the hosts' links")
-    found.add_argument("--epochs", type=int, default=60)
-    found.add_argument("--every", type=int, default=5, help="epochs between two validations")
-    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    found.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--nodes", type=int, default=40_000)
+    cli.add_argument("--degree", type=int, default=12)
+    cli.add_argument("--hidden", type=int, default=128)
+    cli.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
+    cli.add_argument("--network", default="100mbit", help="rate of the hosts' links")
+    cli.add_argument("--epochs", type=int, default=60)
+    cli.add_argument("--every", type=int, default=5, help="epochs between two validations")
+    cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    cli.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    return cli
 
 
 def setting_of(backend: str, hosts: int, options: argparse.Namespace) -> Setting:
-    """What is trained with a backend on so many hosts."""
+    """Return the setting of one training."""
     return Setting(
         name=backend,
         graph_args={"num_nodes": options.nodes, "avg_degree": options.degree, "num_features": 64},
@@ -56,7 +56,7 @@ def setting_of(backend: str, hosts: int, options: argparse.Namespace) -> Setting
 
 
 def rows_of(run: dict[str, Any], hosts: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each validation of a training; one with a note if it failed."""
+    """Return one row per validation; a single row with a note if the training failed."""
     head = {
         "backend": run["setting"], "seed": run["seed"], "nodes": options.nodes, "degree": options.degree,
         "hidden": options.hidden, "hosts": hosts, "network": run["network"], "every": options.every,

@@ -1,4 +1,4 @@
-"""Accuracy by epoch (NeutronTP, Figure 16): a model and its decoupled form, on the same graph with the same split.
+"""Accuracy by epoch (NeutronTP, Figure 16) of a model and its decoupled form, on the same graph and split.
 
 python -m experiments.neutrontp.accuracy --data DATA --out figures
 """
@@ -26,33 +26,33 @@ FORMS = ("coupled", "decoupled")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--data", help="a folder with Planetoid and LINKXDataset, for Cora and cornell5")
-    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=["Cora", "cornell5"])
-    found.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    found.add_argument("--hidden", type=int, default=64)
-    found.add_argument("--hosts", type=int, default=4)
-    found.add_argument("--epochs", type=int, default=100)
-    found.add_argument("--every", type=int, default=5, help="epochs between two validations")
-    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--data", help="folder with Planetoid/ and LINKXDataset/, for Cora and cornell5")
+    cli.add_argument("--graphs", nargs="+", choices=GRAPHS, default=["Cora", "cornell5"])
+    cli.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    cli.add_argument("--hidden", type=int, default=64)
+    cli.add_argument("--hosts", type=int, default=4)
+    cli.add_argument("--epochs", type=int, default=100)
+    cli.add_argument("--every", type=int, default=5, help="epochs between two validations")
+    cli.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    return cli
 
 
 def setting_of(graph: str, form: str, options: argparse.Namespace) -> Setting:
-    """What is trained."""
-    found = GRAPHS[graph]
+    """Return the setting of one training."""
+    dataset = GRAPHS[graph]
     arguments = {
-        "in_channels": -1, "hidden_channels": options.hidden, "num_layers": 2, "out_channels": found["classes"],
+        "in_channels": -1, "hidden_channels": options.hidden, "num_layers": 2, "out_channels": dataset["classes"],
         "dropout": 0.5,
     }  # fmt: skip
     made = {"class_path": "torch_geometric.nn.models.GCN", "init_args": arguments}
     return Setting(
         name=f"{graph}, {form}",
-        graph=found["graph"],
-        graph_args=found["graph_args"],
-        prepare=found.get("prepare", {}),
+        graph=dataset["graph"],
+        graph_args=dataset["graph_args"],
+        prepare=dataset.get("prepare", {}),
         model=made["class_path"] if form == "coupled" else "pygdist.nn.decoupled.decouple",
         model_args=arguments if form == "coupled" else {"model": made},
         backend="tensor",
@@ -65,7 +65,7 @@ def setting_of(graph: str, form: str, options: argparse.Namespace) -> Setting:
 
 
 def rows_of(run: dict[str, Any], graph: str, form: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each validation of a training; one with a note if it failed."""
+    """Return one row per validation; a single row with a note if the training failed."""
     head = {
         "graph": graph, "form": form, "seed": run["seed"], "hosts": options.hosts, "hidden": options.hidden,
         "every": options.every, "epochs": options.epochs,

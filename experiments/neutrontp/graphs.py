@@ -1,4 +1,4 @@
-"""A graph whose nodes are numbered by degree, as those of a network are that grew from its hubs."""
+"""A graph whose nodes are numbered by falling degree, as in a network that grew from its hubs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["hubs_first"]
 
 
 def hubs_first(**args: Any) -> Data:
-    """The power-law graph with node 0 the one of most edges, and so on.
+    """Return the power-law graph, its nodes numbered by falling degree.
 
     Args:
-        args: Of the generator ``power-law``, which numbers its nodes at random.
+        args: Arguments of the generator ``power-law``, which numbers its nodes at random.
     """
     data = load_graph("power-law", **args)
     assert data.edge_index is not None

@@ -1,12 +1,11 @@
-"""A mini-batch baseline (NeutronTP, Table 2): PyG's NeighborLoader on each host, features fetched from who owns them.
+"""A mini-batch baseline (NeutronTP, Table 2): PyG's NeighborLoader on each host, features fetched from their owners.
 
     python -m experiments.neutrontp.minibatch --out figures
 
-Every host holds the edges of the whole graph, as DistDGL's samplers reach them, and the features of its own nodes. Its
-batches begin at its own training nodes; the features of what was sampled come from their owners, batch by batch, and
-gradients are averaged over the hosts' batches: by an all-reduce after the backward pass, so that its time and bytes
-stand apart. An epoch is one pass over the training nodes. Sampling needs torch_sparse or pyg-lib, which the machine may
-not have.
+Every host holds the edges of the whole graph, which DistDGL's samplers reach too, and the features of its own nodes.
+Batches start from the host's own training nodes; the features of sampled nodes come from their owners, batch by batch.
+An all-reduce after the backward pass averages the gradients, so its time and bytes are separate figures. An epoch is
+one pass over the training nodes. Sampling needs torch_sparse or pyg-lib.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
         "prepare": ["--split=[0.5, 0.25, 0.25]"],
     },
 }  # fmt: skip
-FIGURES = ("epoch_s", "compute_s", "exchange_s", "averaging_s", "sent_bytes", "gradient_bytes")  # of a rank
+FIGURES = ("epoch_s", "compute_s", "exchange_s", "averaging_s", "sent_bytes", "gradient_bytes")  # of one rank
 COLUMNS = (
     "graph", "fan_out", "hosts", "network", "epoch_s", "epoch_s_min", "epoch_s_max", "compute_s_max", "compute_s_min",
     "exchange_s_max", "exchange_s_min", "averaging_s_max", "averaging_s_min", "sent_bytes", "gradient_bytes", "batches",
@@ -50,25 +49,28 @@ COLUMNS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    found.add_argument("--data", help="a folder with LINKXDataset, for cornell5")
-    found.add_argument("--scale", type=float, help="of generated graphs, in place of their own")
-    found.add_argument("--hosts", type=int, default=4)
-    found.add_argument("--network", default="1gbit", help="rate of the hosts' links")
-    found.add_argument(
-        "--fan-outs", nargs="+", default=["25,10", "10,25"], help="neighbours of a training node, and of each of these"
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    cli.add_argument("--data", help="folder with LINKXDataset/, for cornell5")
+    cli.add_argument("--scale", type=float, help="scale of the generated graphs, instead of their defaults")
+    cli.add_argument("--hosts", type=int, default=4)
+    cli.add_argument("--network", default="1gbit", help="rate of the hosts' links")
+    cli.add_argument(
+        "--fan-outs",
+        nargs="+",
+        default=["25,10", "10,25"],
+        help="numbers of neighbours sampled in the first and the second hop",
     )
-    found.add_argument("--batch", type=int, default=1024, help="training nodes of a batch, on each host")
-    found.add_argument("--epochs", type=int, default=5)
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    found.add_argument("--worker", help=argparse.SUPPRESS)
-    return found
+    cli.add_argument("--batch", type=int, default=1024, help="training nodes per batch on each host")
+    cli.add_argument("--epochs", type=int, default=5)
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    cli.add_argument("--worker", help=argparse.SUPPRESS)
+    return cli
 
 
 def worker(options: dict[str, Any]) -> None:
-    """On each host: epochs of mini-batches; prints what each took."""
+    """Train on one host; rank 0 prints the figures of each epoch."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
@@ -105,8 +107,8 @@ def worker(options: dict[str, Any]) -> None:
     counts = communicator.gather([float(len(loader))])
     if not counts.min():
         raise SystemExit("a host has no training nodes")
-    batches = int(counts.max())  # as many on each, since they exchange; some begin anew
-    found = []
+    batches = int(counts.max())  # the same on each host, since batches exchange; some loaders start again
+    epochs = []
     for _ in range(WARM_UP + options["epochs"]):
         communicator.barrier()
         communicator.meter.reset()
@@ -128,14 +130,14 @@ def worker(options: dict[str, Any]) -> None:
             seconds, seconds - traffic.exchange_s, traffic.exchange_s - averaging_s, averaging_s,
             float(traffic.sent_bytes - gradient_bytes), float(gradient_bytes),
         ]  # fmt: skip
-        found.append([dict(zip(FIGURES, rank, strict=True)) for rank in communicator.gather(figures).tolist()])
+        epochs.append([dict(zip(FIGURES, rank, strict=True)) for rank in communicator.gather(figures).tolist()])
     if rank == 0:
-        print(json.dumps({"epochs": found[WARM_UP:], "batches": batches}), flush=True)
+        print(json.dumps({"epochs": epochs[WARM_UP:], "batches": batches}), flush=True)
     dist.destroy_process_group()
 
 
 def average(model: Module, communicator: Communicator) -> None:
-    """Replace gradients by their means over ranks."""
+    """Replace each gradient by its mean over ranks."""
     import torch
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -147,15 +149,15 @@ def average(model: Module, communicator: Communicator) -> None:
 
 
 def measure(name: str, fan_out: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+    """Measure one graph and fan-out; return its row."""
     graph = GRAPHS[name]
-    given = dict(graph["args"])
-    if "scale" in given:
-        given["scale"] = options.scale or given["scale"]
-    if "root" in given:
-        given["root"] = given["root"].replace("{data}", options.data)
+    dataset_args = dict(graph["args"])
+    if "scale" in dataset_args:
+        dataset_args["scale"] = options.scale or dataset_args["scale"]
+    if "root" in dataset_args:
+        dataset_args["root"] = dataset_args["root"].replace("{data}", options.data)
     row: dict[str, Any] = {"graph": name, "fan_out": fan_out, "hosts": options.hosts, "note": ""}
-    row |= {"scale": given.get("scale", ""), **provenance(1)}
+    row |= {"scale": dataset_args.get("scale", ""), **provenance(1)}
     shaped = why_unshaped() is None
     with (
         tempfile.TemporaryDirectory() as work,
@@ -164,7 +166,7 @@ def measure(name: str, fan_out: str, options: argparse.Namespace) -> dict[str, A
         row["network"] = cluster.described
         store = Path(work) / "parts"
         made = [sys.executable, "-m", "pygdist.cli", "partition", f"--dataset={graph['dataset']}", f"--out={store}"]
-        made += [f"--dataset_args={json.dumps(given)}", "--method=metis", f"--parts={options.hosts}"]
+        made += [f"--dataset_args={json.dumps(dataset_args)}", "--method=metis", f"--parts={options.hosts}"]
         made += graph.get("prepare", [])
         with Cluster(1, rate=None, shaped=False) as here:
             (outcome,) = here.run(made)

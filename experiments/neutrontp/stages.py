@@ -1,10 +1,10 @@
-"""What each stage of an epoch costs (NeutronTP, Table 4), for classes of nodes and for edges.
+"""Seconds of each stage of an epoch (NeutronTP, Table 4), for node classification and link prediction.
 
     python -m experiments.neutrontp.stages --out figures
 
-The same trainings as the harness makes, with one callback more. It notes when the model runs forward and backward, when
-pairs are drawn, decoded and compared, and when parameters are updated; the communicator's recorder says when a rank
-aggregated, and when it packed, sent or waited. So each moment of an epoch belongs to one stage.
+The harness's trainings with one more callback. It records when the model runs forward and backward, when pairs are
+drawn, decoded and compared, and when parameters are updated. The communicator's recorder says when a rank aggregated,
+packed, sent or waited. Each moment of an epoch thus belongs to one stage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STAGES = (
     "negatives", "forward", "backward", "aggregate", "exchange", "rows", "decode", "loss", "averaging", "optimizer",
     "rest",
 )  # fmt: skip
-_MODEL = ("forward", "backward", "averaging")  # within these a rank also aggregates and exchanges for the model
+_MODEL = ("forward", "backward", "averaging")  # in these stages, spans count as aggregate or exchange
 _GNN = ("forward", "backward", "aggregate", "exchange")
 COLUMNS = (
     "task", "contender", "network", "epoch_s", "gnn_s", "gnn_share", *(f"{stage}_s" for stage in STAGES), "note",
@@ -44,39 +44,43 @@ COLUMNS = (
 
 
 def stages_of(marks: Sequence[tuple[int, str]], spans: Sequence[Span], end: int) -> dict[str, float]:
-    """Seconds of each stage.
+    """Return the seconds of each stage.
 
     Args:
-        marks: When a stage began, in nanoseconds, and which.
-        spans: What the recorder saw.
-        end: When the last stage ended.
+        marks: Start of each stage in nanoseconds, and its name.
+        spans: Spans of the recorder.
+        end: End of the last stage in nanoseconds.
     """
-    found = dict.fromkeys(STAGES, 0)
-    own = [span for span in spans if not span.aside]
+    spent = dict.fromkeys(STAGES, 0)
+    in_line = [span for span in spans if not span.aside]
     for (start, stage), (stop, _) in pairwise([*sorted(marks, key=lambda mark: mark[0]), (end, "")]):
-        found[stage] += stop - start
-        for span in own:
+        spent[stage] += stop - start
+        for span in in_line:
             inside = min(stop, span.end) - max(start, span.start)
             if inside > 0:
-                found[stage] -= inside
-                found[_stage_of(span, stage)] += inside
-    return {stage: spent / 1e9 for stage, spent in found.items()}
+                spent[stage] -= inside
+                spent[_stage_of(span, stage)] += inside
+    return {stage: nanoseconds / 1e9 for stage, nanoseconds in spent.items()}
 
 
 def _stage_of(span: Span, stage: str) -> str:
-    """Where a span counts that lies within a stage."""
+    """Return the stage that a span within ``stage`` counts as."""
     if stage in _MODEL:
         return "aggregate" if span.kind == "aggregate" else "exchange"
     return "rows" if stage == "decode" else stage
 
 
 class Stages(pl.Callback):
-    """Notes how long each stage of each epoch takes on each rank; rank 0 writes it when training ends.
+    """Records the seconds of each stage of each epoch on each rank; rank 0 writes them when training ends.
 
-    A stage lasts until the next begins: ``rest`` or ``negatives`` (which edges are learned from, which pairs are drawn,
-    who owns their ends) until the model runs ``forward``; ``loss``, or for links ``decode`` and ``loss``; the same of
-    the backward pass in reverse, until the gradient of the model's rows is known and the model's own begins,
-    ``backward``; ``averaging`` from the last parameter's gradient to the end of DDP's averaging; ``optimizer``.
+    A stage lasts until the next begins. The order is:
+
+    - ``rest``, or ``negatives`` for links: choose edges, draw pairs, find the owners of their ends;
+    - ``forward``: the model;
+    - ``loss``, or ``decode`` and ``loss`` for links, and their backward passes in reverse order;
+    - ``backward``: the model's backward pass, once the gradient of its output is known;
+    - ``averaging``: from the last parameter's gradient to the end of DDP's averaging;
+    - ``optimizer``.
 
     Args:
         path: A JSON file: by epoch, then rank, seconds of each stage.
@@ -86,9 +90,9 @@ class Stages(pl.Callback):
         self.path = Path(path)
         self._marks: list[tuple[int, str]] = []
         self._recording = False
-        self._scored = self._pending = 0  # calls of the decoder, and gradients of scores that are to come
+        self._scored = self._pending = 0  # calls of the decoder, and gradients of scores still to come
         self._last_gradient = 0
-        self._found: list[dict[str, float]] = []
+        self._epochs: list[dict[str, float]] = []
 
     def _begin(self, stage: str) -> None:
         if self._recording:
@@ -98,7 +102,7 @@ class Stages(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GraphModule)
         pl_module.model.register_forward_pre_hook(lambda *_: self._begin("forward"))
-        pl_module.model.register_forward_hook(lambda _module, _given, out: self._after_model(out, pl_module))
+        pl_module.model.register_forward_hook(lambda _module, _args, out: self._after_model(out, pl_module))
         for parameter in pl_module.parameters():
             parameter.register_post_accumulate_grad_hook(self._after_gradient)
         (optimizer,) = trainer.optimizers
@@ -121,7 +125,7 @@ class Stages(pl.Callback):
             out.register_hook(lambda _: self._begin("backward"))
 
     def _fetching(self, communicator: Communicator) -> Callable[..., Tensor]:
-        """The exchange of rows, where it is for pairs."""
+        """Wrap the exchange of rows: one for pairs starts the stage ``decode``."""
         inner = communicator.exchange_rows
 
         def exchange_rows(*args: Any, **kwargs: Any) -> Tensor:
@@ -132,7 +136,7 @@ class Stages(pl.Callback):
         return exchange_rows
 
     def _decoding(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The decoder, called for edges and then for pairs that are none."""
+        """Wrap the decoder, which is called for edges and then for negatives."""
 
         def decoded(*args: Any) -> Tensor:
             out = inner(*args)
@@ -177,15 +181,15 @@ class Stages(pl.Callback):
         assert isinstance(pl_module, GraphModule)
         communicator, self._recording = pl_module.communicator, False
         assert communicator.recorder is not None
-        # what follows the optimiser is the reports' own
-        self._found.append(stages_of(self._marks[:-1], communicator.recorder.spans, self._marks[-1][0]))
+        # the time after the optimiser belongs to the reports
+        self._epochs.append(stages_of(self._marks[:-1], communicator.recorder.spans, self._marks[-1][0]))
         communicator.recorder = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GraphModule)
-        own = [epoch[stage] for epoch in self._found for stage in STAGES]
-        table = pl_module.communicator.gather(own).reshape(-1, len(self._found), len(STAGES))
+        seconds = [epoch[stage] for epoch in self._epochs for stage in STAGES]
+        table = pl_module.communicator.gather(seconds).reshape(-1, len(self._epochs), len(STAGES))
         if trainer.is_global_zero:
             epochs = [
                 [dict(zip(STAGES, rank, strict=True)) for rank in ranks] for ranks in table.transpose(0, 1).tolist()
@@ -194,21 +198,21 @@ class Stages(pl.Callback):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    found.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    found.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    found.add_argument("--scale", type=float, default=0.02, help="of the graph like products")
-    found.add_argument("--hidden", type=int, default=64)
-    found.add_argument("--hosts", type=int, default=4)
-    found.add_argument("--network", default="1gbit", help="rate of the hosts' links")
-    found.add_argument("--epochs", type=int, default=8)
-    found.add_argument("--out", type=Path, default=Path("figures"))
-    return found
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    cli.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    cli.add_argument("--scale", type=float, default=0.02, help="scale of the graph like products")
+    cli.add_argument("--hidden", type=int, default=64)
+    cli.add_argument("--hosts", type=int, default=4)
+    cli.add_argument("--network", default="1gbit", help="rate of the hosts' links")
+    cli.add_argument("--epochs", type=int, default=8)
+    cli.add_argument("--out", type=Path, default=Path("figures"))
+    return cli
 
 
 def setting_of(task: str, contender: str, path: Path, options: argparse.Namespace) -> Setting:
-    """What is trained, with the callback."""
+    """Return the setting of one training, with the callback."""
     columns = 47 if task == "nodes" else options.hidden
     arguments = {
         "in_channels": -1, "hidden_channels": options.hidden, "num_layers": 2, "out_channels": columns,
@@ -236,7 +240,11 @@ def setting_of(task: str, contender: str, path: Path, options: argparse.Namespac
 
 
 def figures_of(epochs: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
-    """Of the slowest rank in each stage, medians over epochs; by epoch, then rank."""
+    """Return the figures of the slowest rank in each stage, medians over epochs.
+
+    Args:
+        epochs: Seconds of each stage, by epoch, then rank.
+    """
     counted = epochs[WARM_UP:]
 
     def slowest(stages: Sequence[str]) -> float:
@@ -245,9 +253,9 @@ def figures_of(epochs: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]
     shares = [
         statistics.fmean(sum(rank[one] for one in _GNN) / sum(rank.values()) for rank in ranks) for ranks in counted
     ]
-    found = {"epoch_s": slowest(STAGES), "gnn_s": slowest(_GNN), "gnn_share": statistics.median(shares)}
-    found |= {f"{stage}_s": slowest([stage]) for stage in STAGES}
-    return {name: round(value, 6) for name, value in found.items()}
+    figures = {"epoch_s": slowest(STAGES), "gnn_s": slowest(_GNN), "gnn_share": statistics.median(shares)}
+    figures |= {f"{stage}_s": slowest([stage]) for stage in STAGES}
+    return {name: round(value, 6) for name, value in figures.items()}
 
 
 def main() -> int:
