@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pygdist.commands.parser import Parser
+from pygdist.commands.messages import Parser
 
 __all__ = ["generate", "run"]
 

@@ -6,30 +6,26 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from pygdist.commands.parser import Parser
+from pygdist.commands.messages import Parser
 from pygdist.errors import InputError
 
-if TYPE_CHECKING:  # torch, which --help does without
-    from torch_geometric.data import Data
+__all__ = ["Graph", "Parts", "partition", "run"]
 
-    from pygdist.graph import GraphFiles
-    from pygdist.partition import DeviceMemory, PartitionMetrics
-
-__all__ = ["Graph", "PartCount", "Preparation", "partition", "run"]
-
+_SOURCES = ("dataset", "dataset_args", "input")
 _MOST_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The graph: a dataset or an input file.
+    """The graph, from a dataset or an input file.
 
     Args:
         dataset: As in ``fit``: a PyG dataset by class path or name, an OGB name, a folder of .npy arrays, or a
@@ -43,42 +39,6 @@ class Graph:
             plus one.
         relabel: With --input, number the nodes that have edges from 0 and keep the map (ids.npy). By default this
             happens if fewer than half of the ids have edges and neither features, labels nor --num_nodes are given.
-    """
-
-    dataset: str | None = None
-    dataset_args: dict[str, Any] | None = None
-    input: Path | None = None
-    features: Path | None = None
-    labels: Path | None = None
-    num_nodes: int | None = None
-    relabel: bool | None = None
-
-    def source(self, preparation: Preparation) -> tuple[Data | GraphFiles, list[str]]:
-        """Return the prepared graph, and a sentence for each change that was made to it.
-
-        Raises:
-            InputError: If not exactly one of ``dataset`` and ``input`` is given, an option goes with the other one, or
-                the dataset cannot be used.
-        """
-        from pygdist.graph import GraphFiles, load_graph, prepare
-
-        if (self.dataset is None) == (self.input is None):
-            raise InputError("give either --dataset or --input; see pygdist partition --help")
-        files = {name: getattr(self, name) for name in ("features", "labels", "num_nodes", "relabel")}
-        if self.input is not None:
-            if self.dataset_args:
-                raise InputError("--dataset_args goes with --dataset, not with --input; leave it out")
-            return GraphFiles(edges=self.input, **files, **vars(preparation)), []
-        _refuse_given(files, "goes with --input, not with --dataset; leave it out")
-        assert self.dataset is not None
-        return prepare(load_graph(self.dataset, **(self.dataset_args or {})), **vars(preparation))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Changes to the graph.
-
-    Args:
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges.
         remove_self_loops: Drop edges from a node to itself.
@@ -88,6 +48,13 @@ class Preparation:
         num_classes: Number of classes; larger labels are an error. By default the largest label plus one.
     """
 
+    dataset: str | None = None
+    dataset_args: dict[str, Any] | None = None
+    input: Path | None = None
+    features: Path | None = None
+    labels: Path | None = None
+    num_nodes: int | None = None
+    relabel: bool | None = None
     symmetrize: bool = False
     remove_duplicates: bool = False
     remove_self_loops: bool = False
@@ -95,66 +62,34 @@ class Preparation:
     split_seed: int = 0
     num_classes: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.dataset is None) == (self.input is None):
+            raise InputError("give either --dataset or --input; see pygdist partition --help")
+        if self.dataset is None:
+            _refuse({"dataset_args": self.dataset_args}, "goes with --dataset, not with --input")
+        else:
+            _refuse(self.files, "goes with --input, not with --dataset")
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """Options of the input file by name."""
+        return {name: getattr(self, name) for name in ("features", "labels", "num_nodes", "relabel")}
+
+    @property
+    def preparation(self) -> dict[str, Any]:
+        """Options of how the graph is prepared, by name."""
+        return {name: value for name, value in vars(self).items() if name not in (*self.files, *_SOURCES)}
+
 
 @dataclass(frozen=True, kw_only=True)
-class PartCount:
-    """Number of parts.
+class Parts:
+    """The parts.
 
     Args:
         parts: Number of parts, one for each process of a later run; or auto, for as few as fit the devices.
-        devices: With auto, the number of devices. 1 by default.
-        device_memory: With auto, the memory of each device, in GiB.
-        reserve: With auto, the share of the memory that training needs for itself. Two thirds by default.
-    """
-
-    parts: int | Literal["auto"] = 2
-    devices: int | None = None
-    device_memory: float | None = None
-    reserve: float | None = None
-
-    def resolve(self) -> int | DeviceMemory:
-        """Return the number of parts, or the memory that determines it.
-
-        Raises:
-            InputError: If an option of ``auto`` is missing, or given without it.
-        """
-        options = {"devices": self.devices, "reserve": self.reserve}
-        if self.parts != "auto":
-            _refuse_given({**options, "device_memory": self.device_memory}, "goes with --parts=auto")
-            return self.parts
-        if self.device_memory is None or not 0 < self.device_memory < math.inf:
-            raise InputError(
-                "--parts=auto needs --device_memory, the GiB of one device, and --devices if there are several"
-            )
-        from pygdist.partition import DeviceMemory
-
-        sizes: dict[str, Any] = {"devices": 1, **{name: value for name, value in options.items() if value is not None}}
-        return DeviceMemory(**sizes, bytes=math.ceil(self.device_memory * 2**30))
-
-
-def _refuse_given(options: dict[str, Any], reason: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(f"--{name} {reason}")
-
-
-def partition(
-    graph: Graph,
-    preparation: Preparation,
-    count: PartCount,
-    method: str = "chunk",
-    method_args: dict[str, Any] | None = None,
-    hops: int = 1,
-    placement: Literal["nodes", "replicas"] | None = None,
-    out: Path = Path("parts"),
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """The partition.
-
-    Args:
-        graph: The graph.
-        preparation: Changes to it before it is partitioned.
-        count: Number of parts.
+        devices: With --parts=auto, the number of devices. 1 by default.
+        device_memory: With --parts=auto, the memory of one device, in GiB.
+        reserve: With --parts=auto, the share of that memory that training needs for itself. Two thirds by default.
         method: Who owns which node: the name or the class path of a Partitioner.
         method_args: Arguments of the method.
         hops: Number of hops that the halo of a part reaches.
@@ -163,47 +98,82 @@ def partition(
             more.
         out: The folder to write; it appears when it is complete.
         overwrite: Replace a finished folder.
-
-    Returns:
-        The content of ``meta.json``.
     """
-    from pygdist.graph import Progress
-    from pygdist.partition import partition_graph
 
-    source, notes = graph.source(preparation)
+    parts: int | Literal["auto"] = 2
+    devices: int | None = None
+    device_memory: float | None = None
+    reserve: float | None = None
+    method: str = "chunk"
+    method_args: dict[str, Any] | None = None
+    hops: int = 1
+    placement: Literal["nodes", "replicas"] | None = None
+    out: Path = Path("parts")
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parts != "auto":
+            options = {name: getattr(self, name) for name in ("devices", "device_memory", "reserve")}
+            _refuse(options, "goes with --parts=auto")
+        elif self.device_memory is None or not 0 < self.device_memory < math.inf:
+            raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there is more than one")
+
+
+def _refuse(options: Mapping[str, Any], reason: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"--{name} {reason}")
+
+
+def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
+    """Partition a graph, write the parts to a folder, and return the content of its ``meta.json``."""
+    from pygdist.graph import GraphFiles, Progress, load_graph, prepare
+    from pygdist.partition import DeviceMemory, partition_graph
+
+    num_parts: Any = parts.parts
+    if num_parts == "auto":
+        num_parts = DeviceMemory(
+            devices=1 if parts.devices is None else parts.devices,
+            bytes=math.ceil((parts.device_memory or 0.0) * 2**30),
+            **({} if parts.reserve is None else {"reserve": parts.reserve}),
+        )
+    notes: list[str] = []
+    source: Any
+    if graph.input is not None:
+        source = GraphFiles(edges=graph.input, **graph.files, **graph.preparation)
+    else:
+        source, notes = prepare(load_graph(str(graph.dataset), **(graph.dataset_args or {})), **graph.preparation)
     return partition_graph(
         source,
-        out,
-        num_parts=count.resolve(),
-        partitioner=method,
+        parts.out,
+        num_parts=num_parts,
+        partitioner=parts.method,
         notes=notes,
-        num_classes=preparation.num_classes,
-        num_hops=hops,
-        placement=placement,
-        overwrite=overwrite,
+        num_classes=graph.num_classes,
+        num_hops=parts.hops,
+        placement=parts.placement,
+        overwrite=parts.overwrite,
         progress=Progress(),
-        **(method_args or {}),
+        **(parts.method_args or {}),
     )
 
 
 def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`partition`."""
-    groups = (Graph, Preparation, PartCount)
     parser = Parser(
         prog="pygdist partition",
         usage="pygdist partition (--dataset=NAME | --input=FILE) [options]",
         description="Split a graph into parts and write them to a folder, for --data.store of the other commands.",
     )
-    for group in groups:
-        parser.add_class_arguments(group)
-    parser.add_function_arguments(partition, skip={"graph", "preparation", "count"})
+    parser.add_class_arguments(Graph)
+    parser.add_class_arguments(Parts)
     parser.add_argument("--json", action="store_true", help="print meta.json to standard output, and nothing else")
     options = parser.parse_args(arguments).as_dict()
     as_json = options.pop("json")
-    values = [group(**{field.name: options.pop(field.name) for field in fields(group)}) for group in groups]
+    graph = Graph(**{field.name: options.pop(field.name) for field in fields(Graph)})
     # dataset classes print while they download
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        meta = partition(*values, **options)
+        meta = partition(graph, Parts(**options))
     if as_json:
         sys.stdout.write(json.dumps(meta, indent=2) + "\n")
     else:
@@ -229,17 +199,17 @@ def _print(meta: dict[str, Any], out: Path) -> None:
     full, plain = meta["replication_factor_full"], meta["replication_factor"]
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
     console.print(f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut")
-    console.print(_summary(meta, metrics))
+    console.print(_summary(meta, metrics.balance))
     console.print(f"train on it with --data.store={out} --trainer.devices={meta['num_parts']}")
 
 
-def _summary(meta: dict[str, Any], metrics: PartitionMetrics) -> str:
+def _summary(meta: dict[str, Any], balance: Mapping[str, float]) -> str:
     """Return lines on balance, rows that travel in training, and time and memory of the partitioning."""
     lines = []
     if "num_clusters" in meta:
         lines.append(f"{meta['num_clusters']:,} clusters merged into {meta['num_merged_clusters']:,}")
-    balance = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in metrics.balance.items())
-    lines.append(f"balance (largest over mean): {balance}")
+    shares = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in balance.items())
+    lines.append(f"balance (largest over mean): {shares}")
     volume = f" ({meta['bytes_per_layer'] / 1e6:,.1f} MB of features)" if meta["num_features"] else ""
     lines.append(f"{meta['rows_per_hop']:,} rows cross in a layer{volume}")
     if meta["placement"] == "replicas":
