@@ -1,11 +1,41 @@
-"""Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine."""
+"""Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine.
 
-from pygdist.backends import Backend
-from pygdist.errors import InputError, LostRankError
-from pygdist.graph import Shard
-from pygdist.lightning import GraphDataModule, GraphDDPStrategy, NodeClassifier
-from pygdist.partition import Partitioner
-from pygdist.routing import distribute, undistribute
+A layer asks for its neighbours in ``propagate``; a backend decides how they arrive. Each word has one meaning here:
+
+============ ===========================================================================================
+part         A rank's share of the graph; a *shard* is a part in memory, as a backend takes it.
+owned node   A node whose output and loss this rank computes. One rank owns it.
+halo row     A copy of another rank's node, refreshed by communication.
+replica      A copy of another rank's node, computed locally, again.
+split node   A node that a vertex cut puts in several parts.
+hop          One call of ``propagate`` or ``edge_updater``.
+pass         What the model runs on now: the part, a rehearsal on a few nodes, a mini-batch, or slices.
+exchange     Rows or columns leave their owners; gradients come back.
+source group The edges whose sources one rank sends (NeutronStar calls it a chunk).
+chunk        Some destinations with all their in-edges (NeutronTP).
+slice        Some columns of all rows.
+block        Some destinations of a hop, computed at a time on one rank.
+piece        Rows that arrive at a time.
+============ ===========================================================================================
+
+Importing ``pygdist`` is fast: torch, PyTorch Geometric and Lightning are imported when a name that needs them is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pygdist.backends import Backend
+    from pygdist.errors import InputError, LostRankError
+    from pygdist.graph import Shard
+    from pygdist.lightning import GraphDataModule, GraphDDPStrategy, NodeClassifier
+    from pygdist.partition import Partitioner
+    from pygdist.routing import distribute, undistribute
+
+    __version__: str
 
 __all__ = [
     "Backend",
@@ -19,3 +49,50 @@ __all__ = [
     "distribute",
     "undistribute",
 ]
+
+_MODULES = {
+    "backends": ("Backend",),
+    "errors": ("InputError", "LostRankError"),
+    "graph": ("Shard",),
+    "lightning": ("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"),
+    "partition": ("Partitioner",),
+    "routing": ("distribute", "undistribute"),
+}
+
+if not TYPE_CHECKING:  # a type checker must not take any name for granted
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            value = _version()
+        elif module := next((module for module, names in _MODULES.items() if name in names), None):
+            value = getattr(importlib.import_module(f"pygdist.{module}"), name)
+        elif name in _submodules():
+            value = importlib.import_module(f"pygdist.{name}")
+        else:
+            raise AttributeError(f"module 'pygdist' has no attribute '{name}'")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_submodules(), "__version__"})
+
+
+def _submodules() -> set[str]:
+    from pkgutil import iter_modules  # twice as slow as the rest of this file
+
+    return {module.name for module in iter_modules(__path__)}
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pygdist")
+    except PackageNotFoundError:
+        return "0+unknown"  # a checkout that is not installed
+
+
+if "lightning.pytorch" in sys.modules:
+    # Lightning has no entry point for strategies: Trainer(strategy="graph_ddp") needs them registered
+    importlib.import_module("pygdist.lightning")

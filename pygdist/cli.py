@@ -1,7 +1,11 @@
-"""The ``pygdist`` command: Lightning's ``fit``, ``validate``, ``test``, ``predict``, and tools for graphs in parts."""
+"""The ``pygdist`` command: Lightning's ``fit``, ``validate``, ``test`` and ``predict``, and tools for graphs in parts.
+
+Only the command that runs is imported, so that help and mistakes take no time.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
@@ -13,30 +17,38 @@ from pygdist.errors import InputError, LostRankError
 __all__ = ["main"]
 
 _HELP = """\
+Train unmodified PyTorch Geometric models on graphs that are split across processes.
+
 usage: pygdist COMMAND [options]
 
-Train unmodified PyTorch Geometric models on a graph in parts.
+Graphs:
+  generate    write a synthetic graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
+  partition   split a graph into parts, one for each process
 
-  fit         train a model          pygdist fit --config run.yaml --trainer.devices=4
-  validate    evaluate on the validation nodes
-  test        evaluate on the test nodes
-  predict     write a prediction for every node of the graph to a .npy file
-  generate    write a graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
-  partition   partition a graph and write the parts
-  verify      compare one training step on N processes with one process, number by number
-  export      write the plain model of a checkpoint, loadable without pygdist
-  report      make one page of tables and plots of a folder of results
+Models:
+  fit         train a model
+  validate    evaluate a model on the validation nodes or edges
+  test        evaluate a model on the test nodes or edges
+  predict     write a prediction for every node to a .npy file
+  export      write the model of a checkpoint as plain PyTorch weights
 
-Each command explains its options with --help; fit --print_config prints a complete configuration.
+Results:
+  verify      check that a training step on several processes gives the numbers of one process
+  report      make one HTML page of tables and plots from a folder of results
+
+Options:
+  -h, --help  show this help; pygdist COMMAND --help lists the options of a command
+  --version   show the version
+
+Examples:
+  pygdist fit --config run.yaml --trainer.devices=4
+  pygdist fit --config run.yaml --print_config       print every option with its value, as YAML
+  pygdist partition --dataset=reddit-like --parts=4
 """
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    "generate": "generate",
-    "partition": "partition",
-    "verify": "verify",
-    "export": "export",
-    "report": "report",
+    **{name: name for name in ("generate", "partition", "verify", "export", "report")},
 }
 
 
@@ -44,20 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0; 1 if the run failed or numbers differ; 2 after a mistake in the input, told in one line; 130 after Ctrl-C.
+        The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input, which
+        one line on standard error explains, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # classes of the user's own, named in YAML, as "python -m" finds them
+        sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        sys.stdout.write(_HELP)
-        return 0
-    command, rest = arguments[0], arguments[1:]
+    command, *rest = arguments or ["--help"]
     try:
+        if command in ("-h", "--help", "help"):
+            sys.stdout.write(_HELP)
+            return 0
+        if command == "--version":
+            sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
+            return 0
         return _load(command)(command, rest)
     except InputError as error:
-        if error.of_one_rank or _speaks():
+        if error.of_one_rank or _is_first_rank():
             _complain(str(error))
         return 2
     except LostRankError as error:
@@ -71,15 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(command: str) -> Callable[[str, list[str]], int]:
+    """Return the function that runs a command, given its name and arguments."""
     if command not in _COMMANDS:
-        raise InputError(f"unknown command '{command}'; known are {', '.join(_COMMANDS)}; see pygdist --help")
-    # imported on demand: what needs no Lightning does not wait for it
+        similar = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f"; did you mean '{similar[0]}'?" if similar else "."
+        raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
     run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
     return run
 
 
-def _speaks() -> bool:
-    """Whether this process tells of a mistake, which every rank finds: the first one, whoever started the ranks."""
+def _is_first_rank() -> bool:
+    """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return all(number == "0" for number in numbers)
 

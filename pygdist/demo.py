@@ -1,7 +1,7 @@
-"""``make demo``: one GCN on the built-in graph, as plain PyG, then with pygdist on one process and on several.
+"""``make demo``: train one GCN on the built-in graph with plain PyG, then with pygdist on one process and on several.
 
-All runs start from the same parameters and train the same number of epochs with dropout 0, so their losses are to be
-compared number by number. Every run has its processes to itself, started afresh; needs no network.
+All runs start from the same parameters and train the same number of epochs with dropout 0, so their losses can be
+compared number by number. Each run has its own, fresh processes. The demo needs no network.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
 __all__ = ["Run", "compare", "largest_difference", "main", "train_with_pyg", "train_with_pygdist"]
 
 HIDDEN, LEARNING_RATE, WEIGHT_DECAY = 64, 0.01, 5e-4
-_TOLERANCE = 1e-3  # float32, and Adam divides by small numbers: rounding grows along the run
-_WARM_UP = 3  # epochs whose time does not count: memory is allocated, degrees and transposes are computed
+_TOLERANCE = 1e-3  # of losses in float32: Adam divides by small numbers, so rounding grows along the run
+_WARM_UP = 3  # epochs that are not timed: memory is allocated, degrees and transposes are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run gave.
+    """Results of a run.
 
     Attributes:
         losses: Mean training loss of each epoch, before its step.
         accuracy: Share of test nodes classified correctly after the last epoch.
         epoch_s: Seconds of each epoch.
-        sent_bytes: Bytes that all ranks together sent in the last epoch.
+        sent_bytes: Bytes sent in the last epoch, summed over ranks.
         peak_gib: Peak resident memory, summed over processes.
         threads: Threads of each process.
     """
@@ -63,36 +63,32 @@ class Run:
 
     @property
     def median_epoch_s(self) -> float:
-        """Seconds per epoch after warm-up."""
+        """Median seconds per epoch after warm-up."""
         return statistics.median(self.epoch_s[_WARM_UP:] or self.epoch_s)
 
 
 def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
-    """The reference: an ordinary full-batch loop, with nothing of pygdist in it.
+    """Train in an ordinary full-batch loop without pygdist: the reference.
 
     Args:
         model: Called as ``model(x, edge_index)``, or as ``model(x)`` if it is an MLP.
         data: The whole graph.
         epochs: Number of steps.
     """
-
-    def forward() -> Tensor:
-        out: Tensor = model(data.x) if isinstance(model, MLP) else model(data.x, data.edge_index)
-        return out
-
+    inputs = (data.x,) if isinstance(model, MLP) else (data.x, data.edge_index)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     losses, seconds = [], []
     for _ in range(epochs):
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(forward()[data.train_mask], data.y[data.train_mask])
+        loss = nn.functional.cross_entropy(model(*inputs)[data.train_mask], data.y[data.train_mask])
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
         seconds.append(time.perf_counter() - start)
     model.eval()
     with torch.no_grad():
-        hit = _hits(forward(), data)
+        hit = _hits(model(*inputs), data)
     return Run(
         losses=losses,
         accuracy=float(hit.float().mean()),
@@ -103,14 +99,14 @@ def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
 
 
 def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int, folder: Path) -> Run:
-    """The same through Lightning on ``ranks`` processes, backend ``comm``, each holding its part of the graph.
+    """Train with Lightning and backend ``comm`` on ``ranks`` processes, each with its part of the graph.
 
     Args:
-        model: The same model; it is trained in place.
-        data: The whole graph; it is partitioned into contiguous chunks.
+        model: The model; it is trained in place.
+        data: The whole graph; it is partitioned into ranges of node ids.
         epochs: Number of steps.
         ranks: Number of processes.
-        folder: For the parts and the log.
+        folder: Folder for the parts and the log.
     """
     module = NodeClassifier(model, backend="comm", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     graph = GraphDataModule(data, partitioner="chunk", cache_dir=folder / "parts")
@@ -146,7 +142,7 @@ def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int,
 
 
 class _Finish(pl.Callback):
-    """Writes the test accuracy to the log when training ends, which saves starting the processes again for a test."""
+    """Logs the test accuracy when training ends, so that no processes are started again for a test."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, NodeClassifier)
@@ -160,22 +156,21 @@ class _Finish(pl.Callback):
 
 
 def _hits(out: Tensor, graph: Any) -> Tensor:
-    """Which test nodes are classified correctly; ``graph`` is the whole one or a rank's shard."""
+    """Tell for each test node if it is classified correctly; ``graph`` is the whole graph or a rank's shard."""
     hit: Tensor = out[graph.test_mask].argmax(dim=-1) == graph.y[graph.test_mask]
     return hit
 
 
 def _references(gcn: nn.Module, mlp: nn.Module, data: Data, epochs: int) -> tuple[Run, Run]:
-    # copies: parameters come from the parent in shared memory, and it needs them untrained;
-    # the GCN first: the peak memory is its own
+    # on copies, since the parent shares these parameters and needs them untrained; the GCN first, for its peak memory
     return train_with_pyg(copy.deepcopy(gcn), data, epochs), train_with_pyg(copy.deepcopy(mlp), data, epochs)
 
 
 def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int) -> tuple[Run, Run, Run]:
-    """Train the same GCN three ways, saying what is done, and print the table.
+    """Train the same GCN three ways, print progress and a table.
 
     Returns:
-        Plain PyG, pygdist on one process, pygdist on ``ranks``.
+        The runs of plain PyG, of pygdist on one process, and of pygdist on ``ranks`` processes.
     """
     data = load_graph("sbm", num_nodes=nodes, seed=seed)
     classes = int(data.y.max()) + 1
@@ -211,7 +206,9 @@ def _table(pyg: Run, one: Run, many: Run, ranks: int) -> Table:
         table.add_column(name, justify="right")
     runs = (pyg, one, many)
     table.add_row("final loss", *(f"{run.losses[-1]:.7f}" for run in runs))
-    table.add_row("largest difference in loss, all epochs", "", *(_difference(run, pyg) for run in runs[1:]))
+    table.add_row(
+        "largest difference in loss, all epochs", "", *(f"{largest_difference(run, pyg):.1e}" for run in runs[1:])
+    )
     table.add_row("test accuracy", *(f"{run.accuracy:.2%}" for run in runs))
     table.add_row("seconds per epoch (median)", *(f"{run.median_epoch_s:.4f}" for run in runs))
     table.add_row("bytes exchanged per epoch", *(f"{run.sent_bytes:,}" for run in runs))
@@ -220,17 +217,13 @@ def _table(pyg: Run, one: Run, many: Run, ranks: int) -> Table:
     return table
 
 
-def _difference(run: Run, reference: Run) -> str:
-    return f"{largest_difference(run, reference):.1e}"
-
-
 def largest_difference(run: Run, reference: Run) -> float:
-    """Largest absolute difference in loss, over all epochs."""
+    """Return the largest absolute difference in loss over all epochs."""
     return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
 
 
 def _quiet() -> None:
-    """Lightning's advice is for people who write training scripts."""
+    """Silence Lightning's advice, which is for authors of training scripts."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
@@ -240,9 +233,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison and print one table.
 
     Returns:
-        0 if the losses agree to 1e-3 along the run, else 1.
+        The exit status: 0 if the losses of all epochs agree within 1e-3, else 1.
     """
-    parser = argparse.ArgumentParser(prog="python -m pygdist.demo", description="One GCN, one process and several.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pygdist.demo", description="Train one GCN with plain PyG and with pygdist, and compare."
+    )
     parser.add_argument("--nodes", type=int, default=20_000, help="nodes of the graph (default: 20000)")
     parser.add_argument("--epochs", type=int, default=60, help="training epochs (default: 60)")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the distributed run (default: 2)")
@@ -253,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(max(largest_difference(run, pyg) for run in (one, many)) > _TOLERANCE)
 
 
-if __name__ == "__mp_main__":  # a rank: the spawn strategy imports this file anew
+if __name__ == "__mp_main__":  # a spawned rank imports this file again
     _quiet()
 
 if __name__ == "__main__":

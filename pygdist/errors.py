@@ -1,7 +1,6 @@
-"""The two errors that pygdist raises on purpose: a mistake in the input, and a rank that is gone.
+"""The errors that pygdist raises on purpose: a mistake in the input, and a lost rank.
 
-They live at the bottom of the package so that every room can raise them; the command line turns each into
-one line on standard error (:mod:`pygdist.cli`).
+The command line prints each as one line on standard error (:mod:`pygdist.cli`).
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ __all__ = ["InputError", "LostRankError"]
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used: the message names the file, field, option or layer, and what to do.
+    """A mistake in the user's input. The message names the file, field, option or layer, and says what to do.
 
-    The command line prints the message alone and exits with status 2. Raise it on all ranks or on none, so that
-    no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints it for all.
+    The command line prints only the message and exits with status 2. Raise it on all ranks or on none, so that no rank
+    waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints it for all.
 
     Args:
         message: One line.
-        of_one_rank: It depends on what this rank alone holds, and the ranks did not agree on it: this rank prints it
-            whatever its number. The message should name the rank.
+        of_one_rank: The mistake is in data that only this rank holds, and the other ranks do not know of it. This rank
+            prints the message, whatever its number; the message should name the rank.
     """
 
     def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
@@ -27,4 +26,4 @@ class InputError(ValueError):
 
 
 class LostRankError(RuntimeError):
-    """Another rank died, left or did not answer in time. The message names the rank, the epoch and the exchange."""
+    """Another rank died, left, or did not answer in time. The message names the rank, the epoch and the exchange."""

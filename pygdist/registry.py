@@ -1,4 +1,4 @@
-"""Names for plug-ins: a string goes through the registry or is a class path, an object passes straight."""
+"""Plug-ins by name: a string is a registered name or a class path; an object is taken as it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
     """Classes by name.
 
     Args:
-        kind: What they are, for messages, such as ``"backend"``.
+        kind: Word for the classes in error messages, such as ``"backend"``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -26,14 +26,14 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, name: str, cls: type[T]) -> None:
-        """Add a class; a name taken by another class is refused, the same class again (a reload) is not.
+        """Add a class. Adding it again, as a reload does, replaces it.
 
         Raises:
-            ValueError: If the name is taken.
+            ValueError: If another class has the name.
         """
-        known = self._classes.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"the {self.kind} name '{name}' is taken by {known.__module__}.{known.__qualname__}")
+        taken = self._classes.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"the {self.kind} name '{name}' is taken by {taken.__module__}.{taken.__qualname__}")
         self._classes[name] = cls
 
     def __iter__(self) -> Iterator[str]:
@@ -45,17 +45,19 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def resolve(self, value: str | T, base: type[T], **arguments: Any) -> T:
-        """An instance from a name, a dotted class path, or itself.
+        """Return an instance, given a name, a dotted class path, or the instance itself.
 
         Raises:
-            InputError: If the name or path leads nowhere, the class is of another kind, or an argument does not fit.
+            InputError: If there is no such class, it does not subclass ``base``, or an argument does not fit.
         """
         if isinstance(value, base):
             if arguments:
-                raise InputError(f"arguments {sorted(arguments)} were given for a {self.kind} that is already made")
+                raise InputError(
+                    f"arguments {sorted(arguments)} do not go with a {self.kind} that is an object already"
+                )
             return value
         if not isinstance(value, str):
-            raise InputError(f"expected a {self.kind} or its name, got {type(value).__name__}")
+            raise InputError(f"expected a {self.kind} or its name, got an object of type {type(value).__name__}")
         cls = import_path(value, self.kind) if "." in value else self[value]
         if not (inspect.isclass(cls) and issubclass(cls, base)):
             raise InputError(f"{value} is not a {self.kind}: it does not subclass {base.__module__}.{base.__name__}")
@@ -72,10 +74,10 @@ class Registry(Generic[T]):
 
 
 def import_path(path: str, kind: str) -> Any:
-    """The object at a dotted path.
+    """Return the object at a dotted path.
 
     Raises:
-        InputError: If it cannot be imported; the message names the part that is missing.
+        InputError: If it cannot be imported; names the part that is missing.
     """
     module, _, name = path.rpartition(".")
     try:

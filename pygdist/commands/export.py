@@ -1,4 +1,4 @@
-"""``pygdist export``: the plain model of a checkpoint, for people who do not have pygdist."""
+"""``pygdist export``: write the model of a checkpoint for use without pygdist."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from pygdist.errors import InputError
 __all__ = ["export", "read_checkpoint", "run"]
 
 _PREFIX = "model."
+# torch.load raises any of these for a file of another kind
+_UNREADABLE = (LookupError, AttributeError, RuntimeError, EOFError, ValueError, TypeError, OSError, pickle.PickleError)
 
 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
@@ -28,33 +30,36 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
         out: ``.pt`` (read it with ``torch.load``) or ``.safetensors`` (needs the package of that name).
 
     Returns:
-        What was written.
+        The written tensors by name.
 
     Raises:
-        InputError: If the checkpoint cannot be read, holds no model, or the format is unknown.
+        InputError: If the checkpoint cannot be read or holds no model, the format is unknown, or the file cannot be
+            written.
     """
     out = Path(out)
     if out.suffix not in (".pt", ".pth", ".safetensors"):
-        raise InputError(f"{out}: unknown format '{out.suffix}' of the output file; use .pt or .safetensors")
+        raise InputError(f"{out}: unknown format '{out.suffix}'; name the file .pt or .safetensors")
     state = read_checkpoint(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:
-        raise InputError(f"{checkpoint}: holds no entry that starts with '{_PREFIX}', so no model of a NodeClassifier")
+        raise InputError(
+            f"{checkpoint}: holds no parameters that start with '{_PREFIX}'; give a checkpoint that pygdist fit wrote"
+        )
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _save(model, temporary, out.suffix)
         temporary.replace(out)
-    except (OSError, RuntimeError) as error:  # torch says RuntimeError where a file cannot be opened
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot open a file
         raise InputError(f"{out}: could not be written ({error})") from error
     finally:
-        with contextlib.suppress(OSError):  # also where the folder could not be made
+        with contextlib.suppress(OSError):  # there may be no folder, and no file
             temporary.unlink()
     return model
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a Lightning checkpoint holds, read without running any code from it.
+    """Return the content of a Lightning checkpoint; no code in it is run.
 
     Raises:
         InputError: If there is no such file, or it is no Lightning checkpoint.
@@ -65,17 +70,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["state_dict"].items()
-    # torch's reader fails on foreign bytes in as many ways as they can be read
-    except (
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        TypeError,
-        OSError,
-        pickle.PickleError,
-    ) as error:
+    except _UNREADABLE as error:
         raise InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})") from error
     assert isinstance(checkpoint, dict)
     return checkpoint
@@ -88,14 +83,14 @@ def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:
         try:
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
-            raise InputError("writing .safetensors needs the package: pip install safetensors") from error
+            raise InputError("writing .safetensors needs a package: pip install safetensors") from error
         save_file({name: value.contiguous() for name, value in model.items()}, path)
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """The command line of :func:`export`."""
+    """Run the command line of :func:`export`."""
     parser = ArgumentParser(
-        prog="pygdist export", description="Write the plain model of a checkpoint, loadable without pygdist."
+        prog="pygdist export", description="Write the model of a checkpoint as plain weights, for use without pygdist."
     )
     parser.add_argument("checkpoint", help="a .ckpt file that pygdist fit wrote")
     parser.add_argument("out", help="the file to write: model.pt or model.safetensors")

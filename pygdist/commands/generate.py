@@ -1,4 +1,4 @@
-"""``pygdist generate``: write the double of a published graph, at any scale."""
+"""``pygdist generate``: write a synthetic graph with the shape of a published one, at any scale."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pygdist.commands.train import Parser
-from pygdist.graph import Progress, read_description, write_generated
-from pygdist.graph.store.partitioned import peak_rss_bytes
+from pygdist.commands.messages import Parser
 
 __all__ = ["generate", "run"]
 
@@ -25,38 +23,40 @@ def generate(
     seed: int = 0,
     features: bool = True,
     overwrite: bool = False,
-    progress: Progress | None = None,
 ) -> Path:
-    """Write a graph with the published size, degrees, features and classes of a known one to a folder.
+    """Write a synthetic graph with the size, degrees, features and classes of a published graph to a folder.
 
     Args:
-        name: reddit-like, products-like, papers-like or mag-like.
-        scale: Nodes and edges are so many times those that were published; 0.1 is a tenth. Average degree, features and
-            classes stay.
+        name: The graph: reddit-like, products-like, papers-like or mag-like.
+        scale: Factor on the published numbers of nodes and edges; 0.1 writes a tenth. The average degree, the features
+            and the classes stay.
         out: The folder to write; it appears when it is complete. By default NAME-SCALE.
-        seed: Seed; the same one gives the same graph.
-        features: Whether to write features.
+        seed: Seed; the same seed gives the same graph.
+        features: Write features.
         overwrite: Replace a finished folder.
-        progress: Shows the passes over edges and nodes.
 
     Returns:
         The folder.
     """
+    from pygdist.graph import Progress, write_generated  # imports torch, which --help does without
+
     folder = out if out is not None else Path(f"{name}-{scale:g}")
     return write_generated(
-        name, folder, scale=scale, seed=seed, features=features, overwrite=overwrite, progress=progress
+        name, folder, scale=scale, seed=seed, features=features, overwrite=overwrite, progress=Progress()
     )
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """The command line of :func:`generate`."""
+    """Run the command line of :func:`generate`."""
     parser = Parser(prog="pygdist generate", description=(generate.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(generate, as_group=False, as_positional=True, skip={"progress"})
-    parser.add_argument("--json", action="store_true", help="print graph.json on standard output, alone")
+    parser.add_function_arguments(generate, as_group=False, as_positional=True)
+    parser.add_argument("--json", action="store_true", help="print graph.json to standard output, and nothing else")
     options = parser.parse_args(arguments).as_dict()
     as_json = options.pop("json")
     start = time.monotonic()
-    folder = generate(**options, progress=Progress())
+    folder = generate(**options)
+    from pygdist.graph import read_description
+
     description = read_description(folder)
     if as_json:
         sys.stdout.write(json.dumps(description, indent=1) + "\n")
@@ -66,6 +66,8 @@ def run(command: str, arguments: list[str]) -> int:
 
 
 def _print(description: dict[str, Any], folder: Path, seconds: float) -> None:
+    from pygdist.graph.store.partitioned import peak_rss_bytes
+
     hetero = description["heterogeneous"]
     nodes = Table(title=f"{folder}: {description['name']} at scale {description['scale']:g}")
     for column in ("nodes of type",) * hetero + ("nodes", "features", "classes", "training", "validation", "test"):

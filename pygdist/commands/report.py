@@ -1,4 +1,4 @@
-"""``pygdist report``: one page of what was measured."""
+"""``pygdist report``: make one page of a folder of results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["run"]
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """The command line of :func:`pygdist.report.write_report`."""
+    """Run the command line of :func:`pygdist.report.write_report`."""
     parser = ArgumentParser(
         prog="pygdist report",
-        description="Make one page of a folder of results, to be opened in a browser: tables that sort, the papers' "
-        "figures beside ours, load per rank, timelines, the settings of each run and the command that repeats it.",
+        description="Make one HTML page of a folder of results: sortable tables, the papers' numbers beside ours, load "
+        "per rank, timelines, the settings of each run and the command that repeats it. The page needs no network.",
     )
-    parser.add_argument("results", type=Path, help="folder of tables (NAME.csv) and what they mean (NAME.yaml)")
+    parser.add_argument("results", type=Path, help="folder of tables (NAME.csv) and their descriptions (NAME.yaml)")
     parser.add_argument("-o", "--out", type=Path, required=True, help="the file to write, e.g. report.html")
     parser.add_argument("--title", help="title of the page")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""``pygdist fit``, ``validate``, ``test`` and ``predict``: a LightningCLI over our data module and what is learned."""
+"""``pygdist fit``, ``validate``, ``test`` and ``predict``: a LightningCLI over our data module and learning tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from pygdist.commands.export import read_checkpoint
-from pygdist.commands.messages import check_yaml, one_line, options_of, shorten
+from pygdist.commands.messages import Parser, one_line, options_of, shorten
 from pygdist.errors import InputError
 from pygdist.lightning import (
     ExchangeMonitor,
@@ -32,47 +32,51 @@ from pygdist.lightning import (
     NodeClassifier,
     PredictionWriter,
 )
+from pygdist.report.description import read_yaml
 
-__all__ = ["GraphCLI", "Parser", "run"]
+__all__ = ["GraphCLI", "run"]
 
 log = logging.getLogger(__name__)
-# an advertisement, in every run
-logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda said: "litlogger" not in said.getMessage())
+# Lightning advertises it in every run
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())
 
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
-_FOUND_BY_LIGHTNING = ("best", "last", "hpc")  # values of --ckpt_path that are no files
+_NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")  # values of --ckpt_path that Lightning resolves itself
+# messages of Lightning that tell a user of pygdist nothing
+_IGNORED_WARNINGS = (
+    "LightningCLI's args parameter",  # wherever sys.argv is not empty
+    "Experiment logs directory",  # TensorBoard and CSV share it
+    ".*treespec",  # Lightning with torch 2.13
+    ".*configure_optimizers. will be overridden",  # --optimizer is there for it
+    "The dirpath has changed",  # each command has a folder of its own
+    "Couldn't infer the batch indices",  # the graph is the one batch
+)
 
 _PURPOSES = {
-    "fit": "Train a model on a graph that is held in parts, one for each process: to classify nodes, or with"
+    "fit": "Train a model on a graph that is split into parts, one for each process: to classify nodes, or with"
     " --task=links to predict edges.",
     "validate": "Evaluate a model on the validation nodes or edges.",
     "test": "Evaluate a model on the test nodes or edges.",
-    "predict": "Write a prediction for every node of the graph, in the order of its ids, to --predictions.path; with"
-    " --task=links its row.",
+    "predict": "Write a prediction for every node of the graph (its embedding with --task=links), in the order of node"
+    " ids, to --predictions.path.",
 }
 _MOST_USED = (
-    " Used most: --model.model=CLASS (any PyG model by class path; --model.model.help=CLASS lists its options),"
+    " Most used options: --model.model=CLASS (any PyG model by class path; --model.model.help=CLASS lists its options),"
     " --model.backend=NAME, --data.dataset=NAME, --trainer.devices=N, --trainer.max_epochs=N, --ckpt_path=FILE."
-    " Every option may stand in a YAML file (--config); --print_config prints them all with their values."
+    " All options can be set in a YAML file (--config); --print_config prints them all with their values."
 )
 
 
-class Parser(LightningArgumentParser):
-    """Says what is wrong in one line instead of printing the usage of two hundred options."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise InputError(shorten(message)) from ex
+class _TrainingParser(Parser, LightningArgumentParser):
+    """Lightning's parser, which reports a mistake in one line."""
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's, with a default score: accuracy, F1 for several labels per node, AUC for edges.
+    """Keep the best checkpoint, by accuracy (F1 with several labels per node, AUC for edges), and the last one.
 
-    And ``last.ckpt`` is the last.
-
-    Lightning writes ``last.ckpt`` beside a new best checkpoint only; here it is always that of the last epoch, so that
-    a run whose rank is lost resumes where it was.
+    Lightning writes ``last.ckpt`` only beside a new best checkpoint. Here it is always that of the last epoch, from
+    which a run that lost a rank resumes.
     """
 
     @override
@@ -92,35 +96,29 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing is left to save; Lightning's own writes a checkpoint even under ``fast_dev_run``."""
+        """Save nothing: the last epoch is saved already. Lightning's method would save even under ``fast_dev_run``."""
 
 
 class GraphCLI(LightningCLI):
     """LightningCLI with pygdist's defaults: strategy ``graph_ddp``, CSV and TensorBoard logs, best and last checkpoint.
 
-    Making one instantiates what the configuration says; :meth:`execute` runs it.
+    The constructor instantiates the objects of the configuration; :meth:`execute` runs the subcommand.
 
     Args:
         arguments: The command line, starting with the subcommand.
     """
 
     def __init__(self, arguments: list[str]) -> None:
-        self._made: list[Path] = []  # folders of this run that were not there before, innermost first
-        self._without: set[type[Callback]] = set()  # callbacks of ours that the trainer's options switch off
-        # Lightning warns wherever sys.argv is not empty, as it is not under the pygdist command
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        warnings.filterwarnings("ignore", message="Experiment logs directory")  # TensorBoard made it, for both
-        warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)  # Lightning with torch 2.13
-        warnings.filterwarnings("ignore", message=".*configure_optimizers. will be overridden")  # --optimizer says so
-        warnings.filterwarnings("ignore", message="The dirpath has changed")  # each command has a folder of its own
-        warnings.filterwarnings("ignore", message="Couldn't infer the batch indices")  # there is one batch, the graph
-        check_yaml(arguments)
+        self._new_folders: list[Path] = []  # folders that this run creates, innermost first
+        self._disabled: set[type[Callback]] = set()  # our callbacks that the trainer's options switch off
+        for message in _IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         arguments = _strategy_by_class(arguments)
         super().__init__(
             _TASKS[_task_of(arguments)],
             GraphDataModule,
             args=arguments,
-            parser_class=Parser,
+            parser_class=_TrainingParser,
             save_config_callback=SaveConfigCallback,
             save_config_kwargs={"overwrite": True},
             parser_kwargs=_help_texts(),
@@ -138,7 +136,7 @@ class GraphCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--task", choices=list(_TASKS), default="nodes",
-            help="what is learned: classes of nodes, or edges (--data.edge_split holds some out to be evaluated on)",
+            help="learn the classes of nodes, or edges (--data.edge_split holds some out for evaluation)",
         )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
@@ -153,9 +151,9 @@ class GraphCLI(LightningCLI):
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint == "best" and subcommand != "fit":
-            raise InputError("--ckpt_path=best: a new run knows no best checkpoint; give its file, under checkpoints/")
-        elif checkpoint is not None and checkpoint not in _FOUND_BY_LIGHTNING:
-            read_checkpoint(checkpoint)  # here every rank of every strategy says the same, before any has started
+            raise InputError("--ckpt_path=best works only after fit in the same run; give the file, under checkpoints/")
+        elif checkpoint is not None and checkpoint not in _NAMES_OF_CHECKPOINTS:
+            read_checkpoint(checkpoint)  # a mistake is found before any rank starts, and is the same on all
 
     @override
     def instantiate_classes(self) -> None:
@@ -164,7 +162,7 @@ class GraphCLI(LightningCLI):
         except InputError:
             raise
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
-            log.debug("while making what the configuration names", exc_info=True)
+            log.debug("while instantiating the objects of the configuration", exc_info=True)
             raise InputError(shorten(str(error))) from error
 
     @override
@@ -174,101 +172,107 @@ class GraphCLI(LightningCLI):
         if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
             kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
             folder = Path(kwargs["logger"][0].log_dir)
-            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         if config["enable_checkpointing"] is False or config["barebones"]:
-            self._without |= {BestCheckpoint}
+            self._disabled |= {BestCheckpoint}
         if config["barebones"]:
-            self._without |= {ExchangeMonitor, PredictionWriter}
+            self._disabled |= {ExchangeMonitor, PredictionWriter}
             self.save_config_callback = None
-            kwargs["log_every_n_steps"] = None  # our default; Lightning would complain of it
+            kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
-                f"--trainer.strategy: '{config['strategy']}' averages over {trainer.world_size} ranks as if each had a "
-                "graph of its own; on a graph in parts use graph_ddp"
+                f"--trainer.strategy: '{config['strategy']}' averages gradients as if each of the {trainer.world_size} "
+                "ranks had a graph of its own; on a graph in parts use graph_ddp"
             )
         return trainer
 
     @override
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        return super()._instantiate_trainer(config, [one for one in callbacks if type(one) not in self._without])
+        return super()._instantiate_trainer(config, [one for one in callbacks if type(one) not in self._disabled])
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        """Not yet: :meth:`execute` does, once there is an object that can clean up after it."""
+        """Do nothing: the constructor calls this, but :meth:`execute` runs the subcommand, and cleans up after it."""
 
     def execute(self) -> None:
         """Run the subcommand.
 
         Raises:
-            InputError: After a mistake in the input; the other ranks of this machine are gone then, and so is the
-                folder of the run if nothing was learnt yet.
+            InputError: After a mistake in the input. The other ranks of this machine have ended then, and the folder of
+                the run is removed if it holds no result.
         """
         try:
             super()._run_subcommand(str(self.subcommand))
-        except (InputError, MisconfigurationException, FileNotFoundError) as error:
-            self._clean_up()
-            raise error if isinstance(error, InputError) else InputError(one_line(str(error))) from error
-        except ValueError as error:
-            if "in Lightning, but" not in str(error):  # other numbers of processes than torchrun's or SLURM's
+        except (ValueError, RuntimeError, MisconfigurationException, FileNotFoundError) as error:
+            mistake = _mistake_of(error)
+            if mistake is None:
                 raise
             self._clean_up()
-            raise InputError(one_line(str(error))) from error
-        except RuntimeError as error:
-            if str(error).startswith("Early stopping conditioned on"):
-                self._clean_up()
-                raise InputError(f"EarlyStopping: {one_line(str(error))}") from error
-            if "loading state_dict" not in str(error):
+            if mistake is error:
                 raise
-            self._clean_up()
-            raise InputError(
-                f"--ckpt_path: the checkpoint is of another model: {one_line(str(error).partition(':')[2])}"
-            ) from error
+            raise mistake from error
 
     def _clean_up(self) -> None:
-        # they leave for the same reason, which is told once
+        # the other ranks fail for the same reason, which is reported once
         logging.getLogger(GraphDDPStrategy.__module__.rpartition(".")[0]).setLevel(logging.CRITICAL)
         for process in getattr(self.trainer.strategy.launcher, "procs", []):
             if not isinstance(process, subprocess.Popen):
-                continue  # forked and spawned ranks are gone when their error arrives
+                continue  # forked and spawned ranks have ended when their error arrives
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if not self.trainer.is_global_zero or not self._made:
+        if not self.trainer.is_global_zero or not self._new_folders:
             return
-        run = self._made[0]
+        run, *parents = self._new_folders
         if run.is_dir() and not (run / "metrics.csv").exists() and not any(run.rglob("*.ckpt")):
             shutil.rmtree(run)
-        with contextlib.suppress(OSError):  # somebody else has put something there
-            for folder in self._made[1:]:
+        with contextlib.suppress(OSError):  # another process wrote to one of them
+            for folder in parents:
                 folder.rmdir()
 
     def before_predict(self) -> None:
-        """Find out that the predictions cannot be written before they are computed, on every rank."""
+        """Refuse on every rank, before predictions are computed, a path that cannot be written."""
         if self.trainer.limit_predict_batches == 0:
-            raise InputError("--trainer.limit_predict_batches=0: there would be no predictions; leave it out")
+            raise InputError("--trainer.limit_predict_batches=0 leaves no predictions to write; leave it out")
         path = Path(self._get(self.config_init, "predictions").path)
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"--predictions.path: {path} cannot be written")
 
     def predict(self, **arguments: Any) -> None:
-        """Keep the predictions out of memory: they are in the file that ``--predictions.path`` names."""
+        """Predict, and keep no predictions in memory: they are in the file that ``--predictions.path`` names."""
         self.trainer.predict(**{**arguments, "return_predictions": False})
 
 
+def _mistake_of(error: Exception) -> InputError | None:
+    """Return the error to report to the user in one line, or ``None`` if the error is no mistake in the input."""
+    text = str(error)
+    if isinstance(error, InputError):
+        return error
+    if isinstance(error, (MisconfigurationException, FileNotFoundError)):
+        return InputError(one_line(text))
+    if isinstance(error, ValueError) and "in Lightning, but" in text:  # torchrun or SLURM started other ranks
+        return InputError(one_line(text))
+    if isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on"):
+        return InputError(f"EarlyStopping: {one_line(text)}")
+    if isinstance(error, RuntimeError) and "loading state_dict" in text:
+        return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
+    return None
+
+
 def _task_of(arguments: list[str]) -> str:
-    """What the command line or a configuration file says is learned: it decides which options there are."""
-    found = _said_last(arguments, "task") or "nodes"
-    if found not in _TASKS:
-        raise InputError(f"--task: {found!r}, expected {' or '.join(_TASKS)}")
-    return found
+    """Return the value of ``--task``, on which the other options depend."""
+    task = _last_value(arguments, "task") or "nodes"
+    if task not in _TASKS:
+        raise InputError(f"--task: {task!r}, expected {' or '.join(_TASKS)}")
+    return str(task)
 
 
 def _help_texts() -> dict[str, Any]:
-    """What comes before the list of options: which ones are used most. The usage line would name all two hundred."""
+    """Return the usage and description of each subcommand. The generated usage would name all two hundred options."""
     texts: dict[str, Any] = {"prog": "pygdist"}
     for command, purpose in _PURPOSES.items():
         texts[command] = {"usage": f"pygdist {command} [--config FILE] [options]", "description": purpose + _MOST_USED}
@@ -276,64 +280,64 @@ def _help_texts() -> dict[str, Any]:
 
 
 def _strategy_by_class(arguments: list[str]) -> list[str]:
-    """The same command line with the class of a strategy of ours in place of its name, if options of it are given.
+    """Replace the name of one of our strategies by its class path if the command line sets options of the strategy.
 
-    The name may stand in a configuration file, where only the end of the command line overrides it.
+    The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _said_last(arguments, "trainer", "strategy")
-    known = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # its own get() makes one
-    option, rest, given = "--trainer.strategy", list[str](), dict[str, str]()
-    value_of = ""
+    name = _last_value(arguments, "trainer", "strategy")
+    entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
+    option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
+    awaits_value = ""
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key == option or key.startswith(f"{option}."):
-            given[key], value_of = value, "" if equals else key
-        elif value_of and not argument.startswith("--"):
-            given[value_of], value_of = argument, ""
+            settings[key], awaits_value = value, "" if equals else key
+        elif awaits_value and not argument.startswith("--"):
+            settings[awaits_value], awaits_value = argument, ""
         else:
-            rest.append(argument)
-            value_of = ""
-    own = [key for key in given if key != option and not key.endswith(".help")]
-    if not own or known is None or not issubclass(known["strategy"], GraphDDPStrategy):
+            others.append(argument)
+            awaits_value = ""
+    has_options = any(key != option and not key.endswith(".help") for key in settings)
+    if not has_options or entry is None or not issubclass(entry["strategy"], GraphDDPStrategy):
         return arguments
-    path = f"{known['strategy'].__module__}.{known['strategy'].__qualname__}"
-    fixed = {f"{option}.{name}": yaml.safe_dump(value).split()[0] for name, value in known["init_params"].items()}
-    given[option] = path
-    said = {option: path, **fixed, **given}  # the class before its options
-    return [*rest, *(f"{key}={value}" for key, value in said.items())]
+    path = f"{entry['strategy'].__module__}.{entry['strategy'].__qualname__}"
+    registered = {f"{option}.{name}": yaml.safe_dump(value).split()[0] for name, value in entry["init_params"].items()}
+    settings[option] = path
+    settings = {option: path, **registered, **settings}  # the class before its options
+    return [*others, *(f"{key}={value}" for key, value in settings.items())]
 
 
-def _said_last(arguments: list[str], *names: str) -> Any:
-    """What the command line, or a configuration file that it names, says last under these names."""
-    found: Any = None
+def _last_value(arguments: list[str], *names: str) -> Any:
+    """Return the last value of an option (given by the parts of its name) on the command line or in its YAML files."""
+    result: Any = None
     for option, value in options_of(arguments):
         if option == f"--{'.'.join(names)}":
-            found = value
+            result = value
         elif option in ("--config", "-c") and Path(value).is_file():
-            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            content = read_yaml(Path(value))
             for name in names:
                 content = content.get(name) if isinstance(content, dict) else None
-            found = found if content is None else content
-    return found
+            result = result if content is None else content
+    return result
 
 
 def _strategy_of(strategy: Any) -> Any:
-    """What the trainer takes: a name, or an object, of the class if a path to one stands there without options."""
+    """Return the ``strategy`` argument of the trainer; a class path without options becomes an instance."""
     names = StrategyRegistry.available_strategies()
     if not isinstance(strategy, str) or strategy == "auto" or strategy in names:
         return strategy
     module, _, name = strategy.rpartition(".")
     if module:
         with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and issubclass(found, Strategy):
-                return found()
+            cls = getattr(importlib.import_module(module), name, None)
+            if isinstance(cls, type) and issubclass(cls, Strategy):
+                return cls()
     ours = ", ".join(name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name)
-    raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; for a graph in parts there are {ours}")
+    raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; on a graph in parts use one of {ours}")
 
 
 def _loggers(root: str) -> list[TensorBoardLogger | CSVLogger]:
-    """TensorBoard and CSV in one new folder per run, where the checkpoints and the configuration are too."""
+    """Return loggers to TensorBoard and CSV in a new folder, which also gets the checkpoints and the configuration."""
     tensorboard = TensorBoardLogger(root, name="")
     return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
 

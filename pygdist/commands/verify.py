@@ -1,4 +1,4 @@
-"""``pygdist verify``: one training step on N processes against one on a single process, number by number."""
+"""``pygdist verify``: compare one training step on N processes with the same step on one process."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def verify(
     """Compare one training step on ``world_size`` processes with one process, dropout off.
 
     Args:
-        model: The model; it is left as it is.
+        model: The model; it is not changed.
         backend: The backend to verify.
         data: The graph; it is partitioned into ``world_size`` parts.
         world_size: Number of processes.
-        reference: What computes the reference: ``pyg``, plain PyTorch Geometric on the whole graph; ``single``, our
-            backend on one process, where PyG's messages (edges x features) would not fit in memory; ``auto`` decides.
+        reference: Reference step: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend
+            ``single``; ``auto`` takes ``single`` if PyG's messages (edges x features) would not fit in memory.
         double: Compute in float64.
 
     Returns:
-        The largest difference over ranks of the loss, the output, each gradient, each updated parameter and each
-        buffer, by name; and which reference was used.
+        The largest difference over all ranks in the loss, the output, each gradient, each updated parameter and each
+        buffer, by name; and the reference that was used.
 
     Raises:
         InputError: If the input cannot be used or a layer cannot run on the backend.
     """
     if data.store is not None:
-        raise InputError("verify computes the reference on the whole graph: give data.dataset, not data.store")
+        raise InputError("verify needs the whole graph for its reference: give data.dataset in place of data.store")
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
     whole, _ = data.load()
@@ -79,7 +79,7 @@ def verify(
     whole = _data_as(whole, double)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)
     distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
-    used = _choose(reference, whole)
+    used = _choose_reference(reference, whole)
     log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
     with without_dropout():
         if used == "pyg":
@@ -88,20 +88,20 @@ def verify(
             expected = _single_step(copy.deepcopy(model), data, double)
     log.info("the same step on %d processes, backend %s", world_size, backend.name or type(backend).__name__)
     with RankPool(world_size) as pool:
-        found = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
-    mistakes = [answer for answer in found if isinstance(answer, str)]
+        answers = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
+    mistakes = [answer for answer in answers if isinstance(answer, str)]
     if mistakes:
         raise InputError(mistakes[0])
-    return _merge(found), used
+    return _merge(answers), used
 
 
 def _compare(
     rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
 ) -> dict[str, Difference] | str:
-    """The differences on one rank, or what is wrong with the input, which every rank finds."""
+    """Return the differences on one rank, or the mistake in the input, which every rank finds."""
     try:
         return _differences(rank, world_size, model, backend, folder, expected, double)
-    except (InputError, IndexError) as error:  # rows of other ranks looked up outside of propagate are out of range
+    except (InputError, IndexError) as error:  # IndexError: rows of other ranks were indexed outside of propagate
         return str(error) if isinstance(error, InputError) else row_lookup(error)
 
 
@@ -118,15 +118,20 @@ def _differences(
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """The command line of :func:`verify`; takes the configuration of ``fit``."""
+    """Run the command line of :func:`verify`, which takes the options of ``fit``, too."""
     parser = ArgumentParser(
         prog="pygdist verify",
-        allow_abbrev=False,  # or an option of fit could be taken for one of ours
-        description="Compare one training step on N processes with one process, number by number. "
-        "Takes the options of 'pygdist fit' besides its own.",
+        allow_abbrev=False,  # an option of fit may be a prefix of ours
+        description="Compare one training step on N processes with the same step on one process. The exit status is 1 "
+        "if a number differs by more than the tolerance. Takes all options of 'pygdist fit', too.",
     )
     parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
+    parser.add_argument(
+        "--reference",
+        choices=["auto", "pyg", "single"],
+        default="auto",
+        help="what the one process runs (default: auto)",
+    )
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
     options, rest = parser.parse_known_args(arguments)
@@ -159,17 +164,17 @@ def _report(differences: Mapping[str, Difference], tolerance: float, title: str)
     return 0 if ok else 1
 
 
-def _merge(found: list[dict[str, Difference]]) -> dict[str, Difference]:
+def _merge(ranks: list[dict[str, Difference]]) -> dict[str, Difference]:
     return {
-        name: Difference(max(ranks[name].absolute for ranks in found), max(ranks[name].relative for ranks in found))
-        for name in found[0]
+        name: Difference(max(rank[name].absolute for rank in ranks), max(rank[name].relative for rank in ranks))
+        for name in ranks[0]
     }
 
 
-def _choose(reference: Reference, data: Data) -> str:
+def _choose_reference(reference: Reference, data: Data) -> str:
     if reference != "auto":
         return reference
-    # PyG's message path holds edges x features about three times: gathered, scaled, and for the backward pass
+    # PyG holds about three copies of edges x features: gathered, scaled, and for the backward pass
     messages = 3 * data.edge_index.size(1) * data.x.size(1) * data.x.element_size()
     return "pyg" if messages < psutil.virtual_memory().available / 2 else "single"
 
@@ -185,10 +190,10 @@ def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
 
 
 def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
-    """``model`` with unknown input sizes filled in; tried on the first edge, so that wrong sizes are told at once."""
+    """Fill in unknown input sizes of the model, and run it on the first edge: wrong sizes are refused at once."""
     fill_in_sizes(model, data)
     few = data.subgraph(data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long))
-    probe = copy.deepcopy(model).eval()  # norms would refuse, or note, the statistics of one edge
+    probe = copy.deepcopy(model).eval()  # in training, norms would refuse or record the statistics of one edge
     with torch.no_grad():
         call_model(probe, few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
     return model

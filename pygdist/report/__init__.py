@@ -1,4 +1,4 @@
-"""One page of what was measured: tables that sort, the papers' figures beside ours, load and timelines."""
+"""One page of results: sortable tables, plots with the papers' numbers beside ours, load per rank, timelines."""
 
 from pygdist.report.description import Experiment, Plot, Published, read_description
 from pygdist.report.page import Report, make_report, write_report

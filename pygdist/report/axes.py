@@ -1,4 +1,4 @@
-"""The same axes for two figures that stand beside each other, where both can be seen on them."""
+"""Equal axes for two figures side by side, if both can be read on them, and labels of logarithmic axes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from typing import Any, Literal
 
 __all__ = ["align", "tick_logs"]
 
-#: The larger of two figures may be that many times the smaller; beyond, the smaller would hardly be seen.
+#: Largest ratio of the maxima of two figures with equal axes; beyond it, the smaller figure could hardly be read.
 _ALIKE, _ALIKE_LOG = 4.0, 100.0
 _PAD = 0.06
-#: Up to so many values get a tick each; numbers of processes and parts are powers of 2 more often than of 10.
+#: Up to this number of values, each gets its own tick: numbers of processes and parts are powers of 2, not of 10.
 _MOST_TICKS = 8
 
 
 def align(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Give two figures the same ranges.
-
-    Args:
-        first: A figure of plotly.
-        second: Another, with axes of the same kind.
+    """Give two figures of plotly the same ranges; their axes must be of the same kinds.
 
     Returns:
-        Whether both axes are the same now.
+        True if both axes are equal now.
     """
     figures = (first, second)
     aligned = _align_numbers(figures, "y")
@@ -34,7 +30,7 @@ def align(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 def _align_words(figures: Sequence[dict[str, Any]]) -> bool:
-    """The words of both along ``x``, if they have half of them in common."""
+    """Show the words of both figures along ``x``, if they have half of the words in common."""
     axes = [figure["layout"]["xaxis"] for figure in figures]
     lists = [axis.get("categoryarray", []) for axis in axes]
     words = list(dict.fromkeys(lists[0] + lists[1]))
@@ -61,23 +57,19 @@ def _align_numbers(figures: Sequence[dict[str, Any]], axis: Literal["x", "y"]) -
 
 
 def tick_logs(figures: Sequence[dict[str, Any]]) -> None:
-    """Label logarithmic axes, for which plotly has no labels that people read easily: 1, 2, 5, 10 or fewer.
-
-    Args:
-        figures: Figures that stand beside each other.
-    """
+    """Label the logarithmic axes of figures side by side in steps of 1, 2, 5, 10, which plotly does not offer."""
     for axis in ("x", "y"):
         values = {value for figure in figures for trace in figure["data"] for value in _extent(trace, axis)}
         for figure in figures:
             layout = figure["layout"][f"{axis}axis"]
             if layout["type"] == "log":
-                few = axis == "x" and _are_apart(values)
-                ticks = sorted(value for value in values if value > 0) if few else _ticks(values)
-                layout |= {"tickvals": ticks, "ticktext": [_ticked(tick) for tick in ticks]}
+                each = axis == "x" and _are_apart(values)
+                ticks = sorted(value for value in values if value > 0) if each else _ticks(values)
+                layout |= {"tickvals": ticks, "ticktext": [_tick_label(tick) for tick in ticks]}
 
 
 def _are_apart(values: Collection[float]) -> bool:
-    """Whether each value can have a tick of its own."""
+    """Tell if each value can have a tick of its own."""
     positive = sorted(value for value in values if value > 0)
     return len(positive) <= _MOST_TICKS and all(b >= 1.5 * a for a, b in pairwise(positive))
 
@@ -91,7 +83,7 @@ def _ticks(values: Iterable[float]) -> list[float]:
     return [digit * 10.0**power for power in range(low, high, step) for digit in digits]
 
 
-def _ticked(tick: float) -> str:
+def _tick_label(tick: float) -> str:
     if 1e-3 <= tick < 1e6:
         return f"{tick:,.10g}"
     digits, _, power = f"{tick:.4e}".partition("e")
@@ -100,7 +92,7 @@ def _ticked(tick: float) -> str:
 
 
 def _extent(trace: dict[str, Any], axis: str) -> list[float]:
-    """The numbers of a trace, and the ends of its error bars."""
+    """Return the values of a trace along an axis, or the ends of their error bars."""
     values: list[float] = list(trace[axis])
     error = trace.get(f"error_{axis}")
     if not error:

@@ -1,7 +1,7 @@
-"""What an experiment's table means: ``NAME.yaml`` beside ``NAME.csv``, read and checked.
+"""Descriptions of experiments: ``NAME.yaml`` beside the table ``NAME.csv``.
 
-The scripts write figures; what they are compared with, and how they are drawn, is said once, here. A mistake is told
-with the file and the key, before anything is drawn.
+Scripts write the table. The description says how it is drawn and what it is compared with. Every mistake in it is
+reported with the file and the key, before anything is drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 from pygdist.errors import InputError
 
-__all__ = ["Experiment", "Kind", "Mean", "Plot", "Published", "is_description", "read_description"]
+__all__ = ["Experiment", "Kind", "Mean", "Plot", "Published", "is_description", "read_description", "read_yaml"]
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
@@ -28,16 +28,16 @@ class Plot:
     """A plot of a table's columns.
 
     Attributes:
-        title: Its heading.
+        title: Heading.
         kind: ``bar``, ``line`` or ``scatter``.
-        x: Column along the horizontal axis, numbers or words; of several columns, each combination of values.
+        x: Column along the horizontal axis, of numbers or words; several columns give combinations of their values.
         y: Columns of numbers along the vertical axis.
-        colour: Columns of which each combination of values is one trace.
-        where: Rows that are drawn: those with one of the values in each of these columns.
+        colour: Each combination of values in these columns is one trace.
+        where: Only rows with one of the listed values in each of these columns are drawn.
         log: Axes that are logarithmic.
-        x_title: What the horizontal axis says; the column's name by default.
-        y_title: What the vertical axis says; the column's name by default.
-        error: Columns of the lower and the upper bound of the one ``y``.
+        x_title: Title of the horizontal axis; the column's name by default.
+        y_title: Title of the vertical axis; the column's name by default.
+        error: Columns of the lower and the upper bound of the single ``y``.
     """
 
     title: str
@@ -53,17 +53,17 @@ class Plot:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that it needs."""
+        """All columns that the plot needs."""
         return (*self.x, *self.y, *self.colour, *self.where, *(self.error or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """Rows that are runs of one measurement: shown and drawn as their mean and standard deviation.
+    """Repeated runs, which are shown and drawn as their mean and standard deviation.
 
     Attributes:
-        over: Columns that tell the runs of one measurement apart, such as ``seed``.
-        of: Columns that were measured.
+        over: Columns in which the runs of one measurement differ, such as ``seed``.
+        of: Measured columns.
     """
 
     over: tuple[str, ...]
@@ -72,11 +72,11 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Numbers that others published, in the columns of our table.
+    """Numbers from a paper, in the columns of our table.
 
     Attributes:
-        source: Where they stand.
-        rows: Column by value, as text.
+        source: Citation.
+        rows: For each row, the value of each column, as text.
     """
 
     source: str
@@ -88,19 +88,19 @@ class Experiment:
     """A description.
 
     Attributes:
-        path: The file.
+        path: Path of the description.
         title: Heading.
-        paper: The heading under which it stands: a paper, or a part of the project.
-        figure: Which figure or table of the paper.
-        claim: What the paper, or the design, claims.
-        differs: Where ours differs.
-        table: Columns of the main table; all that vary from row to row if empty.
-        mean: Which rows are runs of one measurement, if each row is one run.
-        plots: What is drawn.
+        paper: Section of the page: a paper, or a part of the project.
+        figure: Figure or table of the paper.
+        claim: Claim of the paper or of the design.
+        differs: Differences between the paper's setup and ours.
+        table: Columns of the main table; by default all that vary from row to row.
+        mean: Set if rows are repeated runs, to be averaged.
+        plots: Plots.
         published: The paper's numbers.
-        again: The command that reruns a row, with the row's columns in braces. Values are quoted for the shell where
-            they need it, unless they stand in quotes already, are the whole command, or ``{column!s}`` is written.
-        run: How the experiment is run, for those who run it; not looked at here.
+        again: Command that reruns a row, with the row's columns in braces. Values are quoted for the shell if they need
+            it, but not inside quotes, as the whole command, or written as ``{column!s}``.
+        run: Settings for ``experiments/run.py``; not used here.
     """
 
     path: Path
@@ -118,15 +118,12 @@ class Experiment:
 
 
 def read_description(path: Path) -> Experiment:
-    """Read a description.
-
-    Args:
-        path: A YAML file.
+    """Read a description from a YAML file.
 
     Raises:
-        InputError: If it cannot be read, or a key is unknown, missing, or of another type; names the file and the key.
+        InputError: If the file cannot be read, or a key is unknown, missing or of a wrong type; names file and key.
     """
-    known: dict[str, Callable[[Any, str], Any]] = {
+    readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "paper", "figure", "claim", "differs", "again"), _text),
         "table": _texts,
         "mean": lambda value, place: Mean(
@@ -136,55 +133,61 @@ def read_description(path: Path) -> Experiment:
         "published": _published,
         "run": lambda value, _: value,
     }
-    return Experiment(path=path, **_fields(_load(path), f"{path}", known, required=("title", "paper")))
+    return Experiment(path=path, **_fields(read_yaml(path), f"{path}", readers, required=("title", "paper")))
 
 
 def is_description(path: Path) -> bool:
-    """Whether a YAML file without a table beside it is a description: it has a title or a paper.
+    """Tell if a YAML file without a table beside it is a description: it has a title or a paper.
 
     Raises:
-        InputError: If it is no YAML.
+        InputError: If the file is not valid YAML.
     """
-    found = _load(path)
-    return isinstance(found, dict) and bool({"title", "paper"} & found.keys())
+    content = read_yaml(path)
+    return isinstance(content, dict) and bool({"title", "paper"} & content.keys())
 
 
-def _load(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file.
+
+    Raises:
+        InputError: If it is not valid YAML; names the file, the line and the column.
+    """
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
-        place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        mark = error.problem_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise InputError(f"{path}{place}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as YAML: {error}") from error
 
 
 def _fields(
-    value: Any, place: str, known: Mapping[str, Callable[[Any, str], Any]], *, required: tuple[str, ...]
+    value: Any, place: str, readers: Mapping[str, Callable[[Any, str], Any]], *, required: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The keys that are there, each through its reader."""
+    """Read each key of a mapping with its reader."""
     if not isinstance(value, dict):
         raise InputError(f"{place}: expected keys and values, got {_named(value)}")
     for key in value:
-        if key not in known:
-            raise InputError(f"{place}: unknown key '{key}'; known are {', '.join(known)}")
+        if key not in readers:
+            raise InputError(f"{place}: unknown key '{key}'; the keys are {', '.join(readers)}")
     for key in required:
         if value.get(key) in (None, ""):
             raise InputError(f"{place}: '{key}' is missing")
-    return {key: known[key](one, f"{place}: {key}") for key, one in value.items() if one is not None or key == "run"}
+    return {key: readers[key](one, f"{place}: {key}") for key, one in value.items() if one is not None or key == "run"}
 
 
 def _plot(value: Any, place: str) -> Plot:
-    known: dict[str, Callable[[Any, str], Any]] = {
+    readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "x_title", "y_title"), _text),
         **dict.fromkeys(("x", "y", "colour", "error"), _texts),
         "kind": lambda one, at: _one_of(one, at, _KINDS),
         "log": lambda one, at: tuple(_one_of(axis, at, _AXES) for axis in _texts(one, at)),
         "where": _where,
     }
-    fields = {"where": {}, **_fields(value, place, known, required=("title", "kind", "x", "y"))}
+    fields = {"where": {}, **_fields(value, place, readers, required=("title", "kind", "x", "y"))}
     if "error" in fields and (len(fields["error"]) != 2 or len(fields["y"]) != 1):
-        raise InputError(f"{place}: error: expected the columns of the lower and the upper bound of one y")
+        raise InputError(f"{place}: error: expected two columns, the lower and the upper bound of a single y")
     return Plot(**fields)
 
 
@@ -192,25 +195,22 @@ def _where(value: Any, place: str) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise InputError(f"{place}: expected columns and their values, got {_named(value)}")
     return {
-        _text(column, place): tuple(_value(one, f"{place}.{column}") for one in _one_or_more(wanted))
-        for column, wanted in value.items()
+        _text(column, place): tuple(_cell(one, f"{place}.{column}") for one in _one_or_more(cells))
+        for column, cells in value.items()
     }
 
 
 def _published(value: Any, place: str) -> Published:
-    fields = _fields(value, place, {"source": _text, "rows": _published_rows}, required=("source", "rows"))
-    return Published(**fields)
+    def rows(value: Any, place: str) -> tuple[dict[str, str], ...]:
+        return tuple(_published_row(row, f"{place}[{i}]") for i, row in enumerate(_list(value, place)))
+
+    return Published(**_fields(value, place, {"source": _text, "rows": rows}, required=("source", "rows")))
 
 
-def _published_rows(value: Any, place: str) -> tuple[dict[str, str], ...]:
-    rows = _list(value, place)
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InputError(f"{place}[{number}]: expected columns and values, got {_named(row)}")
-    return tuple(
-        {_text(column, place): _value(one, f"{place}[{number}].{column}") for column, one in row.items()}
-        for number, row in enumerate(rows)
-    )
+def _published_row(row: Any, place: str) -> dict[str, str]:
+    if not isinstance(row, dict):
+        raise InputError(f"{place}: expected columns and values, got {_named(row)}")
+    return {_text(column, place): _cell(value, f"{place}.{column}") for column, value in row.items()}
 
 
 def _text(value: Any, place: str) -> str:
@@ -223,8 +223,8 @@ def _texts(value: Any, place: str) -> tuple[str, ...]:
     return tuple(_text(one, place) for one in _one_or_more(value))
 
 
-def _value(value: Any, place: str) -> str:
-    """A cell, as a table has it: text, with nothing for what is missing."""
+def _cell(value: Any, place: str) -> str:
+    """Return a value as a cell of a table: text, empty if it is missing."""
     if isinstance(value, (dict, list)):
         raise InputError(f"{place}: expected a number or text, got {_named(value)}")
     return "" if value is None else str(value)

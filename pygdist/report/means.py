@@ -1,4 +1,4 @@
-"""Runs that are one measurement: a row of means for them, and one of their standard deviations."""
+"""Means and standard deviations over repeated runs."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from pygdist.report.values import Row, number
 
 __all__ = ["RUNS", "averaged"]
 
-#: The column that says of how many runs a row is the mean.
+#: Column with the number of runs that a row is the mean of.
 RUNS = "runs"
 
 
 def averaged(mean: Mean, table: Path, rows: Sequence[Row], apart: Collection[str]) -> tuple[list[Row], list[Row]]:
-    """Take the mean over runs.
+    """Average the runs of each measurement.
 
     Args:
-        mean: What is one measurement, and what was measured.
-        table: Where the rows are from, for complaints.
-        rows: A row for each run. Those without a number in any measured column count for nothing.
-        apart: Columns that may differ between runs of one measurement without making them two.
+        mean: Columns that differ between runs, and columns that were measured.
+        table: Path of the table, for error messages.
+        rows: A row for each run. A run without any measured value does not count.
+        apart: Further columns that may differ between the runs of one measurement.
 
     Returns:
-        One row for each measurement: the mean of what was measured, what is the same in all of its runs, nothing where
-        they differ, and how many they are (:data:`RUNS`); and beside each the standard deviations, empty for one run.
+        A row for each measurement: means of the measured columns, the number of runs (:data:`RUNS`), and the values of
+        the other columns, empty if they differ between runs. And for each such row, the standard deviations of the
+        measured columns, empty for a single run.
 
     Raises:
-        InputError: If a cell that is to be averaged is no number.
+        InputError: If a measured cell is no number.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         key = tuple(cell for name, cell in row.items() if name not in {*mean.over, *mean.of, *apart})
         groups.setdefault(key, []).append(row)
-    found = [_of_runs(mean, table, runs) for runs in groups.values()]
-    return [row for row, _ in found], [spread for _, spread in found]
+    measurements = [_average(mean, table, runs) for runs in groups.values()]
+    return [row for row, _ in measurements], [spread for _, spread in measurements]
 
 
-def _of_runs(mean: Mean, table: Path, runs: Sequence[Row]) -> tuple[Row, Row]:
+def _average(mean: Mean, table: Path, runs: Sequence[Row]) -> tuple[Row, Row]:
     measured = [run for run in runs if any(run[name] for name in mean.of)]
     row = {name: cell if all(run[name] == cell for run in runs) else "" for name, cell in runs[0].items()}
     spread = {}
@@ -54,5 +55,5 @@ def _of_runs(mean: Mean, table: Path, runs: Sequence[Row]) -> tuple[Row, Row]:
 def _number(table: Path, column: str, cell: str) -> float:
     value = number(cell)
     if value is None:
-        raise InputError(f"{table}: column '{column}' is to be averaged, and has {cell!r}, which is no number")
+        raise InputError(f"{table}: column '{column}' is averaged, but holds {cell!r}, which is no number")
     return value

@@ -1,6 +1,6 @@
-"""The page: everything that was found, put into one file that needs neither a network nor a server.
+"""The page: all results in one HTML file that needs neither a network nor a server.
 
-plotly.js, the page's own script and its style are written into it. Tables are plain HTML and can be read without
+plotly.js, the page's script and its style are written into the file. Tables are plain HTML and can be read without
 scripts; plots are data that the script draws.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from pygdist.errors import InputError
 from pygdist.report.description import Experiment, Mean
-from pygdist.report.find import Found, Results, find_results
+from pygdist.report.find import Outcome, Results, find_results
 from pygdist.report.means import RUNS, averaged
 from pygdist.report.plots import Drawn, Figure, Palette, draw
 from pygdist.report.ranks import COLUMNS, load_per_rank
@@ -31,15 +31,15 @@ __all__ = ["Report", "make_report", "write_report"]
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-_TITLE = "pygdist: what was measured"
+_TITLE = "pygdist: results"
 _OTHER = "Other tables"
-#: Columns that say which run a row is of; what follows was measured.
+#: Largest number of leading columns that name the setting of a timeline.
 _MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and how much is on it."""
+    """A page, and the numbers of experiments, tables and plots on it."""
 
     html: str
     experiments: int
@@ -49,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One of the figures that a box can show: its name, its number on the page, and words that go with it."""
+    """A figure that a box can show: its name, its number on the page, and text below it."""
 
     name: str
     figure: int
@@ -58,7 +58,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Side:
-    """A box of a plot, with a heading; several choices get a selector."""
+    """One half of a box, with a heading; several choices get a selector."""
 
     heading: str
     choices: list[_Choice]
@@ -66,7 +66,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Box:
-    """A plot, or two beside each other, under one title and one legend."""
+    """A plot, or two side by side, under one title and one legend."""
 
     title: str
     sides: list[_Side] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Shown:
-    """A table with a heading, and where it is from; or folded away behind its heading."""
+    """A table with a caption and its source; if ``folded``, only the caption is shown at first."""
 
     table: Table
     caption: str = ""
@@ -87,7 +87,7 @@ class _Shown:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An experiment, or a table that nobody described."""
+    """An experiment, or a table without a description."""
 
     name: str
     title: str
@@ -99,20 +99,20 @@ class _Entry:
 
 
 def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
-    """Make one page of a folder of results; the file appears when it is whole.
+    """Make one page of a folder of results; the file appears when it is complete.
 
     Args:
-        results: Searched for descriptions (``NAME.yaml``, :class:`Experiment`) and tables (``NAME.csv``); beside them
+        results: Folder with descriptions (``NAME.yaml``, :class:`Experiment`) and tables (``NAME.csv``); beside them,
             ``NAME.ranks.csv`` holds the load per rank, and ``NAME.traces/`` timelines.
         out: The file to write.
-        title: Its title.
+        title: Title of the page.
 
     Returns:
         ``out``.
 
     Raises:
-        InputError: If there is nothing to show, something cannot be read, ``out`` cannot be written, or plotly or
-            jinja2 are not installed.
+        InputError: If the folder has no results, a file cannot be read, ``out`` cannot be written, or plotly or jinja2
+            are not installed.
     """
     report = make_report(results, title=title)
     temporary = out.parent / f".{out.name}.tmp-{uuid.uuid4().hex}"
@@ -133,24 +133,20 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
 
 
 def make_report(results: Path, *, title: str = _TITLE) -> Report:
-    """As :func:`write_report`, in memory.
-
-    Returns:
-        The page, and how many experiments, tables and plots are on it.
-    """
-    found = find_results(results)
+    """Make the page of :func:`write_report` in memory."""
+    content = find_results(results)
     figures: list[Figure] = []
     sections: dict[str, list[_Entry]] = {}
-    for one in sorted(found.experiments, key=lambda one: one.experiment.paper.lower()):
-        sections.setdefault(one.experiment.paper, []).append(_entry(one, found, figures))
-    for path, columns, rows in found.others:
-        name = str(path.relative_to(found.folder))
+    for outcome in sorted(content.experiments, key=lambda one: one.experiment.paper.lower()):
+        sections.setdefault(outcome.experiment.paper, []).append(_entry(outcome, content, figures))
+    for path, columns, rows in content.others:
+        name = str(path.relative_to(content.folder))
         table = make_table(columns, rows)
         other = _Entry(_slug(name), name, name, parts=[_Shown(table)], settings=table.settings)
         sections.setdefault(_OTHER, []).append(other)
     entries = [entry for section in sections.values() for entry in section]
     counts = {
-        "experiments": len(found.experiments),
+        "experiments": len(content.experiments),
         "tables": sum(isinstance(part, _Shown) for entry in entries for part in entry.parts),
         "plots": sum(isinstance(part, _Box) and bool(part.sides) for entry in entries for part in entry.parts),
     }
@@ -158,18 +154,18 @@ def make_report(results: Path, *, title: str = _TITLE) -> Report:
     return Report(html, **counts)
 
 
-def _entry(found: Found, results: Results, figures: list[Figure]) -> _Entry:
-    experiment, rows = found.experiment, found.rows
+def _entry(outcome: Outcome, results: Results, figures: list[Figure]) -> _Entry:
+    experiment, rows = outcome.experiment, outcome.rows
     published = list(experiment.published.rows) if experiment.published else []
     palette, settings = Palette(), []
     parts: list[_Box | _Shown] = []
     if rows is not None:
         measured = experiment.mean.of if experiment.mean else ()
-        drawn = (draw(plot, found.table, rows, published, palette, measured) for plot in experiment.plots)
+        drawn = (draw(plot, outcome.table, rows, published, palette, measured) for plot in experiment.plots)
         parts += [_plot_box(one, experiment, figures) for one in drawn]
-        table = make_table(found.columns, rows, experiment)
+        table = make_table(outcome.columns, rows, experiment)
         if experiment.mean:
-            parts += [_means(found, rows, experiment.mean), _Shown(table, "Every run", folded=True)]
+            parts += [_means(outcome, rows, experiment.mean), _Shown(table, "Every run", folded=True)]
         else:
             parts.append(_Shown(table, "Measured"))
         settings = table.settings
@@ -177,19 +173,19 @@ def _entry(found: Found, results: Results, figures: list[Figure]) -> _Entry:
         names = list(dict.fromkeys(name for row in published for name in row))
         filled = [{name: row.get(name, "") for name in names} for row in published]
         parts.append(_Shown(make_table(names, filled, whole=True), "Published", experiment.published.source))
-    if found.ranks:
-        parts += _load(found, figures)
-    parts += _timelines(found, results, figures)
-    name = str(found.table.relative_to(results.folder))
+    if outcome.ranks:
+        parts += _load(outcome, figures)
+    parts += _timelines(outcome, results, figures)
+    name = str(outcome.table.relative_to(results.folder))
     return _Entry(_slug(name), experiment.title, name, experiment, rows is not None, parts, settings)
 
 
-def _means(found: Found, rows: Sequence[Row], mean: Mean) -> _Shown:
-    """The table of means; commands are those of runs."""
-    means, spreads = averaged(mean, found.table, rows, KEPT_APART | MACHINE)
-    main = [name for name in main_columns(found.columns, rows, found.experiment) if name not in mean.over]
-    shown = replace(found.experiment, table=(*main, RUNS), again="")
-    columns = [*(name for name in found.columns if name not in mean.over), RUNS]
+def _means(outcome: Outcome, rows: Sequence[Row], mean: Mean) -> _Shown:
+    """Return the table of means. It has no commands, since a command makes a single run."""
+    means, spreads = averaged(mean, outcome.table, rows, KEPT_APART | MACHINE)
+    main = [name for name in main_columns(outcome.columns, rows, outcome.experiment) if name not in mean.over]
+    shown = replace(outcome.experiment, table=(*main, RUNS), again="")
+    columns = [*(name for name in outcome.columns if name not in mean.over), RUNS]
     return _Shown(make_table(columns, means, shown, spreads=spreads), "Measured: means and standard deviations of runs")
 
 
@@ -203,11 +199,11 @@ def _plot_box(drawn: Drawn, experiment: Experiment, figures: list[Figure]) -> _B
     return _Box(drawn.plot.title, sides, drawn.legend, drawn.lines)
 
 
-def _load(found: Found, figures: list[Figure]) -> list[_Box | _Shown]:
+def _load(outcome: Outcome, figures: list[Figure]) -> list[_Box | _Shown]:
     choices, rows = [], []
     legend: list[tuple[str, str]] = []
-    loads = load_per_rank(found.ranks, found.table.with_suffix(".ranks.csv"))
-    for load in sorted(loads, key=lambda load: -len(load.ranks)):  # the first is what is shown first
+    loads = load_per_rank(outcome.ranks, outcome.table.with_suffix(".ranks.csv"))
+    for load in sorted(loads, key=lambda load: -len(load.ranks)):  # the page opens with the first
         figures.append(load.figure)
         choices.append(_Choice(load.setting, len(figures) - 1, load.words))
         rows += [{"setting": load.setting, **rank} for rank in load.ranks]
@@ -215,15 +211,15 @@ def _load(found: Found, figures: list[Figure]) -> list[_Box | _Shown]:
     columns = [name for name in ("setting", "rank", *COLUMNS) if any(name in row for row in rows)]
     table = make_table(columns, [{name: row.get(name, "") for name in columns} for row in rows], whole=True)
     box = _Box("Load per rank", [_Side("", choices)], legend, kind="load")
-    return [box, _Shown(table, "The load of every rank: medians over epochs", folded=True)]
+    return [box, _Shown(table, "Load of all ranks: medians over epochs", folded=True)]
 
 
-def _timelines(found: Found, results: Results, figures: list[Figure]) -> list[_Box]:
+def _timelines(outcome: Outcome, results: Results, figures: list[Figure]) -> list[_Box]:
     choices, lines = [], []
     legend: dict[str, str] = {}
     timelines = []
-    for path in found.traces:
-        timeline = read_timeline(path, _setting(path, found, results))
+    for path in outcome.traces:
+        timeline = read_timeline(path, _setting(path, outcome, results))
         if timeline is None:
             lines.append(f"{path.name} has no spans.")
         else:
@@ -237,16 +233,16 @@ def _timelines(found: Found, results: Results, figures: list[Figure]) -> list[_B
     return [_Box("Timeline", [_Side("", choices)], list(legend.items()), lines, kind="timeline")]
 
 
-def _setting(path: Path, found: Found, results: Results) -> str:
-    """What a timeline is of: the leading cells, up to what was measured, of the row that names the file."""
-    places = {str(path.relative_to(folder)) for folder in (found.table.parent, results.folder)}
-    row: Row | None = next((row for row in found.rows or [] if row.get("timeline") in places), None)
+def _setting(path: Path, outcome: Outcome, results: Results) -> str:
+    """Return the setting of a timeline: the leading cells, before any measured one, of the row that names the file."""
+    places = {str(path.relative_to(folder)) for folder in (outcome.table.parent, results.folder)}
+    row: Row | None = next((row for row in outcome.rows or [] if row.get("timeline") in places), None)
     if row is None:
         return path.stem
     if row.get("setting"):
         return row["setting"]
     names: list[str] = []
-    for name in main_columns(found.columns, found.rows or [], found.experiment):
+    for name in main_columns(outcome.columns, outcome.rows or [], outcome.experiment):
         value = number(row[name])
         if len(names) == _MOST_NAMES or (names and value is not None and not value.is_integer()):
             break
@@ -255,7 +251,7 @@ def _setting(path: Path, found: Found, results: Results) -> str:
 
 
 def _slug(name: str) -> str:
-    """The place of an entry on the page; no other element's name begins so."""
+    """Return the id of an entry on the page; no other id has this prefix."""
     return "at-" + re.sub(r"[^\w./-]", "-", name)
 
 

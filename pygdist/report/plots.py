@@ -1,6 +1,6 @@
-"""Plots as data: a description's plots over rows, in the form that plotly.js draws, the paper's beside ours.
+"""Plots as data for plotly.js: the plots of a description, of our rows and of the paper's.
 
-Figures are plain dictionaries (plotly's JSON); colours of text and lines are the page's and are put in there.
+Figures are plain dictionaries (plotly's JSON). The page adds the colours of text and lines.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pygdist.errors import InputError
 from pygdist.report.axes import align, tick_logs
 from pygdist.report.description import Plot
-from pygdist.report.values import Row, is_same, number, shown, spoken, together
+from pygdist.report.values import Row, is_same, measured, number, shown, spoken, together
 
-__all__ = ["COLOURS", "Drawn", "Figure", "Palette", "draw"]
+__all__ = ["COLOURS", "Drawn", "Figure", "Palette", "base_trace", "draw"]
 
 Figure = dict[str, Any]
 
-#: Of middle lightness: they are seen on white and on black.
+#: Colours of middle lightness, visible on white and on black.
 COLOURS = (
     "#4c8bc8", "#e08a3c", "#4fa66a", "#cf5f63", "#9678c8", "#a4785f", "#d47fb4", "#8a929a", "#a9a83a", "#3fa9b5",
 )  # fmt: skip
@@ -31,34 +30,34 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 class Palette:
-    """A colour for each name, the same in all plots of an experiment."""
+    """A colour for each name of a trace, the same in all plots of an experiment."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """How many names came before it."""
+        """Return the number of a name; names are numbered as they are first used."""
         return self._numbers.setdefault(name, len(self._numbers))
 
     def colour(self, name: str) -> str:
-        """Its colour, which comes again after ten names, with another pattern."""
+        """Return the colour of a name. Colours repeat after ten names, in another style."""
         return COLOURS[self.number(name) % len(COLOURS)]
 
     def swatch(self, name: str) -> str:
-        """The background of its square in a legend, as CSS."""
+        """Return the background of the name's square in a legend, as CSS."""
         colour = self.colour(name)
         if self.number(name) < len(COLOURS):
             return colour
         return f"repeating-linear-gradient(135deg, {colour} 0 3px, transparent 3px 5px)"
 
     def style(self, name: str, styles: Sequence[str]) -> str:
-        """What tells apart names of the same colour."""
+        """Return one of ``styles``, which differs between names of the same colour."""
         return styles[self.number(name) // len(COLOURS) % len(styles)]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point: ``x`` as in the table, ``y``, its bounds if there are some, and of how many rows it is the middle."""
+    """A point: ``x`` as in the table, ``y`` with its bounds, if any, and the number of rows it stands for."""
 
     x: str
     y: float
@@ -68,7 +67,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Trace:
-    """Points of one colour, and the column that they are of."""
+    """Points of one colour, and the label of their column."""
 
     name: str
     label: str
@@ -77,14 +76,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A plot that is drawn, or the reason why not.
+    """A drawn plot.
 
     Attributes:
-        plot: What was asked for.
-        ours: Our figure, or ``None``.
-        paper: The paper's, or ``None``.
-        legend: Names and colours of the traces of both; none where there is one alone.
-        lines: What must be said below.
+        plot: Its description.
+        ours: Our figure; ``None`` if no row can be drawn.
+        paper: The paper's figure; ``None`` if it has no rows to draw.
+        legend: Names and colours of the traces of both figures; empty if there is only one.
+        lines: Lines of text below, such as the reason why there is no figure.
     """
 
     plot: Plot
@@ -100,32 +99,29 @@ def draw(
     rows: Sequence[Row],
     published: Sequence[Row],
     palette: Palette,
-    measured: Collection[str] = (),
+    means: Collection[str] = (),
 ) -> Drawn:
     """Draw a plot of our rows and of the published ones.
 
     Args:
-        plot: What to draw.
-        table: Where our rows are from, for complaints.
+        plot: Description of the plot.
+        table: Path of our table, for error messages.
         rows: Our rows; those with a note are left out.
         published: The paper's rows; those that lack a column of the plot are left out.
         palette: Colours of the experiment.
-        measured: Columns of which several rows are drawn as their mean, with their standard deviation.
+        means: Columns whose repeated values are drawn as mean and standard deviation; others as median and range.
 
     Raises:
-        InputError: If a cell that is to be drawn is no number.
+        InputError: If a cell along ``y`` is no number.
     """
-    ours = _traces(plot, table, [row for row in rows if not row.get("note")], measured)
+    ours = _traces(plot, table, [row for row in rows if not row.get("note")], means)
     theirs = _traces(plot, table, [row for row in published if all(name in row for name in _needed(plot, row))])
     lines = [] if ours else [_why_not(plot, rows)]
     if any(point.count > 1 for trace in ours for point in trace.points):
         lines.append(
-            "Several runs with the same values are drawn as their "
-            + (
-                "mean, with bars of a standard deviation."
-                if set(plot.y) <= set(measured)
-                else "median, with bars from the least to the greatest."
-            )
+            "Repeated runs are drawn as their mean, with bars of one standard deviation."
+            if set(plot.y) <= set(means)
+            else "Repeated runs are drawn as their median, with bars from the smallest to the largest."
         )
     figures = [_figure(plot, traces, palette) if traces else None for traces in (ours, theirs)]
     if figures[0] and figures[1] and not align(figures[0], figures[1]):
@@ -137,7 +133,7 @@ def draw(
 
 
 def _needed(plot: Plot, row: Row) -> Iterable[str]:
-    """Columns without which a published row cannot be drawn; error bars are ours."""
+    """Return the columns that a published row must have to be drawn."""
     return (*plot.x, *plot.colour, *plot.where, next((name for name in plot.y if name in row), plot.y[0]))
 
 
@@ -146,12 +142,11 @@ def _why_not(plot: Plot, rows: Sequence[Row]) -> str:
     if not rows:
         return "Not drawn: the table has no rows."
     if not chosen:
-        return "Not drawn: no row has the values that this plot is of."
+        return "Not drawn: no row has the values that this plot selects."
     noted = sum(bool(row.get("note")) for row in chosen)
-    without = len(chosen) - noted
-    reasons = [f"{noted} did not run"] * bool(noted) + [
-        f"{without} lack{'s' * (without == 1)} a value that can be drawn"
-    ] * bool(without)
+    missing = len(chosen) - noted
+    reasons = [f"{noted} did not run"] * bool(noted)
+    reasons += [f"{missing} lack{'s' * (missing == 1)} a value that can be drawn"] * bool(missing)
     of = f"of {len(chosen)} rows, " if len(chosen) > 1 else "of the only row: "
     return f"Not drawn: {of}{' and '.join(reasons)}."
 
@@ -160,28 +155,29 @@ def _chosen(plot: Plot, row: Row) -> bool:
     return all(any(is_same(row[name], value) for value in values) for name, values in plot.where.items())
 
 
-def _traces(plot: Plot, table: Path, rows: Sequence[Row], measured: Collection[str] = ()) -> list[Trace]:
-    """The points of each trace, in order of the table, or of ``x`` where these are numbers."""
+def _traces(plot: Plot, table: Path, rows: Sequence[Row], means: Collection[str] = ()) -> list[Trace]:
+    """Return the traces; points are in the order of the table, or sorted by ``x`` if all ``x`` are numbers."""
     groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         if not _chosen(plot, row) or not _along(plot, row):
             continue
         for column in plot.y:
-            if _is_measured(plot, row, column, table):
+            value = measured(row, column, table)
+            if value is not None and (value > 0 or "y" not in plot.log):
                 name = _name(plot, row, column)
                 groups.setdefault((name, column), {}).setdefault(_along(plot, row), []).append(row)
     return [
         Trace(
             name,
             spoken(column),
-            [one for x in _ordered(points) for one in _points(plot, column, x, points[x], mean=column in measured)],
+            [one for x in _ordered(points) for one in _points(plot, column, x, points[x], mean=column in means)],
         )
         for (name, column), points in groups.items()
     ]
 
 
 def _along(plot: Plot, row: Row) -> str:
-    """Where a row stands along ``x``; nothing if it does not say."""
+    """Return the position of a row along ``x``; empty if its cells are empty."""
     if len(plot.x) == 1:
         return row[plot.x[0]]
     return together(row, plot.x, named={name for name in plot.x if number(row[name]) is not None})
@@ -208,17 +204,6 @@ def _bounds(plot: Plot, row: Row) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def _is_measured(plot: Plot, row: Row, column: str, table: Path) -> bool:
-    """Whether a cell holds a number that can be drawn; what is not finite counts as missing."""
-    text = row.get(column, "")
-    if not text or text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
-        return False
-    value = number(text)
-    if value is None:
-        raise InputError(f"{table}: column '{column}' is to be drawn, and has {text!r}, which is no number")
-    return value > 0 or "y" not in plot.log
-
-
 def _ordered(names: Iterable[str]) -> list[str]:
     names = list(dict.fromkeys(names))
     if any(number(name) is None for name in names):
@@ -241,42 +226,49 @@ def _figure(plot: Plot, traces: Sequence[Trace], palette: Palette) -> Figure:
         layout["barmode"] = "group"
     if plot.kind == "bar" and "y" not in plot.log:
         layout["yaxis"]["rangemode"] = "tozero"
-    data = [_drawn(plot, trace, palette, titles, in_words=bool(words)) for trace in traces]
+    data = [_trace(plot, trace, palette, titles, in_words=bool(words)) for trace in traces]
     return {"data": data, "layout": layout}
 
 
 def _in_words(plot: Plot, traces: Sequence[Trace]) -> list[str]:
-    """The words along ``x``; none where it is an axis of numbers."""
+    """Return the words along ``x``; none if it is an axis of numbers."""
     values = _ordered(point.x for trace in traces for point in trace.points)
     if plot.kind != "bar" and all(number(x) is not None for x in values):
         return []
     return [escape(shown(x)) for x in values]
 
 
-def _drawn(plot: Plot, trace: Trace, palette: Palette, titles: tuple[str, str], *, in_words: bool) -> Figure:
-    found: Figure = {
-        "name": escape(trace.name),
-        "x": [escape(shown(point.x)) if in_words else float(point.x) for point in trace.points],
-        "y": [point.y for point in trace.points],
-        "hovertext": [_hover(trace, point, titles, several=len(plot.y) > 1) for point in trace.points],
+def base_trace(kind: str, name: str, hovertext: list[str], colour: str) -> Figure:
+    """Return a trace of plotly without coordinates; pointing at a point or bar shows its text."""
+    return {
+        "type": kind,
+        "name": escape(name),
+        "hovertext": hovertext,
         "hovertemplate": "%{hovertext}<extra></extra>",
-        "marker": {"color": palette.colour(trace.name)},
+        "marker": {"color": colour},
         "showlegend": False,
+        **({"textposition": "none"} if kind == "bar" else {}),
     }
+
+
+def _trace(plot: Plot, trace: Trace, palette: Palette, titles: tuple[str, str], *, in_words: bool) -> Figure:
+    hovertext = [_hover(trace, point, titles, several=len(plot.y) > 1) for point in trace.points]
+    drawn = base_trace("bar" if plot.kind == "bar" else "scatter", trace.name, hovertext, palette.colour(trace.name))
+    drawn["x"] = [escape(shown(point.x)) if in_words else float(point.x) for point in trace.points]
+    drawn["y"] = [point.y for point in trace.points]
     if plot.kind == "bar":
-        found |= {"type": "bar", "textposition": "none"}
-        found["marker"]["pattern"] = {"shape": palette.style(trace.name, _PATTERNS), "solidity": 0.4}
+        drawn["marker"]["pattern"] = {"shape": palette.style(trace.name, _PATTERNS), "solidity": 0.4}
     else:
-        found |= {"type": "scatter", "mode": "lines+markers" if plot.kind == "line" else "markers"}
-        found["marker"] |= {"size": 7, "symbol": palette.style(trace.name, _SYMBOLS)}
-        found["line"] = {"color": palette.colour(trace.name), "dash": palette.style(trace.name, _DASHES), "width": 2}
+        drawn["mode"] = "lines+markers" if plot.kind == "line" else "markers"
+        drawn["marker"] |= {"size": 7, "symbol": palette.style(trace.name, _SYMBOLS)}
+        drawn["line"] = {"color": palette.colour(trace.name), "dash": palette.style(trace.name, _DASHES), "width": 2}
     if any(point.bounds for point in trace.points):
         filled = [(point.y, point.bounds or (point.y, point.y)) for point in trace.points]
-        found["error_y"] = {
+        drawn["error_y"] = {
             "type": "data", "array": [high - y for y, (_, high) in filled],
             "arrayminus": [y - low for y, (low, _) in filled], "thickness": 1, "width": 3,
         }  # fmt: skip
-    return found
+    return drawn
 
 
 def _hover(trace: Trace, point: Point, titles: tuple[str, str], *, several: bool) -> str:

@@ -1,4 +1,4 @@
-"""Load per rank: bars of what each rank computed and exchanged in an epoch, and how uneven that is, in words."""
+"""Load per rank: a bar of each rank's seconds of computing and exchanging in an epoch, and the imbalance in words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 
 from pygdist.errors import InputError
-from pygdist.report.plots import COLOURS, Figure
-from pygdist.report.values import Row, number, shown, spoken
+from pygdist.report.plots import COLOURS, Figure, base_trace
+from pygdist.report.values import Row, measured, shown, spoken
 
 __all__ = ["Load", "load_per_rank"]
 
@@ -21,13 +21,13 @@ _SECONDS = ("compute_s", "exchange_s")
 
 @dataclass(frozen=True)
 class Load:
-    """What a setting's ranks did in an epoch; medians over epochs and seeds.
+    """The load of the ranks in one setting: medians over epochs and seeds.
 
     Attributes:
-        setting: Its name.
+        setting: Name of the setting.
         ranks: A row for each rank.
-        figure: Stacked bars, a bar for each rank.
-        words: How uneven it is.
+        figure: A stacked bar for each rank.
+        words: The imbalance.
     """
 
     setting: str
@@ -37,11 +37,11 @@ class Load:
 
 
 def load_per_rank(rows: Sequence[Row], path: Path) -> list[Load]:
-    """The load of each setting, in order of the file.
+    """Return the load of each setting, in the order of the file.
 
     Args:
         rows: A row for each setting, seed, epoch and rank.
-        path: The file, for complaints.
+        path: Path of the file, for error messages.
 
     Raises:
         InputError: If a column is missing, or a cell is no number.
@@ -53,7 +53,7 @@ def load_per_rank(rows: Sequence[Row], path: Path) -> list[Load]:
             raise InputError(f"{path}: there is no column '{name}'")
     settings: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        rank = _measured(row, "rank", path)
+        rank = measured(row, "rank", path)
         if rank is None:
             raise InputError(f"{path}: column 'rank' has an empty cell")
         settings.setdefault(row["setting"], {}).setdefault(int(rank), []).append(row)
@@ -65,7 +65,7 @@ def _load(setting: str, by_rank: dict[int, list[Row]], path: Path) -> Load:
     for rank, rows in sorted(by_rank.items()):
         median: Row = {"rank": str(rank)}
         for name in COLUMNS:
-            values = [value for row in rows if (value := _measured(row, name, path)) is not None]
+            values = [value for row in rows if (value := measured(row, name, path)) is not None]
             if values:
                 median[name] = repr(statistics.median(values))
         ranks.append(median)
@@ -75,15 +75,9 @@ def _load(setting: str, by_rank: dict[int, list[Row]], path: Path) -> Load:
 def _figure(ranks: Sequence[Row]) -> Figure:
     data = [
         {
-            "type": "bar",
-            "name": name.removesuffix("_s"),
+            **base_trace("bar", name.removesuffix("_s"), [_hover(row) for row in ranks], COLOURS[number]),
             "x": [row["rank"] for row in ranks],
             "y": [float(row[name]) if name in row else None for row in ranks],
-            "hovertext": [_hover(row) for row in ranks],
-            "hovertemplate": "%{hovertext}<extra></extra>",
-            "textposition": "none",
-            "marker": {"color": COLOURS[number]},
-            "showlegend": False,
         }
         for number, name in enumerate(_SECONDS)
     ]
@@ -102,7 +96,7 @@ def _hover(row: Row) -> str:
 
 
 def _in_words(ranks: Sequence[Row]) -> str:
-    """The largest over the smallest of what differs between ranks."""
+    """Return the ratio of the largest to the smallest value over ranks, for each kind of load."""
     if len(ranks) < 2:
         return "One rank."
     parts = []
@@ -112,13 +106,5 @@ def _in_words(ranks: Sequence[Row]) -> str:
             parts.append(f"{what} {max(values) / min(values):.2f}")
         elif values and max(values) > 0:
             idle = sum(value <= 0 for value in values)
-            parts.append(f"{what}: {idle} of {len(ranks)} ranks with none")
-    return f"The most over the least of {len(ranks)} ranks: {', '.join(parts)}." if parts else ""
-
-
-def _measured(row: Row, name: str, path: Path) -> float | None:
-    text = row.get(name, "")
-    value = number(text)
-    if value is None and text.lower() not in ("", "nan"):
-        raise InputError(f"{path}: column '{name}' has {text!r}, which is no number")
-    return value
+            parts.append(f"{what}: none on {idle} of {len(ranks)} ranks")
+    return f"Largest over smallest of {len(ranks)} ranks: {', '.join(parts)}." if parts else ""

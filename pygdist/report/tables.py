@@ -1,4 +1,4 @@
-"""Tables as the page shows them: chosen columns, what is the same in every row said once, the rest with its row."""
+"""Tables of the page: main columns; constant columns are listed once, all others with their row."""
 
 from __future__ import annotations
 
@@ -14,31 +14,20 @@ from pygdist.report.values import Row, number, shown, spoken
 
 __all__ = ["KEPT_APART", "MACHINE", "Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
 
-#: Never a result: told with the settings.
+#: Columns that are never results; they are shown with the settings.
 KEPT_APART = {"commit", "date", "json", "note", "timeline"}
-#: The same for every row of most tables, and no result even where there is a single row.
+#: Columns that describe the machine: no results, even in a table of one row.
 MACHINE = {
-    "cores",
-    "cpu",
-    "gpu",
-    "host",
-    "l2",
-    "l3",
-    "lightning",
-    "machine",
-    "pyg",
-    "python",
-    "threads",
-    "torch",
+    "cores", "cpu", "gpu", "host", "l2", "l3", "lightning", "machine", "pyg", "python", "threads", "torch",
     "torch_sparse",
-}
-#: Text even where all of it are digits.
+}  # fmt: skip
+#: Columns of text, even if all cells are digits.
 _WORDS = {"commit", "date"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name in the file, its name for people, and whether all of it are numbers."""
+    """A column: its name in the file and for people; ``numeric`` if all cells are numbers."""
 
     name: str
     text: str
@@ -47,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and what was measured, by which the page sorts."""
+    """A cell: the text that is shown, and the full value, by which the page sorts."""
 
     text: str
     full: str
@@ -55,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A row: its cells, what else is known of it, the command that reruns it, and why it did not run."""
+    """A row: its cells, its other settings, the command that reruns it, and the reason if it did not run."""
 
     cells: list[Cell]
     settings: list[tuple[str, str]] = field(default_factory=list)
@@ -65,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; ``settings`` are the columns that are the same in all rows."""
+    """A table; ``settings`` are the columns that have the same value in all rows."""
 
     columns: list[Column]
     lines: list[Line]
@@ -73,7 +62,7 @@ class Table:
 
     @property
     def unfolds(self) -> bool:
-        """Whether some row has more than its cells."""
+        """True if some row has more to show than its cells."""
         return any(line.settings or line.again for line in self.lines)
 
 
@@ -85,18 +74,18 @@ def make_table(
     whole: bool = False,
     spreads: Sequence[Row] = (),
 ) -> Table:
-    """Arrange a table.
+    """Arrange a table for the page.
 
     Args:
-        columns: The columns of the file.
-        rows: Its rows.
-        experiment: What is said of it, if anything.
-        whole: Show every column.
-        spreads: Of each row, standard deviations of some of its cells.
+        columns: Columns of the file.
+        rows: Rows of the file.
+        experiment: Description of the table, if it has one.
+        whole: Show all columns.
+        spreads: For each row, the standard deviations of some of its cells.
     """
     main = list(columns) if whole else main_columns(columns, rows, experiment)
     if "failed" in columns and "failed" not in main and any(row["failed"] for row in rows):
-        main.append("failed")  # a row of some seeds only must not look like one of all
+        main.append("failed")  # a row over some seeds must not look like a row over all
     rest = [name for name in columns if name not in main and name != "note"]
     same = [name for name in rest if len({row[name] for row in rows}) == 1]
     none: Row = {}
@@ -114,7 +103,7 @@ def make_table(
 
 
 def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experiment | None = None) -> list[str]:
-    """The columns of the main table: those that the description names, or all that vary."""
+    """Return the columns of the main table: those that the description names, or all that vary."""
     if experiment and experiment.table:
         return list(experiment.table)
     candidates = [name for name in columns if name not in KEPT_APART]
@@ -124,10 +113,10 @@ def main_columns(columns: Sequence[str], rows: Sequence[Row], experiment: Experi
 
 
 def rerun_command(experiment: Experiment, row: Row) -> str:
-    """The command that reruns a row, as :attr:`Experiment.again` says; nothing if it says nothing.
+    """Return the command that reruns a row, made from :attr:`Experiment.again`; empty if that is empty.
 
     Raises:
-        InputError: If it names a column that is not there, or is no format string.
+        InputError: If it names a column that does not exist, or is no format string.
     """
     try:
         pieces = list(Formatter().parse(experiment.again))
@@ -139,14 +128,14 @@ def rerun_command(experiment: Experiment, row: Row) -> str:
         if name is None:
             continue
         if name not in row:
-            raise InputError(f"{experiment.path}: again: there is no column '{name}'; known are {', '.join(row)}")
+            raise InputError(f"{experiment.path}: again: there is no column '{name}'; the columns are {', '.join(row)}")
         plain = conversion == "s" or words.endswith(("'", '"')) or experiment.again == f"{{{name}}}"
         words += row[name] if plain else shlex.quote(_whole(row[name]))
     return words
 
 
 def _whole(text: str) -> str:
-    """Whole numbers without a point, as command lines take them."""
+    """Format whole numbers without a decimal point, as command lines take them."""
     value = number(text)
     return text if value is None or not value.is_integer() else str(int(value))
 

@@ -1,4 +1,4 @@
-"""Timelines of ranks: Chrome traces, as :class:`pygdist.lightning.Timeline` writes them, as plots."""
+"""Timelines of ranks: plots of the Chrome traces that :class:`pygdist.lightning.Timeline` writes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from pygdist.errors import InputError
-from pygdist.report.plots import COLOURS, Figure
+from pygdist.report.plots import COLOURS, Figure, base_trace
 from pygdist.report.values import shown
 
 __all__ = ["KINDS", "Timeline", "read_timeline"]
 
-#: In the colours of the pictures that training writes, and in their order: later ones cover earlier ones.
+#: Kinds of spans in the order and colours of the pictures that training writes; later ones cover earlier ones.
 KINDS = {
     "travel": "#999999", "compute": COLOURS[0], "aggregate": COLOURS[9], "pack": COLOURS[1], "send": COLOURS[2],
     "wait": COLOURS[3], "unpack": COLOURS[5], "reduce": COLOURS[4],
 }  # fmt: skip
 _OTHER = COLOURS[7]
-#: Browsers draw that many bars without effort.
+#: Number of bars that browsers draw without delay.
 _MOST_SPANS = 6000
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A timeline: the setting it is of, its figure, names and colours of its kinds, and what must be said below."""
+    """A timeline: its setting, its figure, names and colours of its kinds of spans, and a line of text below."""
 
     setting: str
     figure: Figure
@@ -46,17 +46,17 @@ class _Span:
 
 
 def read_timeline(path: Path, setting: str) -> Timeline | None:
-    """Draw a Chrome trace, a line for each rank and a colour for each kind.
+    """Draw a Chrome trace, with a line for each rank and a colour for each kind of span.
 
     Args:
-        path: The trace.
-        setting: What it is of.
+        path: Path of the trace.
+        setting: Name of the setting that was traced.
 
     Returns:
         The timeline; ``None`` if the trace has no spans.
 
     Raises:
-        InputError: If it is no Chrome trace.
+        InputError: If the file is no Chrome trace.
     """
     try:
         spans, names = _spans(json.loads(path.read_text(encoding="utf-8")))
@@ -84,12 +84,12 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
 
 
 def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
-    """The spans, from the first one on, and the names of ranks in their order."""
+    """Return the spans, in ms since the first one, and the names of the ranks in their order."""
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
     spans = [event for event in events if event.get("ph") == "X"]
     first = min((event["ts"] for event in spans), default=0)
-    found = [
+    parsed = [
         _Span(
             rank=str(names.get(event["pid"], event["pid"])),
             kind=str(event["name"]),
@@ -101,31 +101,31 @@ def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
         for event in spans
     ]
     ranks = sorted({event["pid"] for event in spans})
-    return found, [escape(str(names.get(rank, rank))) for rank in ranks]
+    return parsed, [escape(str(names.get(rank, rank))) for rank in ranks]
 
 
 def _of(kind: str, spans: Sequence[_Span]) -> tuple[list[_Span], list[_Span]]:
-    """Those that fill the rank's time, and those that go on meanwhile."""
-    mine = [span for span in spans if span.kind == kind]
-    return [span for span in mine if not span.aside], [span for span in mine if span.aside]
+    """Return the spans of a kind: those on the rank's main thread, and those on other threads."""
+    of_kind = [span for span in spans if span.kind == kind]
+    return [span for span in of_kind if not span.aside], [span for span in of_kind if span.aside]
 
 
 def _trace(kind: str, spans: Sequence[_Span]) -> Figure:
     return {
-        "type": "bar",
+        **base_trace(
+            "bar",
+            kind,
+            [
+                f"<b>{escape(kind)}</b> {escape(span.label)}<br>{escape(span.rank)}: {shown(repr(span.ms))} ms"
+                f"<br>from {shown(repr(span.start_ms))} ms"
+                for span in spans
+            ],
+            KINDS.get(kind, _OTHER),
+        ),
         "orientation": "h",
-        "name": escape(kind),
         "y": [escape(span.rank) for span in spans],
         "base": [span.start_ms for span in spans],
         "x": [span.ms for span in spans],
-        "hovertext": [
-            f"<b>{escape(kind)}</b> {escape(span.label)}<br>{escape(span.rank)}: {shown(repr(span.ms))} ms"
-            f"<br>from {shown(repr(span.start_ms))} ms"
-            for span in spans
-        ],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        "textposition": "none",
         **({"width": 0.14, "offset": 0.32} if spans[0].aside else {"width": 0.62, "offset": -0.38}),
         "marker": {"color": KINDS.get(kind, _OTHER), "line": {"width": 0}},
-        "showlegend": False,
     }

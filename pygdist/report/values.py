@@ -1,4 +1,4 @@
-"""Cells of tables: text in a CSV, numbers where they are numbers, and how both are shown."""
+"""Cells of tables: read from CSV as text, recognised as numbers, and formatted for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pygdist.errors import InputError
 
-__all__ = ["Row", "is_same", "number", "read_csv", "shown", "spoken", "together"]
+__all__ = ["Row", "is_same", "measured", "number", "read_csv", "shown", "spoken", "together"]
 
 Row = dict[str, str]
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
@@ -18,15 +18,15 @@ _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _UNITS = {
     "gbit_s": "Gbit/s", "gbs": "GB/s", "s": "s", "ms": "ms", "mb": "MB", "gb": "GB", "mib": "MiB", "gib": "GiB",
 }  # fmt: skip
-#: Cells of more characters than the csv module allows by default hold partitions' figures as JSON.
+#: Larger than the default of the csv module: some cells hold the figures of partitions as JSON.
 _MOST_CHARACTERS = 1 << 24
 
 
 def read_csv(path: Path) -> tuple[list[str], list[Row]]:
-    """The columns and rows of a CSV file; cells are text.
+    """Return the columns and rows of a CSV file; cells are text.
 
     Raises:
-        InputError: If it cannot be read, has no columns, two of the same name, or a row of another length.
+        InputError: If it cannot be read, has no columns, two columns of the same name, or a row of another length.
     """
     csv.field_size_limit(_MOST_CHARACTERS)
     try:
@@ -35,10 +35,10 @@ def read_csv(path: Path) -> tuple[list[str], list[Row]]:
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as CSV: {error}") from error
     if not header:
-        raise InputError(f"{path}: there is no line with the names of columns")
+        raise InputError(f"{path}: is empty; its first line must name the columns")
     if len(set(header)) < len(header):
-        twice = next(name for name in header if header.count(name) > 1)
-        raise InputError(f"{path}: column '{twice}' is there twice")
+        repeated = next(name for name in header if header.count(name) > 1)
+        raise InputError(f"{path}: two columns are called '{repeated}'")
     for position, line in enumerate(lines, start=1):
         if len(line) != len(header):
             raise InputError(f"{path}: row {position} has {len(line)} cells, expected {len(header)}")
@@ -46,20 +46,33 @@ def read_csv(path: Path) -> tuple[list[str], list[Row]]:
 
 
 def number(text: str) -> float | None:
-    """The number that a cell holds; ``None`` for words, nothing, and what is not finite."""
+    """Return the number in a cell; ``None`` if it holds words, nothing, or a number that is not finite."""
     if not _NUMBER.fullmatch(text):
         return None
     value = float(text)
     return value if math.isfinite(value) else None
 
 
+def measured(row: Row, column: str, path: Path) -> float | None:
+    """Return the number in a cell; ``None`` if the cell is missing, empty, or not finite.
+
+    Raises:
+        InputError: If the cell holds a word; names the file and the column.
+    """
+    text = row.get(column, "")
+    value = number(text)
+    if value is None and text.lower().lstrip("+-") not in ("", "nan", "inf", "infinity"):
+        raise InputError(f"{path}: column '{column}' holds {text!r}, which is no number")
+    return value
+
+
 def is_same(text: str, other: str) -> bool:
-    """Whether two cells say the same: the same text, or the same number."""
+    """Tell if two cells hold the same text or the same number."""
     return text == other or (number(text) is not None and number(text) == number(other))
 
 
 def shown(text: str, *, group: bool = True) -> str:
-    """A cell for people: numbers with four significant digits, whole numbers in full.
+    """Format a cell for people: numbers with four significant digits, whole numbers in full.
 
     Args:
         text: The cell.
@@ -81,7 +94,7 @@ def shown(text: str, *, group: bool = True) -> str:
 
 
 def spoken(column: str) -> str:
-    """The name of a column for people: words, and the unit behind a comma.
+    """Format the name of a column for people: words, and the unit behind a comma.
 
     Example:
         >>> spoken("peak_gib"), spoken("edge_cut")
@@ -96,12 +109,12 @@ def spoken(column: str) -> str:
 
 
 def together(row: Row, columns: Sequence[str], *, named: Collection[str] = ()) -> str:
-    """Several cells of a row as one name.
+    """Join several cells of a row into one name; empty cells are left out.
 
     Args:
         row: The row.
-        columns: Which cells; empty ones are left out.
-        named: Columns whose name stands before the value.
+        columns: Columns of the cells.
+        named: Columns whose name is written before the value.
     """
     parts = ((column, shown(row.get(column, ""), group=False)) for column in columns)
     return ", ".join(f"{spoken(column)} {text}" if column in named else text for column, text in parts if text)

@@ -134,8 +134,8 @@ def _check_choices(opened: Page) -> None:
     load = opened.page.locator(".plot.load")
     load.locator("xpath=..").locator("select").select_option("4 hosts")
     assert load.evaluate("plot => plot.data.map(trace => trace.x.length)") == [4, 4]
-    assert opened.page.get_by_text("The most over the least of 4 ranks").is_visible()
-    assert not opened.page.get_by_text("The most over the least of 2 ranks").is_visible()
+    assert opened.page.get_by_text("Largest over smallest of 4 ranks").is_visible()
+    assert not opened.page.get_by_text("Largest over smallest of 2 ranks").is_visible()
     timeline = opened.page.locator(".plot.timeline")
     assert timeline.evaluate("plot => plot.data.map(trace => [trace.name, trace.base])") == (
         [["compute", [0, 0.2]], ["wait", [4]]]

@@ -45,10 +45,10 @@ def test_little_is_enough(tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "no keys": ("- a", ": expected keys and values, got a list"),
-    "no YAML": ("a: [1", ":1: not valid YAML"),
+    "no YAML": ("a: [1", ":1:6: not valid YAML"),
     "no title": ({"paper": "b"}, ": 'title' is missing"),
     "empty paper": ({"title": "a", "paper": ""}, ": 'paper' is missing"),
-    "unknown key": ({"titel": "a"}, ": unknown key 'titel'; known are title, paper"),
+    "unknown key": ({"titel": "a"}, ": unknown key 'titel'; the keys are title, paper"),
     "number as text": ({"title": 3, "paper": "b"}, ": title: expected text, got 3"),
     "table": ({"table": {"a": 1}}, ": table: expected text, got keys and values"),
     "mean": ({"mean": {"over": "seed"}}, ": mean: 'of' is missing"),
@@ -60,7 +60,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "log": ({"plots": [{**PLOT, "log": ["z"]}]}, ": plots[0]: log: expected x or y, got 'z'"),
     "where": ({"plots": [{**PLOT, "where": "a"}]}, ": plots[0]: where: expected columns and their values, got 'a'"),
     "where's value": ({"plots": [{**PLOT, "where": {"a": [{}]}}]}, ": plots[0]: where.a: expected a number or text"),
-    "one bound": ({"plots": [{**PLOT, "error": ["a"]}]}, ": plots[0]: error: expected the columns of the lower"),
+    "one bound": ({"plots": [{**PLOT, "error": ["a"]}]}, ": plots[0]: error: expected two columns, the lower"),
     "bounds of two": ({"plots": [{**PLOT, "y": ["a", "b"], "error": ["a", "b"]}]}, ": plots[0]: error"),
     "no source": ({"published": {"rows": []}}, ": published: 'source' is missing"),
     "published row": ({"published": {"source": "s", "rows": [1]}}, ": published: rows[0]: expected columns and"),

@@ -128,7 +128,7 @@ def test_runs_of_one_measurement_are_their_mean(write: Write) -> None:
     assert _points(figure) == {"b": [("x", 3), ("y", 4)]}
     spread = statistics.stdev((1, 2, 6))
     assert figure["data"][0]["error_y"]["array"] == pytest.approx([spread, 0])
-    assert "drawn as their mean, with bars of a standard deviation" in report.html
+    assert "drawn as their mean, with bars of one standard deviation" in report.html
     means, every = _text(report.html).split("Every run")
     assert re.findall(r'<td class="number"[^>]*>([^<]*)</td>', means) == ["3 ± 2.6", "3", "4", "1"]
     assert 'data-value="3.0"' in means
@@ -167,7 +167,7 @@ def test_load_per_rank(results: Path) -> None:
     four, two = _figures(report.html)[4:6]  # most ranks first
     assert _points(two) == {"compute": [("0", 1.0), ("1", 2.0)], "exchange": [("0", 0.5), ("1", 0.5)]}
     assert len(four["data"][0]["x"]) == 4
-    assert "The most over the least of 4 ranks: computing 4.00, bytes sent 4.00, peak memory 1.00." in report.html
+    assert "Largest over smallest of 4 ranks: computing 4.00, bytes sent 4.00, peak memory 1.00." in report.html
 
 
 def test_timelines(results: Path) -> None:
@@ -190,9 +190,9 @@ def test_words_cannot_leave_the_page(write: Write) -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "table": ({"table": ["a", "z"]}, r"one\.yaml: table: there is no column 'z' in one\.csv; its columns are a, b"),
     "plot": ({"plots": [{**PLOT, "y": "z"}]}, r"one\.yaml: plots\[0\]: there is no column 'z'"),
-    "again": ({"again": "run {z}"}, r"one\.yaml: again: there is no column 'z'; known are a, b"),
+    "again": ({"again": "run {z}"}, r"one\.yaml: again: there is no column 'z'; the columns are a, b"),
     "format": ({"again": "run {a"}, r"one\.yaml: again: expected '}'"),
-    "words": ({"plots": [{**PLOT, "x": "b", "y": "a"}]}, r"one\.csv: column 'a' is to be drawn, and has 'x'"),
+    "words": ({"plots": [{**PLOT, "x": "b", "y": "a"}]}, r"one\.csv: column 'a' holds 'x', which is no number"),
 }
 
 
@@ -204,10 +204,10 @@ def test_mistakes(description: dict[str, Any], words: str, write: Write) -> None
 
 FILES = {
     "ragged": ("one.csv", "a,b\n1\n", r"row 1 has 1 cells, expected 2"),
-    "twice": ("one.csv", "a,a\n1,2\n", r"column 'a' is there twice"),
-    "nothing": ("one.csv", "", r"there is no line with the names"),
+    "twice": ("one.csv", "a,a\n1,2\n", r"two columns are called 'a'"),
+    "nothing": ("one.csv", "", r"is empty; its first line must name the columns"),
     "no rank": ("epochs.ranks.csv", "setting,compute_s,exchange_s\na,1,1\n", r"there is no column 'rank'"),
-    "no seconds": ("epochs.ranks.csv", "setting,rank,compute_s,exchange_s\na,0,x,1\n", r"'compute_s' has 'x'"),
+    "no seconds": ("epochs.ranks.csv", "setting,rank,compute_s,exchange_s\na,0,x,1\n", r"'compute_s' holds 'x'"),
     "no trace": ("epochs.traces/a.json", "[1]", r"not a Chrome trace"),
 }
 
