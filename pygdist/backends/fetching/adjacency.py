@@ -17,7 +17,7 @@ from typing_extensions import override
 from pygdist.backends.fetching.attention import attend, attend_by
 from pygdist.backends.fetching.exchange import Gradients, Hop
 from pygdist.backends.fetching.groups import Chunk, Chunks, split_by_source
-from pygdist.comm import Leg
+from pygdist.comm import Message
 from pygdist.comm.recorder import recorded
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Reduce, Score
@@ -120,7 +120,7 @@ class _Sum(torch.autograd.Function):
         chunks, hop, value = ctx.chunks, ctx.hop, ctx.value
         grad = (grad / chunks.degree if ctx.mean else grad).contiguous()
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _message: Message | None, chunk: Chunk, _rows: Any, memory: Tensor | None) -> Tensor:
             out = grad.new_empty(ctx.shape) if memory is None else memory
             spmm_into(out, chunk.transposed.unpermuted(), grad, chunk.values(value, transposed=True))
             return out
@@ -141,7 +141,7 @@ class _Extremum(torch.autograd.Function):
         filled, arrived = chunks.local.filled, {}
         for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
             if hop.at_once:
-                arrived[one.leg] = one.rows
+                arrived[one.message] = one.rows
             found = spmm(one.chunk.csr, one.rows, _flat(one.chunk.values(value)), reduce)
             out = torch.where(one.chunk.filled, torch.where(filled, better(out, found), found), out)
             filled = filled | one.chunk.filled
@@ -159,11 +159,11 @@ class _Extremum(torch.autograd.Function):
         count += tie_counts(chunks.local.csr, x, chunks.local.values(value), out)
         for number, remote in enumerate(chunks.remote):
             rows = kept if hop.at_once else hop.again(x, number)
-            for leg, chunk in remote.items():
-                count += tie_counts(chunk.csr, rows[leg], chunk.values(value), out)
+            for message, chunk in remote.items():
+                count += tie_counts(chunk.csr, rows[message], chunk.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _message: Message | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
             return extremum_grad(chunk.transposed.unpermuted(), part, chunk.values(value, transposed=True), out, share)
 
         return hop.give_back(Gradients(of, hop, chunks, x, kept), grad), None, None, None, None

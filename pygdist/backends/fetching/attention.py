@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from pygdist.backends.fetching.exchange import Gradients, Hop
 from pygdist.backends.fetching.groups import Chunk, Chunks
-from pygdist.comm import Leg
+from pygdist.comm import Message
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Score
 from pygdist.kernels import sddmm, spmm
@@ -66,8 +66,8 @@ class _Attention(torch.autograd.Function):
         arrived = {}
         for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
             if hop.at_once:
-                arrived[one.leg] = one.rows
-            scores = source.index_select(0, hop.positions_of(one.piece, one.leg))
+                arrived[one.message] = one.rows
+            scores = source.index_select(0, hop.positions_of(one.piece, one.message))
             found = gat_part(one.chunk.csr, one.rows, scores, target, slope, found)
         ctx.legs = list(arrived)
         if graded:
@@ -84,8 +84,8 @@ class _Attention(torch.autograd.Function):
         # of all edges of each row: the gradient of target is made of sums over them
         ends, grad_target = gat_ends(target, slope, (out, above, facts), grad)
 
-        def of(piece: int, leg: Leg | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
-            places = slice(0, x.size(0)) if leg is None else hop.positions_of(piece, leg)
+        def of(piece: int, message: Message | None, chunk: Chunk, part: Tensor, _memory: Tensor | None) -> Tensor:
+            places = slice(0, x.size(0)) if message is None else hop.positions_of(piece, message)
             found, grad_source[places] = gat_grad(
                 chunk.transposed.unpermuted(), part, source[places], slope, ends, grad
             )
@@ -122,7 +122,7 @@ class _AttentionBy(torch.autograd.Function):
         arrived = {}
         for one in hop.arriving(x, chunks, transfer, keep=hop.at_once):
             if hop.at_once:
-                arrived[one.leg] = one.rows
+                arrived[one.message] = one.rows
             more = softmax_part(one.chunk.csr.unpermuted(), *scored.read(one.chunk, one.rows, others))
             found = merge_softmax(found, more)
         out, most, total = found
@@ -141,7 +141,7 @@ class _AttentionBy(torch.autograd.Function):
         grad, shared = grad.contiguous(), (grad * out).sum(-1)
         totals = [torch.zeros_like(other) for other in others]
 
-        def of(_piece: int, _leg: Leg | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _message: Message | None, chunk: Chunk, rows: Tensor, _memory: Tensor | None) -> Tensor:
             csr = chunk.csr.unpermuted()
             row = csr.row_index()
             with torch.enable_grad():
