@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(pygdist.__file__).parent
 ROOMS = [
     "errors",
     "registry",
+    "memory",
     "comm",
     "native",
     "kernels",
@@ -21,7 +23,6 @@ ROOMS = [
     "partition",
     "sampler",
     "nn",
-    "memory",
     "hops",
     "backends",
     "routing",
@@ -34,14 +35,24 @@ ROOMS = [
 ]
 
 
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
 def _imports(path: Path) -> set[str]:
-    found = set()
+    """Modules of the package that a file imports, under ``TYPE_CHECKING`` and inside functions too."""
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pygdist"):
-            found.add(node.module)
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name} has a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                modules.add(name if name in MODULES else node.module)
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name.startswith("pygdist"))
-    return found
+            modules.update(alias.name for alias in node.names)
+    return {module for module in modules if module.split(".")[0] == ROOT.name}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
@@ -62,6 +73,10 @@ def test_systems_do_not_import_each_other_and_machinery_imports_no_system() -> N
     for path in (ROOT / "backends").rglob("*.py"):
         if path.name != "__init__.py" or path.parent.name != "backends":
             assert not _imports(path) & (names - {f"pygdist.backends.{path.stem}"}), f"{path} imports a system"
+
+
+def test_no_import_circle() -> None:
+    TopologicalSorter({module: _imports(path) for module, path in MODULES.items()}).prepare()
 
 
 def test_the_root_exports_at_most_ten_names() -> None:

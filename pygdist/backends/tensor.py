@@ -386,7 +386,7 @@ class TensorBackend(Backend):
         everyone = self._everyone
 
         label, tensors = f"{layer_name(layer)}, edge weights", self._edge_tensors
-        facts: dict[str, Any] = {"label": label, "elsewhere": everyone.elsewhere}
+        facts: dict[str, Any] = {"label": label, "overflow": everyone.overflow}
 
         def weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor:
             return tensors.of_all(layer, "edge_weight", value, topology, dtype=dtype, **facts)

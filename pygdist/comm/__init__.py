@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: differentiable exchanges, the traffic meter and the watchdog."""
+"""Communication between ranks: differentiable exchanges, the traffic meter and the watchdog."""
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.communicator import Communicator, describe_rows
@@ -7,14 +7,14 @@ from pygdist.comm.meter import Traffic, TrafficMeter
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
 from pygdist.comm.replay import PartCommunicator, run_parts
-from pygdist.comm.transfer import Leg, Transfer, part_of
+from pygdist.comm.transfer import Message, Transfer, message_rows
 from pygdist.comm.watchdog import Place, Watchdog
 
 __all__ = [
     "Buffers",
     "Communicator",
     "ExchangePlan",
-    "Leg",
+    "Message",
     "NodeDirectory",
     "PartCommunicator",
     "Place",
@@ -25,6 +25,6 @@ __all__ = [
     "Transfer",
     "Watchdog",
     "describe_rows",
-    "part_of",
+    "message_rows",
     "run_parts",
 ]

@@ -1,4 +1,4 @@
-"""Gradients averaged by DDP: the options that a graph in parts needs, and the loss scale that makes its mean true."""
+"""DDP for a partitioned graph: its options, and the loss scale with which its mean of gradients is exact."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["DDP_OPTIONS", "ddp_loss_scale"]
 
 # torch renamed the option
-_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
 #: Buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time.
 DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 
 
 def ddp_loss_scale(num_labelled: int, world_size: int) -> float:
-    """Factor on a rank's summed loss that makes DDP's mean of gradients over ranks that of the mean over nodes.
+    """Return the factor for each rank's summed loss: DDP's mean of gradients is then that of the mean loss over nodes.
 
     Args:
         num_labelled: Labelled training nodes of the whole graph.

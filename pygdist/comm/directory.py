@@ -1,8 +1,8 @@
-"""Where the rows of nodes are, whoever owns them: for rows that no plan foresaw.
+"""A directory of all nodes: finds the owner and the row of any node, for exchanges that were not planned.
 
-A plan that is made with the partition says who fetches what in every hop. What is drawn anew in every epoch (the other
-ends of pairs that are no edges) has to be found first. Which rank owns a node is known to the rank whose number is the
-node's, modulo the ranks, so no rank holds more than its share of that.
+The plan of a hop is made with the partition. Nodes that are drawn anew in every epoch, such as the ends of negative
+pairs, must be found first. Rank *id mod world_size* knows the owner of node *id*, so each rank holds an equal share of
+the directory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["NodeDirectory"]
 
 
 class NodeDirectory:
-    """Tells owners and rows of nodes by their global ids; every rank makes each call.
+    """Plans the exchange of rows of any nodes, by their global ids; every rank makes each call.
 
     Args:
-        owned_id: Global ids of this rank's nodes.
+        owned_id: Global ids of this rank's nodes, ``(num_owned,)`` int64.
         num_nodes: Nodes of all ranks.
         communicator: The ranks.
 
@@ -34,49 +34,53 @@ class NodeDirectory:
         self._communicator, self._num_owned = communicator, owned_id.numel()
         size = communicator.world_size
         rows = torch.arange(owned_id.numel(), device=owned_id.device)
-        order = (owned_id % size).argsort(stable=True)
-        said = torch.stack([owned_id, rows], dim=1)[order].split(_counts(owned_id % size, size))
-        known = communicator.swap(list(said), label="where nodes are")
-        mine = -(-(num_nodes - communicator.rank) // size)
-        self._owner = torch.full((mine,), -1, dtype=torch.int32, device=owned_id.device)
-        self._row = torch.zeros(mine, dtype=torch.int64, device=owned_id.device)
-        for rank, part in enumerate(known):
-            place = part[:, 0] // size
-            self._owner[place], self._row[place] = rank, part[:, 1]
+        keeper = owned_id % size
+        entries = torch.stack([owned_id, rows], dim=1)[keeper.argsort(stable=True)].split(_counts(keeper, size))
+        received = communicator.all_to_all(list(entries), label="where nodes are")
+        num_entries = -(-(num_nodes - communicator.rank) // size)
+        self._owner = torch.full((num_entries,), -1, dtype=torch.int32, device=owned_id.device)
+        self._row = torch.zeros(num_entries, dtype=torch.int64, device=owned_id.device)
+        for rank, entries_of_rank in enumerate(received):
+            entry = entries_of_rank[:, 0] // size
+            self._owner[entry], self._row[entry] = rank, entries_of_rank[:, 1]
 
     def plan(self, ids: Tensor) -> tuple[ExchangePlan, Tensor]:
-        """How to fetch the rows of nodes, each once, and where they are then.
+        """Plan to fetch the rows of nodes, each once.
 
         Args:
-            ids: Global ids of nodes, in any order and as often as one likes.
+            ids: Global ids of nodes, ``(n,)`` int64, in any order; an id may come several times.
 
         Returns:
-            A plan, and for each of ``ids`` its row among this rank's own and, after these, those that are fetched.
+            A plan, and for each of ``ids`` its position, ``(n,)`` int64, among this rank's own rows followed by those
+            that are fetched.
         """
-        communicator, size = self._communicator, self._communicator.world_size
-        wanted, place = ids.unique(return_inverse=True)
-        asked = wanted % size
-        order = asked.argsort(stable=True)
-        questions = communicator.swap(list(wanted[order].split(_counts(asked, size))), label="which nodes, where")
-        answers = communicator.swap(
-            [torch.stack([self._owner[one // size].long(), self._row[one // size]], dim=1) for one in questions],
-            label="where nodes are, answered",
-        )
-        owner, row = torch.empty_like(wanted), torch.empty_like(wanted)
-        owner[order], row[order] = torch.cat(answers).unbind(1)
-        grouped = owner.argsort(stable=True)
-        counts = _counts(owner, size)
+        wanted, inverse = ids.unique(return_inverse=True)
+        owner, row = self._look_up(wanted)
+        communicator, grouped = self._communicator, owner.argsort(stable=True)
+        counts = _counts(owner, communicator.world_size)
         requests = list(row[grouped].split(counts))
         requests[communicator.rank] = row.new_empty(0)
-        sent = communicator.swap(requests, label="which rows")
         counts[communicator.rank] = 0
-        own = owner[grouped] == communicator.rank
+        sent = communicator.all_to_all(requests, label="which rows")
+        is_owned = owner[grouped] == communicator.rank
         position = torch.empty_like(wanted)
-        position[grouped] = torch.where(own, row[grouped], self._num_owned + (~own).cumsum(0) - 1)
+        position[grouped] = torch.where(is_owned, row[grouped], self._num_owned + (~is_owned).cumsum(0) - 1)
         plan = ExchangePlan(
-            send_index=torch.cat(sent), send_counts=tuple(one.numel() for one in sent), recv_counts=tuple(counts)
+            send_index=torch.cat(sent), send_counts=tuple(rows.numel() for rows in sent), recv_counts=tuple(counts)
         )
-        return plan, position[place]
+        return plan, position[inverse]
+
+    def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the owner of each node, and its row there."""
+        size = self._communicator.world_size
+        keeper = ids % size
+        order = keeper.argsort(stable=True)
+        asked = self._communicator.all_to_all(list(ids[order].split(_counts(keeper, size))), label="which nodes, where")
+        answers = [torch.stack([self._owner[node // size].long(), self._row[node // size]], dim=1) for node in asked]
+        entries = torch.empty(ids.numel(), 2, dtype=ids.dtype, device=ids.device)
+        entries[order] = torch.cat(self._communicator.all_to_all(answers, label="where nodes are, answered"))
+        owner, row = entries.unbind(1)
+        return owner, row
 
 
 def _counts(rank: Tensor, size: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""The traffic meter: what a rank sent, received and waited for since the last reset.
+"""The traffic meter: counts what a rank sends and receives, and the seconds that it waits, since the last reset.
 
-Bytes are payload bytes handed to the process group; framing of the transport is not included. Waiting is the time
-that the calling thread was blocked in an exchange; on CUDA it is read off stream events, so reading the meter there
-is meaningful only after the device was synchronised (:class:`pygdist.lightning.ExchangeMonitor` does).
+Bytes are payload bytes handed to the process group, without the framing of the transport. Waiting is the time that the
+calling thread is blocked in an exchange. On CUDA it is the time between events of the stream, so synchronise the device
+before you read the meter (:class:`pygdist.lightning.ExchangeMonitor` does).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Traffic:
     Attributes:
         sent_bytes: Payload bytes sent to other ranks.
         received_bytes: Payload bytes received from other ranks.
-        sent_messages: Point-to-point messages sent (a pair of ranks without rows exchanges none).
+        sent_messages: Point-to-point messages sent (a rank without rows for another sends it none).
         calls: Collective calls, counted once per rank whatever the number of messages.
-        exchange_s: Seconds blocked in them.
-        summed_bytes: Of the bytes sent, those of sums over all ranks, by their label.
+        exchange_s: Seconds blocked in collective calls.
+        summed_bytes: The share of ``sent_bytes`` that sums over all ranks sent, by label.
     """
 
     sent_bytes: int = 0
@@ -47,17 +47,17 @@ class TrafficMeter:
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
 
     def sent(self, num_bytes: int) -> None:
-        """Count one message that leaves this rank."""
+        """Count one message sent."""
         self.total.sent_bytes += num_bytes
         self.total.sent_messages += 1
 
     def received(self, num_bytes: int) -> None:
-        """Count the payload of one message that arrives."""
+        """Count the payload of one message received."""
         self.total.received_bytes += num_bytes
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the time spent inside as blocked in an exchange."""
+        """Count the time inside the block as blocked in an exchange."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -72,13 +72,13 @@ class TrafficMeter:
             self.total.exchange_s += time.perf_counter() - begin
 
     def read(self) -> Traffic:
-        """The counters so far; on CUDA call it after a synchronisation."""
+        """Return the counters since the last reset; on CUDA, synchronise the device first."""
         for start, end in self._events:
             self.total.exchange_s += start.elapsed_time(end) / 1e3
         self._events.clear()
         return self.total
 
     def reset(self) -> Traffic:
-        """The counters so far, and start again from zero."""
+        """Return the counters, and count from zero again."""
         total, self.total = self.read(), Traffic()
         return total

@@ -1,12 +1,12 @@
-"""Which rows travel where in one hop: the static description that an exchange executes.
+"""The plan of an exchange: the rows that this rank sends to, and receives from, each other rank in one hop.
 
-A plan is made once, when the graph is partitioned, and used in every hop of every epoch. Both sides agree on the
-order of rows, so no index is ever sent.
+A plan is made once, when the graph is partitioned, and used in every hop of every epoch. Both sides agree on the order
+of rows, so no index is ever sent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ class ExchangePlan:
 
     Args:
         send_index: Local ids of the owned rows to send, grouped by receiving rank, ``(num_sent,)`` int64.
-        send_counts: Rows sent to each rank; the own entry is 0.
-        recv_counts: Rows received from each rank; the own entry is 0. Received rows are laid out in rank order.
+        send_counts: Rows sent to each rank; 0 to this rank itself.
+        recv_counts: Rows received from each rank; 0 from this rank itself. Received rows are laid out in rank order.
+
+    Raises:
+        ValueError: If the three do not fit each other.
     """
 
     send_index: Tensor
@@ -31,11 +34,14 @@ class ExchangePlan:
     def __post_init__(self) -> None:
         if len(self.send_counts) != len(self.recv_counts):
             raise ValueError(
-                f"send_counts names {len(self.send_counts)} ranks and recv_counts {len(self.recv_counts)}; "
-                "both need one entry per rank"
+                f"send_counts names {len(self.send_counts)} ranks and recv_counts {len(self.recv_counts)}: "
+                "both need one entry for each rank"
             )
         if sum(self.send_counts) != self.send_index.numel():
-            raise ValueError(f"send_counts sum to {sum(self.send_counts)}, send_index has {self.send_index.numel()}")
+            raise ValueError(
+                f"send_counts sum to {sum(self.send_counts)}, send_index has {self.send_index.numel()} rows: "
+                "both must be the number of rows sent"
+            )
 
     @property
     def num_sent(self) -> int:
@@ -48,12 +54,10 @@ class ExchangePlan:
         return sum(self.recv_counts)
 
     def send_index_of(self, peer: int) -> Tensor:
-        """The local rows sent to ``peer``; no row appears twice."""
+        """Return the local ids of the rows sent to ``peer``; no row appears twice."""
         start = sum(self.send_counts[:peer])
         return self.send_index[start : start + self.send_counts[peer]]
 
     def to(self, device: torch.device | str) -> ExchangePlan:
-        """The same plan with its index on ``device``."""
-        return ExchangePlan(
-            send_index=self.send_index.to(device), send_counts=self.send_counts, recv_counts=self.recv_counts
-        )
+        """Return the same plan with its index on ``device``."""
+        return replace(self, send_index=self.send_index.to(device))

@@ -1,4 +1,4 @@
-"""When a rank packed, sent and waited: spans on a monotonic clock, for pictures of where time goes."""
+"""Records when a rank packs, sends and waits, as spans on a monotonic clock, for timelines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Recorder", "Span", "recorded"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did.
+    """One activity of a rank.
 
     Attributes:
-        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or what a caller adds; these follow
-            one another. ``travel`` is an exchange from its beginning to its end.
-        label: Of which exchange.
+        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's own; these follow one
+            another. ``travel`` is an exchange from its beginning to its end.
+        label: The exchange that it belongs to.
         start: Nanoseconds on this machine's monotonic clock.
         end: The same.
-        aside: Whether the rank's main thread did something else meanwhile, or may have.
-        busy: Nanoseconds of processor time of the thread that it was in; less than what passed where the thread waited,
-            or others had the core.
+        aside: True if the rank's main thread did something else meanwhile, or may have.
+        busy: Nanoseconds of processor time of the thread; less than ``end - start`` if the thread waited or another
+            one had the core.
     """
 
     kind: str
@@ -35,17 +35,17 @@ class Span:
 
 @dataclass
 class Recorder:
-    """Collects spans; a :class:`~pygdist.comm.Communicator` that is given one fills it.
+    """A list of spans; assign it to ``communicator.recorder`` and the communicator adds its own.
 
     Attributes:
-        spans: In the order in which they ended.
+        spans: The spans, in the order in which they ended.
     """
 
     spans: list[Span] = field(default_factory=list)
 
     @contextlib.contextmanager
     def span(self, kind: str, label: str = "", *, aside: bool = False) -> Iterator[None]:
-        """Record what happens inside the block."""
+        """Record the block as one span."""
         start, busy = time.monotonic_ns(), time.thread_time_ns()
         try:
             yield
@@ -57,5 +57,5 @@ class Recorder:
 def recorded(
     recorder: Recorder | None, kind: str, label: str = "", *, aside: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Record what happens inside the block, if somebody collects."""
+    """Record the block as one span, if there is a recorder."""
     return contextlib.nullcontext() if recorder is None else recorder.span(kind, label, aside=aside)

@@ -1,9 +1,10 @@
-"""A rank that stands for several: parts run one after another, and what they ask of each other is answered in passes.
+"""Several parts on one rank: they run one after another, and exchange rows between two runs.
 
-A part that asks for what another one has not computed yet leaves its contribution and stops (:class:`Postponed`). When
-all parts have stopped, on all ranks, contributions are exchanged; then each part begins anew and finds what it asked
-for, up to the next question. So whatever runs must do the same each time, and with N questions it runs N + 1 times:
-time for memory, which holds one part at a time. What was asked and answered lies in files.
+A part that needs rows which another part has not computed yet stores the rows that it sends, and stops
+(:class:`Postponed`). When all parts of all ranks have stopped, the stored rows are exchanged. Then each part runs again
+from its beginning, gets the rows it asked for, and goes on to its next exchange. So a part must do the same each time,
+and with N exchanges it runs N + 1 times. This trades time for memory, which holds one part at a time; the rows lie in
+files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["PartCommunicator", "Postponed", "run_parts"]
 
 
 class Postponed(Exception):
-    """A part asked for something that other parts have yet to compute."""
+    """Stops a part whose exchange needs rows that other parts have yet to compute."""
 
 
 def run_parts(
@@ -37,40 +38,46 @@ def run_parts(
     """Run each part of this rank until all are done; every rank makes the call.
 
     Args:
-        parts: This rank's: ``rank, rank + world_size, ...`` below ``num_parts``.
-        num_parts: Of all ranks.
-        run: Runs the part that ``communicator.rank`` names, without gradients, and lets :class:`Postponed` through. It
-            does the same in each pass; in the last one it comes to its end.
+        parts: The parts of this rank: ``rank, rank + world_size, ...`` below ``num_parts``.
+        num_parts: Parts of all ranks.
+        run: Runs the part ``communicator.rank``, without gradients, and does not catch :class:`Postponed`. It must do
+            the same each time; the last time it comes to its end.
         communicator: The ranks.
-        folder: An empty folder, for what is asked and answered.
+        folder: An empty folder for the rows that are exchanged.
 
     Returns:
-        The number of passes.
+        The number of times that each part ran.
+
+    Raises:
+        RuntimeError: On all ranks, if some parts end while others wait for an exchange.
     """
     answers = _Answers(parts, num_parts, communicator, folder)
-    passes = 0
+    runs = 0
     while True:
-        passes += 1
+        runs += 1
         asking = 0
         for part in parts:
             try:
                 run(PartCommunicator(part, answers))
             except Postponed:
                 asking += 1
-        in_all = int(communicator.gather([float(asking)]).sum())
-        if not in_all:
-            return passes
-        if in_all != num_parts:  # on all ranks: who goes on alone would wait for ever
-            raise RuntimeError(f"{in_all} of {num_parts} parts ask for something, not all")
+        waiting = int(communicator.gather([float(asking)]).sum())
+        if not waiting:
+            return runs
+        if waiting != num_parts:  # on all ranks: a rank that goes on alone would wait for ever
+            raise RuntimeError(
+                f"{waiting} of {num_parts} parts wait for an exchange and the others have ended: every part must make "
+                "the same exchanges"
+            )
         answers.exchange()
 
 
 class PartCommunicator(Communicator):
-    """What a backend needs of the other parts; its rank is the part, and there are as many ranks as parts.
+    """A communicator of one part: ``rank`` is its number, ``world_size`` the number of parts.
 
     Args:
-        part: Which part it speaks for.
-        answers: What is known already.
+        part: Number of the part.
+        answers: Rows that this rank's parts have received so far.
     """
 
     def __init__(self, part: int, answers: _Answers) -> None:
@@ -95,36 +102,39 @@ class PartCommunicator(Communicator):
 
     @override
     def agree(self, error: str | None) -> None:
-        # the question carries the reason, or parts that stop first would not know it
-        told = [] if error is None else list(error.encode())
-        longest = int(self.gather([float(len(told))]).max())
+        # the exchange carries the reason, or parts that stop first would not know it
+        letters = [] if error is None else list(error.encode())
+        longest = int(self.gather([float(len(letters))]).max())
         if longest:
-            reasons = self.gather([float(byte) for byte in told] + [0.0] * (longest - len(told)))
+            reasons = self.gather([float(byte) for byte in letters] + [0.0] * (longest - len(letters)))
             first = next(row for row in reasons if row.any())
             raise InputError(bytes(int(byte) for byte in first if byte).decode())
 
     @override
-    def swap(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
-        raise InputError(f"{label}: parts that run one after another exchange rows and sums, no plans")
+    def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
+        raise InputError(
+            f"{label}: parts that run one after another exchange rows and sums, no plans; "
+            "give each part a rank of its own"
+        )
 
     def _from_all(self, row: Tensor) -> Tensor:
-        """A row of every part, this one's included."""
+        """Return a row of every part, this one's included."""
         peers = [int(peer != self.rank) for peer in range(self.world_size)]
         others = self._ask(row.expand(self.world_size - 1, *row.shape[1:]), peers, peers).to(row.device)
         return torch.cat([others[: self.rank], row, others[self.rank :]])
 
     def _ask(self, sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         number, self._asked = self._asked, self._asked + 1
-        found = self._answers.find(number, self.rank)
-        if found is None:
+        rows = self._answers.find(number, self.rank)
+        if rows is None:
             self._answers.leave(self.rank, sent, send_counts, recv_counts)
             raise Postponed
-        return found
+        return rows
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What a part left: its rows, grouped by receiver, and how many it wants of each."""
+    """The rows that a part sends, grouped by receiver, and the number that it expects from each."""
 
     sent: Tensor
     send_counts: Sequence[int]
@@ -132,29 +142,31 @@ class _Question:
 
 
 class _Answers:
-    """What this rank's parts asked, and got."""
+    """The exchanges of this rank's parts: one open, all earlier ones answered."""
 
     def __init__(self, parts: Sequence[int], num_parts: int, communicator: Communicator, folder: Path) -> None:
         self.num_parts = num_parts
         self._parts, self._communicator, self._folder = list(parts), communicator, folder
         self._answered = 0
         self._open: dict[int, _Question] = {}
-        self._found: dict[tuple[int, int], Tensor] = {}
+        self._received: dict[tuple[int, int], Tensor] = {}
 
     def find(self, number: int, part: int) -> Tensor | None:
-        return self._found[number, part] if number < self._answered else None
+        """Return the rows that a part received in an exchange; ``None`` if that is still open."""
+        return self._received[number, part] if number < self._answered else None
 
     def leave(self, part: int, sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        """Store the rows that a part sends in the open exchange."""
         self._open[part] = _Question(self._in_file(f"sent-{part}", sent), send_counts, recv_counts)
 
     def exchange(self) -> None:
-        """Answer what is open; every rank makes the call."""
+        """Carry out the open exchange; every rank makes the call."""
         communicator, world_size = self._communicator, self._communicator.world_size
         for turn in range(-(-self.num_parts // world_size)):
-            # the parts that get their rows in this turn, one of each rank
+            # the parts that receive their rows in this turn, one of each rank
             receivers = [turn * world_size + rank for rank in range(world_size)]
             outgoing = [torch.cat([self._block(part, receiver) for part in self._parts]) for receiver in receivers]
-            arrived = communicator.swap(outgoing, label="rows of parts")
+            arrived = communicator.all_to_all(outgoing, label="rows of parts")
             receiver = receivers[communicator.rank]
             if receiver >= self.num_parts:
                 continue
@@ -165,7 +177,7 @@ class _Answers:
                 senders = range(rank, self.num_parts, world_size)
                 blocks |= zip(senders, rows.split([counts[sender] for sender in senders]), strict=True)
             rows = torch.cat([blocks[sender] for sender in range(self.num_parts)])
-            self._found[self._answered, receiver] = self._in_file(f"answer-{self._answered}-{receiver}", rows)
+            self._received[self._answered, receiver] = self._in_file(f"answer-{self._answered}-{receiver}", rows)
         self._answered += 1
         self._open.clear()
 
@@ -177,11 +189,11 @@ class _Answers:
         return question.sent[first : first + question.send_counts[receiver]]
 
     def _in_file(self, name: str, rows: Tensor) -> Tensor:
-        """The same rows, of which what nobody looks at needs no memory."""
+        """Copy rows to a file and return them as a view of it: rows that nobody reads take no memory."""
         rows = rows.cpu().contiguous()
         if rows.numel() == 0:
             return rows
         path = self._folder / name
-        path.unlink(missing_ok=True)  # another pass may still look at what was there
-        kept = torch.from_file(str(path), shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
-        return kept.copy_(rows)
+        path.unlink(missing_ok=True)  # another run may still read the rows that were there
+        view = torch.from_file(str(path), shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
+        return view.copy_(rows)

@@ -1,9 +1,9 @@
-"""The watchdog: knows where every rank is, so that a late or lost one is named instead of waited for in silence.
+"""The watchdog knows where every rank is, and names a rank that is late or lost.
 
-Each rank writes a heartbeat with its place (epoch and exchange) into the job's rendezvous store, from a thread of its
-own, and a farewell when it leaves on its own account. A rank that has waited long reads the others' places and says
-who is behind; a rank whose exchange failed finds out which heartbeat has stopped without a farewell: that rank was
-lost, the others are only its consequence. If none was lost, it names who left and why, or who is late.
+A thread of each rank writes a heartbeat with the rank's place (epoch and exchange) into the job's rendezvous store, and
+a farewell when the rank leaves on its own account. A rank that waits long reads the others' places and logs who is
+behind. A rank whose exchange failed looks for heartbeats that stopped without a farewell: those ranks are lost, and the
+other failures follow from that. If none is lost, it names the ranks that left, with the reason, or those that are late.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["FINISHED", "LOST_A_NEIGHBOUR", "Place", "Watchdog"]
 
 log = logging.getLogger(__name__)
 
-_NO_STORE = "the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"
+_NO_STORE = "the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"
 _ANSWER_S = 10.0  # a store that takes longer will not answer
-# farewells of ranks that are not the cause of a failure
+# farewells of ranks that did not cause the failure
 FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: the epoch, the number of the exchange since the start, and what that exchange does."""
+    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label."""
 
     epoch: int = 0
     exchange: int = 0
@@ -41,18 +41,19 @@ class Place:
 
 
 class Watchdog:
-    """Heartbeats of one rank and the reading of the others'.
+    """Writes the heartbeats of one rank and reads those of the others.
 
     Args:
         store: The job's key-value store; cloned, so that the heartbeat never blocks other users of it.
         rank: This rank.
         world_size: Number of ranks.
-        warn_after_s: Seconds in one exchange after which the late ranks are named in the log, once per exchange.
+        warn_after_s: Seconds in one exchange after which the log names the late ranks, once per exchange.
         beat_s: Seconds between heartbeats.
         lost_after_s: Seconds of silence after which a rank that has exchanged something counts as lost, or the store
             as gone.
-        on_lost: Called once with what was found, from the watchdog's thread: where a loss closes no connection (nccl, a
-            machine that froze), the main thread waits in a call that no exception reaches.
+        on_lost: Called once, from the watchdog's thread, with a text that names the lost ranks. It is for losses that
+            close no connection (nccl, a machine that froze): the main thread then waits in a call that no exception
+            reaches.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Watchdog:
             threading.Thread(target=self._guard, name="pygdist-store-guard", daemon=True).start()
 
     def enter(self, epoch: int, label: str) -> None:
-        """Note that this rank starts to wait in an exchange."""
+        """Note that this rank begins an exchange."""
         self._since = time.monotonic()
         self.place = Place(epoch, self.place.exchange + 1, label, waiting=True)
         if self.place.exchange == 1:
@@ -99,23 +100,23 @@ class Watchdog:
         """Stop the heartbeat and tell the others that this rank left on its own account.
 
         Args:
-            farewell: Why. ``"finished"`` is the usual end; ``"lost a neighbour"`` says that this rank left because
-                another had gone, so the others look for that one.
+            farewell: The reason. ``"finished"`` is the usual end; ``"lost a neighbour"`` says that another rank is
+                lost, so the others look for that one.
         """
         if self._stop.is_set():
             return
         self._stop.set()
         self._thread.join(timeout=_ANSWER_S)
-        if not self._thread.is_alive():  # else it waits for a store that froze
+        if not self._thread.is_alive():  # otherwise it waits for a store that froze
             self._ask(self._store.set, f"left/{self.rank}", farewell)
 
     def diagnose(self) -> str:
-        """Name the ranks that an exchange failed for; takes three heartbeats.
+        """Name the ranks that made an exchange fail; takes three heartbeats.
 
         Returns:
             One clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost (last
-            seen in epoch 3, exchange 7 (...))"``. If there is none: for each that left for a reason of its own; if
-            there is none either, for each that has finished or is late.
+            seen in epoch 3, exchange 7 (...))"``. If none is lost: one for each rank that left for a reason of its own.
+            If none left: one for each rank that has finished or is late.
         """
         before = self._read_all()
         # a wait, not a poll: a live rank beats at least twice in this time
@@ -142,7 +143,7 @@ class Watchdog:
         looked = time.monotonic()
         while not self._stop.wait(self.beat_s):
             if not self._beat():
-                return  # the store is gone for good, and every further try would print torch's own complaint
+                return  # the store is gone for good, and each further try would print a warning of torch
             place = self.place
             late = time.monotonic() - self._since
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
@@ -155,18 +156,18 @@ class Watchdog:
                     return
 
     def _guard(self) -> None:
-        """From a thread of its own, as a store on a machine that froze takes a question and never answers."""
+        """Report a store that never answers, as on a machine that froze; the other thread waits for it meanwhile."""
         while not self._stop.wait(self.beat_s):
             if time.monotonic() - self._answered > self.lost_after_s and self._on_lost is not None:
                 self._on_lost(_NO_STORE)
                 return
 
     def _silent(self) -> list[str]:
-        """A clause for each rank that has stopped without a farewell after its first exchange."""
+        """Return a clause for each rank whose heartbeat stopped without a farewell after its first exchange."""
         now, lost = time.monotonic(), []
         for rank, (beats, text, exchange) in enumerate(self._read_all() or ()):
-            known, since = self._heard.get(rank, (-1, now))
-            if beats != known:
+            last_beats, since = self._heard.get(rank, (-1, now))
+            if beats != last_beats:
                 self._heard[rank] = (beats, now)
             elif rank != self.rank and exchange and now - since > self.lost_after_s and self._farewell(rank) is None:
                 lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {text})")
@@ -188,41 +189,41 @@ class Watchdog:
             place,
             "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause",
         )
-        self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and tools that look on
+        self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and other tools
 
     def _beat(self) -> bool:
         self._beats += 1
         place = self.place
         key = f"beat/{self.rank}"
         self._ask(self._store.set, key, f"{self._beats}|{place.exchange}|{place}")
-        known, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
-        if known:
+        answered, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
+        if answered:
             self._answered = time.monotonic()
-        return known
+        return answered
 
     def _read_all(self) -> list[tuple[int, str, int]] | None:
-        """(beats, place, exchange) of every rank, or None when the store no longer answers."""
+        """Return (beats, place, exchange) of every rank; ``None`` if the store no longer answers."""
         places = []
         for rank in range(self.world_size):
-            known, exists = self._ask(self._store.check, [f"beat/{rank}"])
+            answered, exists = self._ask(self._store.check, [f"beat/{rank}"])
             raw = b"0|0|start"  # a rank that has not reported yet
             if exists:  # get() of a missing key would block
-                known, raw = self._ask(self._store.get, f"beat/{rank}")
-            if not known:
+                answered, raw = self._ask(self._store.get, f"beat/{rank}")
+            if not answered:
                 return None
             beats, exchange, text = raw.decode().split("|", 2)
             places.append((int(beats), text, int(exchange)))
         return places
 
     def _farewell(self, rank: int) -> str | None:
-        """The first line of a rank's farewell; None if it said none."""
+        """Return the first line of a rank's farewell; ``None`` if there is none."""
         if not self._ask(self._store.check, [f"left/{rank}"])[1]:
             return None
         raw = self._ask(self._store.get, f"left/{rank}")[1] or b""
         return (raw.decode().splitlines() or ["no reason given"])[0]
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-        """(True, result), or (False, None) when the store's host is gone, which is itself a finding."""
+        """Return (True, result), or (False, None) if the store does not answer: then its host may be gone."""
         with self._lock:
             try:
                 return True, call(*args)

@@ -94,7 +94,7 @@ def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Te
     """
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
-    asked = communicator.swap(n_id[order].split(counts), label="plan of an exchange")
+    asked = communicator.all_to_all(n_id[order].split(counts), label="plan of an exchange")
     rows = [torch.searchsorted(shard.owned_id.cpu(), ids) for ids in asked]
     plan = ExchangePlan(
         send_index=torch.cat(rows).to(shard.n_id.device),
@@ -114,7 +114,7 @@ def _ask(
     done for each edge is an indexed copy, and only sources are looked up.
     """
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
-    asked = communicator.swap(n_id.split(counts), label="in-edges, asked for")
+    asked = communicator.all_to_all(n_id.split(counts), label="in-edges, asked for")
     csr, owned = shard.adjacency.csr(), shard.owned_id.cpu()
     indptr, index, ids = csr.indptr.cpu(), csr.index.cpu(), shard.n_id.cpu()
     extents, edges, nodes = [], [], []
@@ -129,9 +129,9 @@ def _ask(
         extents.append(torch.stack([start, degree], dim=1))
         edges.append((used.cumsum(0, dtype=torch.int32) - 1).index_select(0, local))
         nodes.append(torch.stack([ids[known], owner_of_rows[known]], dim=1))
-    start, degree = torch.cat(communicator.swap(extents, label="in-edges, numbers")).unbind(1)
-    found = communicator.swap(edges, label="in-edges")
-    return start, degree, found, communicator.swap(nodes, label="in-edges, sources")
+    start, degree = torch.cat(communicator.all_to_all(extents, label="in-edges, numbers")).unbind(1)
+    found = communicator.all_to_all(edges, label="in-edges")
+    return start, degree, found, communicator.all_to_all(nodes, label="in-edges, sources")
 
 
 def ranges(start: Tensor, length: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Memory: where tensors wait that do not fit on the device, and what the machine has."""
+"""Memory: spill storage for tensors that do not fit on the device, and the memory that the machine has."""

@@ -1,4 +1,4 @@
-"""The memory of a machine, and that of freed tensors: kept for the next epoch's, which are the same."""
+"""The memory of the machine, and a setting that keeps the memory of freed tensors for the next epoch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Give back what is free, and from now on let this process keep what its tensors free.
+    """Give free memory back to the system once, and from now on keep the memory of freed tensors in this process.
 
-    Every epoch of full-graph training makes and frees the same tensors. By default glibc maps each of more than 32 MiB
-    anew, and its pages are cleared one by one as they are written, which takes longer than most operations on them.
-    For that a process holds more at its peak, by the gaps between tensors (up to a quarter was seen), until it ends.
-    So it is for when plans are made: what they take besides may be more than an epoch does.
+    Every epoch of full-graph training makes and frees the same tensors. By default glibc maps each one above 32 MiB
+    anew, and the system clears its pages one by one as they are written, which takes longer than most operations on
+    them. The price: until it ends, the process holds up to a quarter more memory, for the gaps between tensors. Call
+    this when plans are made, as making them may take more memory than an epoch.
 
     Returns:
-        Whether the C library has such a setting: glibc does.
+        True if the C library has such a setting, as glibc has.
     """
     libc = ctypes.CDLL(None)
     set_option = getattr(libc, "mallopt", None)
     if set_option is None:
         return False
     libc.malloc_trim(0)
-    # older versions know no such threshold above 32 MiB, but to map nothing at all
+    # older versions accept no such threshold above 32 MiB, but can be told to map nothing
     mapped = set_option(_MMAP_THRESHOLD, _LARGEST) or set_option(_MMAP_MAX, 0)
     return bool(set_option(_TRIM_THRESHOLD, _NEVER) and mapped)
 
 
 def memory_bytes(cgroups: Path = _CGROUPS) -> int:
-    """The machine's memory, or what the container or batch job that this process is in may take of it, if that is less.
+    """Return the memory of the machine, or the limit of this process's container or batch job, if that is less.
 
     Args:
-        cgroups: Where Linux tells the limits of a process's control group; others have none.
+        cgroups: Folder in which Linux shows the limits of control groups; other systems have none.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for root in (cgroups, cgroups / "memory"):  # of version 2, and of version 1
@@ -49,9 +49,9 @@ def memory_bytes(cgroups: Path = _CGROUPS) -> int:
 
 
 def _control_groups() -> list[str]:
-    """Of this process, below the root of their tree; the root itself as well, which is the group in a container."""
-    told = Path("/proc/self/cgroup")
-    lines = told.read_text().splitlines() if told.is_file() else []
+    """Return this process's control groups as paths below the root, and the root, which is the group in a container."""
+    groups = Path("/proc/self/cgroup")
+    lines = groups.read_text().splitlines() if groups.is_file() else []
     return ["", *(line.split(":", 2)[2].lstrip("/") for line in lines if line.count(":") >= 2)]
 
 

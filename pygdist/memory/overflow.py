@@ -1,4 +1,4 @@
-"""Memory for what there is no room for on the device: the host's if that is a GPU, files if it is the host itself."""
+"""Spill storage for tensors that do not fit on the device: memory of the host for a GPU, files for the host itself."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.comm.slices import Elsewhere
 from pygdist.errors import InputError
 
 __all__ = ["Overflow", "beyond_memory", "writable"]
 
 log = logging.getLogger(__name__)
 
-_TRAVEL_SHARE = 8  # of the budget, for what a rank sends at a time; as much arrives, and two such pieces may travel
+_TRAVEL_SHARE = 8  # a rank sends 1 / 8 of the budget at a time; as much arrives, and two such pieces may travel
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """Where tensors wait of which a part at a time is computed with.
+    """Spill storage: holds tensors of which the device gets a few rows at a time.
 
     Args:
-        device: Where that is. If it is a GPU, tensors wait in page-locked memory of the host; otherwise in files, of
-            which the system keeps as much in memory as there is room for. A file has no name and is gone with its
-            tensor.
+        device: The device that computes. Tensors of a GPU are stored in page-locked memory of the host, tensors of the
+            host in files, of which the system keeps as much in memory as there is room for. A file has no name and
+            goes when its tensor does.
         budget: Bytes that may be on the device at a time.
-        folder: Of the files; the system's folder for temporary files by default.
-        small: Tensors of fewer bytes are not worth a file.
+        folder: Folder of the files; the system's folder for temporary files by default.
+        small: Tensors of fewer bytes are kept in memory instead of a file.
     """
 
     device: torch.device
@@ -44,11 +43,11 @@ class Overflow:
     small: int = 1 << 16
 
     def of_the_backward_pass(self, held: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """What runs inside keeps what its backward pass needs here, not on the device.
+        """Store the tensors that autograd saves inside the block here instead of on the device.
 
         Args:
-            held: Tensors that stay on the device anyway. Parameters do, and what the graph has of its edges: ids, and
-                a weight for each.
+            held: Tensors that stay on the device anyway. So do parameters, integers (the ids of edges) and vectors (a
+                weight for each edge).
         """
         stay = {tensor.untyped_storage().data_ptr() for tensor in held}
 
@@ -58,36 +57,31 @@ class Overflow:
             edges = tensor.dtype in (torch.int32, torch.int64) or tensor.dim() == 1
             small = tensor.numel() * tensor.element_size() < self.small
             if parameter or edges or small or tensor.untyped_storage().data_ptr() in stay:
-                return tensor.detach(), None  # what leads back to its own node would never be freed
+                return tensor.detach(), None  # a tensor that leads back to its own node would never be freed
             rows = self.empty(tuple(tensor.shape), tensor.dtype)
             rows.copy_(tensor, non_blocking=True)
             return tensor.new_empty(0), rows
 
-        def unpack(kept: tuple[Tensor, Tensor | None]) -> Tensor:
-            tensor, rows = kept
+        def unpack(packed: tuple[Tensor, Tensor | None]) -> Tensor:
+            tensor, rows = packed
             return tensor if rows is None else rows.to(tensor.device, non_blocking=True)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def rows_at_a_time(self, row_bytes: int, num_tensors: int = 1) -> int:
-        """How many rows of each rank travel at once, of each of so many tensors that travel side by side.
+        """Return the number of rows of each rank that may travel at once.
 
         Args:
-            row_bytes: Of all that a rank sends of a row, or gets of one row of each rank.
-            num_tensors: How many.
+            row_bytes: Bytes that a rank sends per row to all others together, or receives per row of each rank.
+            num_tensors: Tensors that travel side by side.
         """
         return max(1, self.budget // (_TRAVEL_SHARE * num_tensors * max(row_bytes, 1)))
 
-    @property
-    def elsewhere(self) -> Elsewhere:
-        """Here, for rows that travel."""
-        return Elsewhere(self.empty, self.budget // _TRAVEL_SHARE)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, whatever the device; of files if that is the host, but for small tensors.
+        """Return uninitialised storage for a tensor; a small one is in plain memory of the host.
 
         Raises:
-            InputError: If there is no space for the file.
+            InputError: If the file system has no room for the file.
         """
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -96,12 +90,12 @@ class Overflow:
             return torch.empty(shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix=".pygdist-", dir=self.folder) as file:
-                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # or a write kills the process later
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # on a full disk a write kills the process
                 return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
-        except (OSError, RuntimeError) as error:  # torch says with the latter that a file cannot be mapped
+        except (OSError, RuntimeError) as error:  # torch raises the latter if it cannot map a file
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
             raise InputError(
-                f"{where}: {size_gib:.2g} GiB that there is no memory for cannot be kept there: "
+                f"{where}: cannot store {size_gib:.2g} GiB of tensors that do not fit in memory: "
                 f"{getattr(error, 'strerror', None) or error}",
                 of_one_rank=True,
             ) from error
@@ -109,17 +103,19 @@ class Overflow:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def writable(folder: Path | None) -> Path | None:
-    """The folder of a partitioned graph if files may be made there; ``None`` for the system's temporary files."""
+    """Return ``folder`` if files may be made there; ``None`` for the system's folder of temporary files."""
     if folder is not None and not os.access(folder, os.W_OK):
-        log.warning("%s cannot be written to: what there is no memory for goes to %s", folder, tempfile.gettempdir())
+        log.warning(
+            "%s cannot be written to: tensors that do not fit in memory go to %s", folder, tempfile.gettempdir()
+        )
         return None
     return folder
 
 
 def beyond_memory(label: str) -> InputError:
-    """What to raise for a hop that cannot be run a part at a time."""
+    """Make the error for a hop that needs the edges of all ranks in memory at once."""
     return InputError(
-        f"{label}: gets a list of edges that is not the graph's adjacency, nor one with self-loops or of one relation, "
-        "so the edges of all ranks would be held at once, which is not done with memory_gib or another device, or if a "
-        "GPU has too little free memory; 'comm' with halo_gib runs it"
+        f"{label}: its edges are neither the graph's adjacency, nor that with self-loops, nor one relation of it, so "
+        "the edges of all ranks would have to be in memory at once; that is refused with memory_gib, with another "
+        "device, and on a GPU with too little free memory. Pass the adjacency, or use backend 'comm' with halo_gib"
     )

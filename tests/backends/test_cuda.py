@@ -92,7 +92,7 @@ def test_edges_of_chunks_wait_in_the_memory_of_the_host() -> None:
     assert [list(one) for one in found.remote] == [list(one) for one in expected.remote]
     pairs = [(found.local, expected.local)]
     for one, other in zip(found.remote, expected.remote, strict=True):
-        pairs += [(one[leg], other[leg]) for leg in one]
+        pairs += [(one[message], other[message]) for message in one]
     for chunk, like in pairs:
         assert not chunk.perm.is_cuda
         for mine, theirs in ((chunk.csr, like.csr), (chunk.transposed, like.transposed)):

@@ -43,7 +43,7 @@ class Mute(Communicator):
 
     @override
     def __getattribute__(self, name: str) -> Any:
-        if name in {"exchange_rows", "sum_over_ranks", "gather", "agree", "swap", "reduce_in_place", "announce"}:
+        if name in {"exchange_rows", "sum_over_ranks", "gather", "agree", "all_to_all", "reduce_in_place", "announce"}:
             raise AssertionError(f"part {self.rank} calls {name}")
         return super().__getattribute__(name)
 

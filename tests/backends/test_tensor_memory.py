@@ -71,7 +71,7 @@ def test_files_hold_what_is_put_into_them(tmp_path: Path) -> None:
     assert overflow.empty((0, 3), torch.int32).shape == (0, 3)
     assert not list(tmp_path.iterdir())  # without a name, gone with the tensor
     missing = Overflow(torch.device("cpu"), BUDGET, tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"nowhere: .* GiB that there is no memory for .*: No such file"):
+    with pytest.raises(InputError, match=r"nowhere: cannot store .* GiB of tensors .*: No such file"):
         missing.empty((missing.small,), torch.uint8)
     assert missing.empty((missing.small - 1,), torch.uint8).numel() == missing.small - 1  # not worth a file
 
@@ -227,7 +227,7 @@ def test_edges_of_a_layers_own_are_refused_where_memory_is_bounded(tmp_path: Pat
     data, parts = random_graph()
     write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
     for text in pool.run(_refused, 2, str(tmp_path / "parts")):
-        assert re.match(r"hop \d of Relisted: gets a list of edges that is not the graph's adjacency", text)
+        assert re.match(r"hop \d of Relisted: its edges are neither the graph's adjacency", text)
 
 
 def test_messages_are_computed_where_the_model_is(tmp_path: Path) -> None:

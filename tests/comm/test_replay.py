@@ -125,7 +125,7 @@ def test_a_part_that_asks_for_a_plan_is_refused(tmp_path: Path) -> None:
     ):
         _alone(
             0, 1, num_parts=2, folder=tmp_path,
-            run=lambda communicator: communicator.swap([torch.zeros(1)] * 2, label="plan of an exchange"),
+            run=lambda communicator: communicator.all_to_all([torch.zeros(1)] * 2, label="plan of an exchange"),
         )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _unlike(communicator: PartCommunicator) -> None:
 
 
 def test_parts_of_a_rank_that_do_not_ask_alike_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="1 of 3 parts ask for something, not all"):
+    with pytest.raises(RuntimeError, match="1 of 3 parts wait for an exchange and the others have ended"):
         _alone(0, 1, 2, num_parts=3, folder=tmp_path, run=_unlike)
 
 
@@ -161,4 +161,4 @@ def _unlike_on_ranks(rank: int, world_size: int, folder: str) -> str:
 
 def test_ranks_whose_parts_do_not_ask_alike_all_stop(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_unlike_on_ranks, 3, str(tmp_path)):
-        assert "1 of 3 parts ask for something, not all" in said
+        assert "1 of 3 parts wait for an exchange and the others have ended" in said

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pygdist.comm import Communicator
-from pygdist.comm.slices import Elsewhere, columns_of, gather_columns, share_rows, split_and_share, split_columns
+from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_and_share, split_columns
+from pygdist.memory.overflow import Overflow
 from pygdist.testing import RankPool
 
 COUNTS = (4, 0, 3)
@@ -24,7 +25,7 @@ def test_columns_are_dealt_evenly(width: int, world_size: int) -> None:
 
 def _check(rank: int, world_size: int, width: int, piecewise: bool) -> None:
     communicator = Communicator(dist.new_group(), check_order=True)
-    elsewhere = Elsewhere(lambda shape, dtype: torch.empty(shape, dtype=dtype), 40) if piecewise else None
+    overflow = Overflow(torch.device("cpu"), budget=320) if piecewise else None
     generator = torch.Generator().manual_seed(width)
     whole = torch.rand(sum(COUNTS), 2, width, generator=generator, dtype=torch.float64)
     own = whole.split(list(COUNTS))[rank].clone().requires_grad_()
@@ -54,7 +55,7 @@ def _check(rank: int, world_size: int, width: int, piecewise: bool) -> None:
     assert torch.equal(leaf.grad, torch.full_like(sliced, 2))
 
     communicator.meter.reset()
-    everyone = share_rows(own, COUNTS, communicator, label="test", elsewhere=elsewhere)
+    everyone = share_rows(own, COUNTS, communicator, label="test", overflow=overflow)
     assert torch.equal(everyone, whole)
     assert communicator.meter.read().calls == 1  # however many pieces it came in
     (everyone * weight * (rank + 1)).sum().backward()

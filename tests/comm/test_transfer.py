@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pygdist.comm import Communicator, Leg, Recorder, Transfer, part_of
+from pygdist.comm import Communicator, Message, Recorder, Transfer, message_rows
 from pygdist.testing import RankPool
 
 
@@ -17,25 +17,25 @@ def _rows(source: int, target: int, number: int) -> torch.Tensor:
     return torch.full(((source + 2 * target) % 4, 3), float(100 * number + 10 * source + target))
 
 
-def _part(rows: torch.Tensor, leg: Leg, parts: int) -> torch.Tensor:
-    return rows[part_of(len(rows), leg.part, parts)]
+def _part(rows: torch.Tensor, message: Message, parts: int) -> torch.Tensor:
+    return rows[message_rows(len(rows), message.number, parts)]
 
 
 def _check_transfers(rank: int, world_size: int, ring: bool, back: bool, parts: int) -> None:
     communicator = Communicator(dist.new_group(), check_order=True)
     for number in range(3):
         incoming = [torch.empty_like(_rows(peer, rank, number)) for peer in range(world_size)]
-        transfer = Transfer(communicator, incoming, f"exchange {number}", ring=ring, back=back, parts=parts)
-        others = [Leg(peer, part) for peer in range(world_size) if peer != rank for part in range(parts)]
+        transfer = Transfer(communicator, incoming, f"exchange {number}", ring=ring, back=back, messages=parts)
+        others = [Message(peer, part) for peer in range(world_size) if peer != rank for part in range(parts)]
         assert sorted(transfer.targets) == sorted(transfer.sources) == others
-        for leg in transfer.targets:
+        for message in transfer.targets:
             time.sleep(0.01 * rank)  # ranks are ready at different times
-            transfer.give(leg, _part(_rows(rank, leg.rank, number), leg, parts))
-        for leg in transfer.sources[: number + 1]:  # the rest is taken by finish()
-            assert torch.equal(transfer.take(leg), _part(_rows(leg.rank, rank, number), leg, parts))
+            transfer.give(message, _part(_rows(rank, message.rank, number), message, parts))
+        for message in transfer.sources[: number + 1]:  # the rest is taken by finish()
+            assert torch.equal(transfer.take(message), _part(_rows(message.rank, rank, number), message, parts))
         transfer.finish()
-        for leg in transfer.sources:
-            assert torch.equal(incoming[leg.rank], _rows(leg.rank, rank, number))
+        for message in transfer.sources:
+            assert torch.equal(incoming[message.rank], _rows(message.rank, rank, number))
     sent = sum(_rows(rank, peer, 0).nbytes for peer in range(world_size) if peer != rank)
     assert communicator.meter.total.sent_bytes == 3 * sent
     assert communicator.meter.total.calls == 3
@@ -51,7 +51,7 @@ def test_all_that_is_given_arrives(ring: bool, back: bool, parts: int, pool: Ran
 def test_parts_are_all_rows_once() -> None:
     for num_rows in range(12):
         for parts in (1, 2, 3, 5):
-            found = [row for part in range(parts) for row in range(num_rows)[part_of(num_rows, part, parts)]]
+            found = [row for part in range(parts) for row in range(num_rows)[message_rows(num_rows, part, parts)]]
             assert found == list(range(num_rows))
 
 
@@ -60,7 +60,7 @@ def _check_order(rank: int, world_size: int) -> list[list[int]]:
     for target in transfer.targets:
         transfer.give(target, torch.empty(0))
     transfer.finish()
-    return [[leg.rank for leg in order] for order in (transfer.targets, transfer.sources)]
+    return [[message.rank for message in order] for order in (transfer.targets, transfer.sources)]
 
 
 def test_the_ring(pool: RankPool) -> None:
@@ -105,7 +105,7 @@ def _check_failure(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def _broken(target: Leg, source: Leg) -> None:
+def _broken(target: Message, source: Message) -> None:
     raise KeyError("broken")
 
 

@@ -97,4 +97,4 @@ def test_a_store_that_is_gone_is_a_loss() -> None:
     del server
     assert found.heard.wait(60)
     watching.close()
-    assert found == ["the rendezvous store is gone; it lives with rank 0 (or with the launcher), which is lost"]
+    assert found == ["the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"]

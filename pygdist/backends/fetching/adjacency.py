@@ -17,7 +17,7 @@ from typing_extensions import override
 from pygdist.backends.fetching.attention import attend, attend_by
 from pygdist.backends.fetching.exchange import Exchange, Gradients
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups, group_by_source
-from pygdist.comm import Leg
+from pygdist.comm import Message
 from pygdist.comm.recorder import recorded
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Reduce, Score
@@ -92,7 +92,7 @@ class ArrivingAdjacency(Adjacency):
     def _chunks(self, num_local: int) -> SourceGroups:
         # a layer of several hops fetches other rows in each, over the same edges
         known: dict[tuple[int, int, int], tuple[Any, SourceGroups]] = self.origin.derived.setdefault("groups", {})
-        pieces, parts = self._exchange.pieces, self._exchange.shares
+        pieces, parts = self._exchange.pieces, self._exchange.messages
         key = (id(pieces), parts, num_local)
         if key not in known:
             with torch.inference_mode(False):
@@ -123,7 +123,7 @@ class _Sum(torch.autograd.Function):
         groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
         grad = (grad / groups.degree if ctx.mean else grad).contiguous()
 
-        def of(_piece: int, _leg: Leg | None, group: SourceGroup, _rows: Any, memory: Tensor | None) -> Tensor:
+        def of(_piece: int, _message: Message | None, group: SourceGroup, _rows: Any, memory: Tensor | None) -> Tensor:
             out = grad.new_empty(ctx.shape) if memory is None else memory
             spmm_into(out, group.transposed.unpermuted(), grad, group.values(value, transposed=True))
             return out
@@ -146,11 +146,11 @@ class _Extremum(torch.autograd.Function):
         filled, arrived = groups.local.filled, {}
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
-                arrived[one.leg] = one.rows
+                arrived[one.message] = one.rows
             found = spmm(one.group.csr, one.rows, _flat(one.group.values(value)), reduce)
             out = torch.where(one.group.filled, torch.where(filled, better(out, found), found), out)
             filled = filled | one.group.filled
-        ctx.legs = list(arrived)
+        ctx.messages = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
         return out.clone()  # a step after the layer may write into what it gets
 
@@ -159,16 +159,18 @@ class _Extremum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
         groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
-        kept = dict(zip(ctx.legs, arrived, strict=True))
+        kept = dict(zip(ctx.messages, arrived, strict=True))
         count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
         count += tie_counts(groups.local.csr, x, groups.local.values(value), out)
         for number, remote in enumerate(groups.remote):
             rows = kept if exchange.at_once else exchange.again(x, number)
-            for leg, group in remote.items():
-                count += tie_counts(group.csr, rows[leg], group.values(value), out)
+            for message, group in remote.items():
+                count += tie_counts(group.csr, rows[message], group.values(value), out)
         share = grad / count.clamp(min=1)
 
-        def of(_piece: int, _leg: Leg | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(
+            _piece: int, _message: Message | None, group: SourceGroup, part: Tensor, _memory: Tensor | None
+        ) -> Tensor:
             return extremum_grad(group.transposed.unpermuted(), part, group.values(value, transposed=True), out, share)
 
         return exchange.give_back(Gradients(of, exchange, groups, x, kept), grad), None, None, None, None

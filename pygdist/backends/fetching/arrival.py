@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pygdist.comm import ExchangePlan, part_of
+from pygdist.comm import ExchangePlan, message_rows
 
 __all__ = ["Arrival"]
 
@@ -50,4 +50,4 @@ class Arrival:
     def positions_of(self, peer: int, part: int = 0, parts: int = 1) -> Tensor:
         """Where the rows of ``peer`` belong, or those of a part of them."""
         start, count = sum(self.plan.recv_counts[:peer]), self.plan.recv_counts[peer]
-        return self.position[start : start + count][part_of(count, part, parts)]
+        return self.position[start : start + count][message_rows(count, part, parts)]

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from pygdist.backends.fetching.exchange import Exchange, Gradients
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups
-from pygdist.comm import Leg
+from pygdist.comm import Message
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Score
 from pygdist.kernels import sddmm, spmm
@@ -70,10 +70,10 @@ class _Attention(torch.autograd.Function):
         arrived = {}
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
-                arrived[one.leg] = one.rows
-            scores = source.index_select(0, exchange.positions_of(one.piece, one.leg))
+                arrived[one.message] = one.rows
+            scores = source.index_select(0, exchange.positions_of(one.piece, one.message))
             found = gat_part(one.group.csr, one.rows, scores, target, slope, found)
-        ctx.legs = list(arrived)
+        ctx.messages = list(arrived)
         if graded:
             ctx.save_for_backward(x, source, target, *found, *arrived.values())
         return found[0].clone() if graded else found[0]
@@ -83,13 +83,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         groups, exchange, slope = ctx.groups, ctx.exchange, ctx.slope
-        kept = dict(zip(ctx.legs, arrived, strict=True))
+        kept = dict(zip(ctx.messages, arrived, strict=True))
         grad, grad_source = grad.contiguous(), torch.zeros_like(source)
         # of all edges of each row: the gradient of target is made of sums over them
         ends, grad_target = gat_ends(target, slope, (out, above, facts), grad)
 
-        def of(piece: int, leg: Leg | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
-            places = slice(0, x.size(0)) if leg is None else exchange.positions_of(piece, leg)
+        def of(piece: int, message: Message | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
+            places = slice(0, x.size(0)) if message is None else exchange.positions_of(piece, message)
             found, grad_source[places] = gat_grad(
                 group.transposed.unpermuted(), part, source[places], slope, ends, grad
             )
@@ -135,12 +135,12 @@ class _AttentionBy(torch.autograd.Function):
         arrived = {}
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
-                arrived[one.leg] = one.rows
+                arrived[one.message] = one.rows
             more = softmax_part(one.group.csr.unpermuted(), *scored.read(one.group, one.rows, others))
             found = merge_softmax(found, more)
         out, most, total = found
         out = out / total.clamp(min=1).unsqueeze(-1)  # the largest score alone gives 1; without edges there is none
-        ctx.legs = list(arrived)
+        ctx.messages = list(arrived)
         ctx.save_for_backward(x, out, most, total, *others, *arrived.values())
         return out.clone() if any(ctx.needs_input_grad) else out  # a step after the layer may write into what it gets
 
@@ -149,12 +149,14 @@ class _AttentionBy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, most, total, *rest = ctx.saved_tensors
         groups, exchange, scored = ctx.groups, ctx.exchange, ctx.scored
-        others = rest[: len(rest) - len(ctx.legs)]
-        kept = dict(zip(ctx.legs, rest[len(others) :], strict=True))
+        others = rest[: len(rest) - len(ctx.messages)]
+        kept = dict(zip(ctx.messages, rest[len(others) :], strict=True))
         grad, shared = grad.contiguous(), (grad * out).sum(-1)
         totals = [torch.zeros_like(other) for other in others]
 
-        def of(_piece: int, _leg: Leg | None, group: SourceGroup, rows: Tensor, _memory: Tensor | None) -> Tensor:
+        def of(
+            _piece: int, _message: Message | None, group: SourceGroup, rows: Tensor, _memory: Tensor | None
+        ) -> Tensor:
             csr = group.csr.unpermuted()
             row = csr.row_index()
             with torch.enable_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups
-from pygdist.comm import Communicator, Leg, Transfer, describe_rows, part_of
+from pygdist.comm import Communicator, Message, Transfer, describe_rows, message_rows
 from pygdist.comm.recorder import recorded
 from pygdist.memory.overflow import Overflow
 
@@ -35,7 +35,7 @@ class Exchange:
         ring: One peer after the other.
         overlap: Aggregate while rows travel; without, wait for all of them first.
         wire: The dtype in which rows and gradients travel; ``None`` for their own.
-        shares: In how many shares the rows that come from a rank are aggregated, and gradients that go there computed.
+        messages: In how many messages the rows of a rank travel, and are aggregated.
         overflow: Where edges wait until their group is computed with; ``None`` for the device.
         whole: All rows that the hop reads, from those of this rank; for what cannot be done in groups.
     """
@@ -46,7 +46,7 @@ class Exchange:
     ring: bool
     overlap: bool
     wire: torch.dtype | None
-    shares: int
+    messages: int
     overflow: Overflow | None
     whole: Whole
 
@@ -55,9 +55,9 @@ class Exchange:
         """Whether all rows may be here at a time."""
         return len(self.pieces) == 1
 
-    def positions_of(self, piece: int, leg: Leg) -> Tensor:
-        """Where rows belong that come with a leg."""
-        return self.pieces[piece].positions_of(leg.rank, leg.part, self.shares)
+    def positions_of(self, piece: int, message: Message) -> Tensor:
+        """Where rows belong that come with a message."""
+        return self.pieces[piece].positions_of(message.rank, message.number, self.messages)
 
     def fetch(self, x: Tensor, piece: Arrival, *, keep: bool) -> Transfer:
         """Begin to fetch rows; ``keep`` where they are needed beyond the exchange."""
@@ -70,23 +70,23 @@ class Exchange:
             else buffers.get("rows received", plan.num_received, x, self.wire)
         )
         incoming = halo.split(list(plan.recv_counts))
-        transfer = Transfer(self.communicator, incoming, label, ring=self.ring, parts=self.shares)
-        for leg in transfer.targets:
-            transfer.give(leg, self._share(packed, leg))
+        transfer = Transfer(self.communicator, incoming, label, ring=self.ring, messages=self.messages)
+        for message in transfer.targets:
+            transfer.give(message, self._rows_in(packed, message))
         if not self.overlap:
             transfer.finish()
         return transfer
 
-    def again(self, x: Tensor, number: int) -> dict[Leg, Tensor]:
-        """By leg, the rows of a piece, fetched once more; until the next are."""
+    def again(self, x: Tensor, number: int) -> dict[Message, Tensor]:
+        """By message, the rows of a piece, fetched once more; until the next are."""
         transfer = self.fetch(x, self.pieces[number], keep=False)
-        found = {leg: transfer.take(leg).to(x.dtype) for leg in transfer.sources}
+        found = {message: transfer.take(message).to(x.dtype) for message in transfer.sources}
         transfer.finish()
         return found
 
-    def _share(self, by_rank: Sequence[Tensor], leg: Leg) -> Tensor:
-        rows = by_rank[leg.rank]
-        return rows[part_of(rows.size(0), leg.part, self.shares)]
+    def _rows_in(self, by_rank: Sequence[Tensor], message: Message) -> Tensor:
+        rows = by_rank[message.rank]
+        return rows[message_rows(rows.size(0), message.number, self.messages)]
 
     def give_back(self, gradients: Gradients, like: Tensor) -> Tensor:
         """Send gradients to the owners of the rows that were fetched; returns those of this rank's rows.
@@ -110,27 +110,27 @@ class Exchange:
         sent = computed
         if self.wire is not None:
             sent = buffers.get("gradients sent", plan.num_received, like, self.wire).split(list(plan.recv_counts))
-        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, parts=self.shares)
+        transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, messages=self.messages)
         if known is None and not self.overlap:
             known = self._computed(gradients.own)
-        for leg in transfer.targets:
-            memory, rows = self._share(computed, leg), self._share(sent, leg)
+        for message in transfer.targets:
+            memory, rows = self._rows_in(computed, message), self._rows_in(sent, message)
             if rows.size(0):
-                with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {leg.rank}'s rows"):
-                    gradients.remote(leg, memory)
+                with recorded(self.communicator.recorder, "aggregate", f"gradient of rank {message.rank}'s rows"):
+                    gradients.remote(message, memory)
                     if self.wire is not None:
                         rows.copy_(memory)
             if self.overlap:
-                transfer.give(leg, rows)
+                transfer.give(message, rows)
         out = self._computed(gradients.own) if known is None else known
         if not self.overlap:
-            for leg in transfer.targets:
-                transfer.give(leg, self._share(sent, leg))
+            for message in transfer.targets:
+                transfer.give(message, self._rows_in(sent, message))
             transfer.finish()
-        for leg in transfer.sources:
-            rows = transfer.take(leg) if self.overlap else self._share(arrived, leg)
-            index = plan.send_index_of(leg.rank)
-            index = index[part_of(index.numel(), leg.part, self.shares)]
+        for message in transfer.sources:
+            rows = transfer.take(message) if self.overlap else self._rows_in(arrived, message)
+            index = plan.send_index_of(message.rank)
+            index = index[message_rows(index.numel(), message.number, self.messages)]
             self.communicator.add_rows(out, rows.to(out.dtype), index, self.label)
         if self.overlap:
             transfer.finish()
@@ -152,11 +152,11 @@ class Exchange:
         for number, piece in enumerate(self.pieces):
             transfer = first if number == 0 else self.fetch(x, piece, keep=keep)
             remote = groups.remote[number]
-            for leg in transfer.sources:
-                rows = transfer.take(leg)
-                if leg in remote:
-                    with recorded(self.communicator.recorder, "aggregate", f"rows of rank {leg.rank}"):
-                        yield ArrivedGroup(number, leg, remote[leg], rows.to(x.dtype))
+            for message in transfer.sources:
+                rows = transfer.take(message)
+                if message in remote:
+                    with recorded(self.communicator.recorder, "aggregate", f"rows of rank {message.rank}"):
+                        yield ArrivedGroup(number, message, remote[message], rows.to(x.dtype))
             transfer.finish()
 
 
@@ -165,7 +165,7 @@ class ArrivedGroup:
     """A group and the rows that it reads: of which piece, and how they came."""
 
     piece: int
-    leg: Leg
+    message: Message
     group: SourceGroup
     rows: Tensor
 
@@ -174,22 +174,22 @@ class Gradients:
     """Computes the gradients of a exchange: of each rank's rows, piece by piece, and of this rank's own.
 
     Args:
-        of: From the piece and the leg (``None`` for own rows), the group, and its rows if ``x`` is given: their
+        of: From the piece and the message (``None`` for own rows), the group, and its rows if ``x`` is given: their
             gradient, which may be written into the memory given. It must not know of this object: what holds each
             other stays until Python looks for such circles.
         exchange: The exchange.
         groups: Its edges.
         x: This rank's rows, where their values are needed.
-        kept: By leg, the rows that arrived, if they are all still here.
+        kept: By message, the rows that arrived, if they are all still here.
     """
 
     def __init__(
         self,
-        of: Callable[[int, Leg | None, SourceGroup, Any, Tensor | None], Tensor],
+        of: Callable[[int, Message | None, SourceGroup, Any, Tensor | None], Tensor],
         exchange: Exchange,
         groups: SourceGroups,
         x: Tensor | None = None,
-        kept: dict[Leg, Tensor] | None = None,
+        kept: dict[Message, Tensor] | None = None,
     ) -> None:
         self._of, self._exchange, self._chunks, self._x, self._rows = of, exchange, groups, x, kept
         self._piece = 0
@@ -200,10 +200,10 @@ class Gradients:
         if self._x is not None and not self._exchange.at_once:
             self._rows = self._exchange.again(self._x, number)
 
-    def remote(self, leg: Leg, memory: Tensor) -> None:
+    def remote(self, message: Message, memory: Tensor) -> None:
         """Writes the gradient of a rank's rows into memory."""
-        rows = None if self._rows is None else self._rows[leg]
-        found = self._of(self._piece, leg, self._chunks.remote[self._piece][leg], rows, memory)
+        rows = None if self._rows is None else self._rows[message]
+        found = self._of(self._piece, message, self._chunks.remote[self._piece][message], rows, memory)
         if found is not memory:
             memory.copy_(found)
 

@@ -32,7 +32,7 @@ __all__ = ["FetchOptions", "Fetcher", "HopRows", "WireDtype", "norms_refused"]
 
 _GIB = 2**30
 _DENSE = 32  # edges for each node
-_MOST_SHARES, _ROWS_OF_A_SHARE = 4, 1024
+_MOST_MESSAGES, _ROWS_OF_A_MESSAGE = 4, 1024
 _TOO_SMALL = 4  # pieces of so many times fewer rows than there is memory for would cost too many exchanges
 
 WireDtype: TypeAlias = Literal["bfloat16"]
@@ -234,7 +234,7 @@ class Fetcher:
             ring=options.ring,
             overlap=options.overlap,
             wire=options.wire,
-            shares=self._shares,
+            messages=self._messages,
             overflow=spill,
             whole=lambda x: rows.joined(x, self.exchanged(x, rows, label)),
         )
@@ -249,16 +249,16 @@ class Fetcher:
         return {} if here else read
 
     @property
-    def _shares(self) -> int:
-        """In how many shares a hop aggregates the rows of a rank.
+    def _messages(self) -> int:
+        """In how many messages the rows of a rank travel.
 
-        With many edges to each row there is much to aggregate while the next share travels; with few, each share is one
-        more pass over the destinations for next to nothing.
+        With many edges to each row there is much to aggregate while the next message travels; with few, each message is
+        one more pass over the destinations for next to nothing.
         """
         shard = self.shard
         if not self.options.overlap or shard.num_edges < _DENSE * shard.num_nodes:
             return 1
-        return min(_MOST_SHARES, max(1, shard.num_nodes // shard.num_parts // _ROWS_OF_A_SHARE))
+        return min(_MOST_MESSAGES, max(1, shard.num_nodes // shard.num_parts // _ROWS_OF_A_MESSAGE))
 
     def _in_pieces(self, arrival: Arrival, row_bytes: int) -> tuple[Arrival, ...]:
         """Cut an arrival into pieces that fit in ``halo_gib``; as many on all ranks."""

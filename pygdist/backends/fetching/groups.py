@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.fetching.arrival import Arrival
-from pygdist.comm import Leg
+from pygdist.comm import Message
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, transpose
 from pygdist.kernels.csr import narrowest, pointers
@@ -155,13 +155,13 @@ class SourceGroups:
         num_rows: Destinations.
         degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
         local: Edges whose sources this rank holds; columns are its rows.
-        remote: For each piece in which rows arrive, by leg: edges whose sources arrive with it, where any do.
+        remote: For each piece in which rows arrive, by message: edges whose sources arrive with it, where any do.
     """
 
     num_rows: int
     degree: Tensor
     local: SourceGroup
-    remote: tuple[dict[Leg, SourceGroup], ...]
+    remote: tuple[dict[Message, SourceGroup], ...]
 
 
 def group_by_source(
@@ -184,13 +184,13 @@ def group_by_source(
     device, dtype = csr.index.device, csr.index.dtype
     group_of = torch.zeros(csr.num_cols, dtype=torch.int32, device=device)
     column = torch.arange(csr.num_cols, dtype=dtype, device=device)
-    widths: list[tuple[int, Leg, int]] = []
+    widths: list[tuple[int, Message, int]] = []
     for number, arrival in enumerate(pieces):
         for rank, count in enumerate(arrival.plan.recv_counts):
             for part in range(parts if count else 0):
                 places = arrival.positions_of(rank, part, parts)
                 if places.numel():
-                    widths.append((number, Leg(rank, part), places.numel()))
+                    widths.append((number, Message(rank, part), places.numel()))
                     group_of[places] = len(widths)
                     column[places] = torch.arange(places.numel(), dtype=dtype, device=device)
     tight = len(pieces) > 1
@@ -200,9 +200,9 @@ def group_by_source(
         among = edges.parts[number]
         return SourceGroup(memory, among, edges.row[among], csr.num_rows, width, tight=tight)
 
-    remote: list[dict[Leg, SourceGroup]] = [{} for _ in pieces]
-    for entry, (number, leg, width) in enumerate(widths, 1):
-        remote[number][leg] = group(entry, width)
+    remote: list[dict[Message, SourceGroup]] = [{} for _ in pieces]
+    for entry, (number, message, width) in enumerate(widths, 1):
+        remote[number][message] = group(entry, width)
     return SourceGroups(num_rows=csr.num_rows, degree=degree, local=group(0, num_local), remote=tuple(remote))
 
 

@@ -119,7 +119,7 @@ def _edges(communicator: Communicator, start: Tensor, degree: Tensor, owner: Ten
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
     extents = torch.stack([start, degree], dim=1)[order]
-    asked = communicator.swap(extents.split(counts), label="plan of an exchange of edges")
+    asked = communicator.all_to_all(extents.split(counts), label="plan of an exchange of edges")
     sent = [ranges(*part.unbind(1)) for part in asked]
     plan = ExchangePlan(
         send_index=torch.cat(sent),

@@ -244,8 +244,8 @@ class SlicedHop:
             return Waiting(rows=rows, name=name, source=source, target=target, way=way)
         if kind == "edge columns":
             return Waiting(rows=value, name=name, way="split")
-        label, elsewhere, tensors = f"{self.label}, {name}", self.everyone.elsewhere, self.edge_tensors
-        every = tensors.kept_of_all(self.layer, name, value, self.topology, label=label, elsewhere=elsewhere)
+        label, overflow, tensors = f"{self.label}, {name}", self.everyone.overflow, self.edge_tensors
+        every = tensors.kept_of_all(self.layer, name, value, self.topology, label=label, overflow=overflow)
         return Waiting(rows=value, name=name, way="share") if every is None else Waiting(rows=every)
 
 

@@ -10,10 +10,11 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.slicing.everyone import Everyone, Topology
 from pygdist.comm import Communicator
-from pygdist.comm.slices import Elsewhere, share_rows
+from pygdist.comm.slices import share_rows
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.self_loops import is_self_loop
+from pygdist.memory.overflow import Overflow
 
 __all__ = ["EdgeTensors"]
 
@@ -41,7 +42,7 @@ class EdgeTensors:
         *,
         label: str,
         dtype: torch.dtype | None = None,
-        elsewhere: Elsewhere | None = None,
+        overflow: Overflow | None = None,
     ) -> Tensor:
         """The rows of all ranks' edges.
 
@@ -52,9 +53,9 @@ class EdgeTensors:
             topology: The edges.
             label: Named when something goes wrong.
             dtype: Of the result.
-            elsewhere: Where it is; on the rank's device by default.
+            overflow: Where it is; on the rank's device by default.
         """
-        found = self._of_all(layer, name, value, topology, label, dtype, elsewhere, anew=True)
+        found = self._of_all(layer, name, value, topology, label, dtype, overflow, anew=True)
         assert found is not None
         return found
 
@@ -67,10 +68,10 @@ class EdgeTensors:
         *,
         label: str,
         dtype: torch.dtype | None = None,
-        elsewhere: Elsewhere | None = None,
+        overflow: Overflow | None = None,
     ) -> Tensor | None:
         """:meth:`of_all` of what stays the same from pass to pass; nothing of what would travel in each."""
-        return self._of_all(layer, name, value, topology, label, dtype, elsewhere, anew=False)
+        return self._of_all(layer, name, value, topology, label, dtype, overflow, anew=False)
 
     def _of_all(
         self,
@@ -80,13 +81,13 @@ class EdgeTensors:
         topology: Topology,
         label: str,
         dtype: torch.dtype | None,
-        elsewhere: Elsewhere | None,
+        overflow: Overflow | None,
         *,
         anew: bool,
     ) -> Tensor | None:
         def share() -> Tensor:
             given = value if dtype is None else value.to(dtype)
-            return share_rows(given, topology.counts, self._communicator, label=label, elsewhere=elsewhere)
+            return share_rows(given, topology.counts, self._communicator, label=label, overflow=overflow)
 
         return self._kept(layer, name, value, topology, dtype, share, anew=anew)
 

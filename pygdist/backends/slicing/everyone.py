@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pygdist.comm import Communicator
-from pygdist.comm.slices import Elsewhere, share_rows
+from pygdist.comm.slices import share_rows
 from pygdist.graph import Adjacency, Shard
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
@@ -70,11 +70,6 @@ class Everyone:
         self._asked.clear()
 
     @property
-    def elsewhere(self) -> Elsewhere | None:
-        """Where rows and edges of all ranks are; on the rank's device by default."""
-        return None if self.overflow is None else self.overflow.elsewhere
-
-    @property
     def num_rows(self) -> int:
         """Nodes of all ranks."""
         return sum(self.counts)
@@ -110,7 +105,7 @@ class Everyone:
         communicator = self._communicator
         index = self.place.to(narrowest(self.num_rows)).index_select(0, csr.index)
         counts = tuple(int(count) for count in communicator.gather([float(csr.num_entries)])[:, 0])
-        every = share_rows(index, counts, communicator, label="in-edges of all", elsewhere=self.elsewhere)
+        every = share_rows(index, counts, communicator, label="in-edges of all", overflow=self.overflow)
         degrees = share_rows(csr.indptr.diff(), self.counts, communicator, label="in-edges of all, numbers")
         indptr = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=every.device)
         torch.cumsum(degrees.to(every.device), 0, out=indptr[1:])
@@ -119,7 +114,7 @@ class Everyone:
     def _of_list(self, edge_index: Tensor) -> Topology:
         size = self._communicator.world_size
         placed = self.place[edge_index].t().contiguous()
-        found = self._communicator.swap([placed] * size, label="edges of all")
+        found = self._communicator.all_to_all([placed] * size, label="edges of all")
         return Topology(torch.cat(found).t().contiguous(), tuple(part.size(0) for part in found))
 
 

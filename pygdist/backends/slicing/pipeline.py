@@ -110,19 +110,19 @@ class Outward:
             use = f"rows of rank {peer}, {slot}"
             incoming.append(memory.get(use, length_of(rows), mine) if there is None else there)
         label = f"{freight.label}, {describe_rows(freight.own)}, {self._what} {number}"
-        transfer = Transfer(self._communicator, incoming, label, further=number > 0)
+        transfer = Transfer(self._communicator, incoming, label, continues=number > 0)
         rows = freight.own_rows(piece[rank])
-        for leg in transfer.targets:
-            part = freight.part(leg.rank)
+        for message in transfer.targets:
+            part = freight.part(message.rank)
             with recorded(self._communicator.recorder, "pack", label):
                 if isinstance(rows, slice):
                     part = part[rows]
                     if not part.is_contiguous():
-                        part = memory.get(f"rows for rank {leg.rank}, {slot}", part.size(0), part).copy_(part)
+                        part = memory.get(f"rows for rank {message.rank}, {slot}", part.size(0), part).copy_(part)
                 else:
-                    buffer = memory.get(f"rows for rank {leg.rank}, {slot}", rows.numel(), part)
+                    buffer = memory.get(f"rows for rank {message.rank}, {slot}", rows.numel(), part)
                     part = torch.index_select(part, 0, rows, out=buffer)
-            transfer.give(leg, part)
+            transfer.give(message, part)
         return transfer
 
     def _finish(self, transfer: Transfer, freight: Freight, number: int, piece: Piece) -> None:
@@ -130,10 +130,10 @@ class Outward:
         assert every is not None
         own = freight.own_rows(piece[rank])
         _put(every, piece[rank], freight.part(rank)[own])
-        for leg in transfer.sources:
-            rows = transfer.take(leg)
-            if _in_place(freight, piece[leg.rank]) is None:
-                _put(every, piece[leg.rank], rows)
+        for message in transfer.sources:
+            rows = transfer.take(message)
+            if _in_place(freight, piece[message.rank]) is None:
+                _put(every, piece[message.rank], rows)
         transfer.finish()
 
 
@@ -192,7 +192,7 @@ class Homeward:
         ]  # fmt: skip
         turn = self._sent[number]
         label = f"{freight.label}, {describe_rows(freight.own)}, {self._what} {turn}"
-        transfer = Transfer(communicator, incoming, label, further=turn > 0)
+        transfer = Transfer(communicator, incoming, label, continues=turn > 0)
         missing = list(transfer.targets)
         try:
             while missing:
@@ -202,9 +202,9 @@ class Homeward:
         except BaseException:
             # the courier, and the others, wait for rows all the same, and would take those of the next exchange
             mine = freight.part(rank)
-            for leg in missing:
-                shape = (length_of(piece[leg.rank]), *mine.shape[1:])
-                transfer.give(leg, mine.new_full(shape, torch.nan if mine.is_floating_point() else 0))
+            for message in missing:
+                shape = (length_of(piece[message.rank]), *mine.shape[1:])
+                transfer.give(message, mine.new_full(shape, torch.nan if mine.is_floating_point() else 0))
             raise
         self._sent[number] += 1
         self._under_way.append(_Homecoming(transfer, incoming, freight, piece))
@@ -244,16 +244,16 @@ class Homeward:
         rank = self._communicator.rank
         place = freight.own_rows(piece[rank])
         if freight.columns is None:
-            for leg in transfer.sources:
-                transfer.take(leg)
+            for message in transfer.sources:
+                transfer.take(message)
             total = incoming[0].clone()
             for rows in incoming[1:]:  # in one order, so that runs repeat bit for bit
                 total += rows
             _put(freight.own, place, total)
         else:
             _put(freight.part(rank), place, incoming[rank])
-            for leg in transfer.sources:
-                _put(freight.part(leg.rank), place, transfer.take(leg))
+            for message in transfer.sources:
+                _put(freight.part(message.rank), place, transfer.take(message))
         transfer.finish()
 
 

@@ -162,7 +162,7 @@ def _pieces(csr: CSR) -> dict[int, tuple[SourceGroup, Tensor]]:
     )
     chunks = group_by_source(csr, 10, [Arrival(plan=plan, position=torch.arange(39, 9, -1))])
     columns = {0: torch.arange(10), 1: torch.arange(39, 27, -1), 3: torch.arange(27, 9, -1)}
-    found = {0: chunks.local, **{leg.rank: chunk for leg, chunk in chunks.remote[0].items()}}
+    found = {0: chunks.local, **{message.rank: chunk for message, chunk in chunks.remote[0].items()}}
     assert found.keys() == columns.keys()
     return {rank: (chunk, columns[rank]) for rank, chunk in found.items()}
 
@@ -192,8 +192,8 @@ def test_chunks_of_pieces_take_no_more_memory_than_their_edges(in_files: bool, t
     chunks = group_by_source(csr, 100, pieces, overflow=overflow)
     seen, row = [chunks.local.perm], csr.row_index()
     for piece, remote in zip(pieces, chunks.remote, strict=True):
-        for leg, chunk in remote.items():
-            part, columns = chunk.csr, piece.positions_of(leg.rank)
+        for message, chunk in remote.items():
+            part, columns = chunk.csr, piece.positions_of(message.rank)
             assert torch.equal(columns[part.index.long()], csr.index[chunk.perm.long()].long())
             assert torch.equal(part.row_index(), row[chunk.perm.long()])
             assert torch.equal(chunk.filled.squeeze(1), torch.bincount(part.row_index(), minlength=2000) > 0)

@@ -196,7 +196,7 @@ def test_a_store_that_cannot_be_written_to(
     assert writable(None) is None
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert writable(tmp_path) is None
-    assert "cannot be written to: what there is no memory for goes to" in caplog.text
+    assert "cannot be written to: tensors that do not fit in memory go to" in caplog.text
 
 
 class Parts(nn.Module):

@@ -1,0 +1,164 @@
+"""The process group of a communicator, and the thread that keeps rows moving: what every exchange needs.
+
+:class:`~pygdist.comm.Communicator` adds the exchanges that backends call; :class:`~pygdist.comm.Transfer` is one
+exchange of rows under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from pygdist.comm.buffers import Buffers
+from pygdist.comm.meter import TrafficMeter
+from pygdist.comm.recorder import Recorder
+from pygdist.comm.watchdog import Watchdog
+from pygdist.errors import InputError, LostRankError
+
+__all__ = ["Courier", "Transport"]
+
+_LABEL_BYTES = 128
+_END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
+
+
+class Transport:
+    """The ranks that exchange something; arguments and attributes are those of :class:`~pygdist.comm.Communicator`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 600.0,
+        check_order: bool = False,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.meter = TrafficMeter()
+        self.buffers = Buffers()
+        self.courier = Courier()
+        self.recorder: Recorder | None = None
+        self.epoch = 0
+        self.check_order = check_order
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        self._watchdog = watchdog
+        self._calls = 0
+        self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
+        if group is not None and self.is_nccl:
+            # nccl wants every rank in the first call of a group; later pairs may then involve any two
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; ``None`` is one process alone.
+
+        Raises:
+            InputError: If the communicator is closed.
+        """
+        if self._group is None and self.world_size > 1:
+            # no RuntimeError, which here means that the transport failed
+            raise InputError("the communicator is closed: its training, validation or test has ended")
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
+        return torch.device("cuda" if self.is_nccl else "cpu")
+
+    def close(self) -> None:
+        """Destroy the process group, which was made for this communicator; every later exchange is refused."""
+        self.courier.close()
+        # the object too: while somebody holds it, its threads go on (see pygdist.lightning.strategies)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    # -- what each exchange reports -------------------------------------------------------------------------------
+
+    def announce(self, label: str) -> None:
+        """Report the exchange that begins; every exchange calls this first.
+
+        Raises:
+            RuntimeError: With ``check_order``, on all ranks, if their labels differ.
+        """
+        self._calls += 1
+        self._enter(label)
+        if self.check_order:
+            texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)
+            if len(set(texts)) > 1:
+                calls = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
+                raise RuntimeError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
+
+    def done(self) -> None:
+        """Report that the exchange is over."""
+        if self._watchdog is not None:
+            self._watchdog.leave()
+
+    @contextlib.contextmanager
+    def attempt(self, label: str, peer: int | None = None) -> Iterator[None]:
+        """Turn a failure of the transport inside the block into the error of :meth:`lost`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.lost(label, error, peer) from error
+
+    def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
+        """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame."""
+        here = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
+        with_whom = "" if peer is None else f" with rank {peer}"
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
+        blame = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
+        return LostRankError(f"{here}: the exchange{with_whom} failed{blame} [{cause}]")
+
+    def _enter(self, label: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter(self.epoch, label)
+
+    def _gather_text(self, text: str, size: int) -> list[str]:
+        """Return the text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""
+        raw = text.encode()[:size].ljust(size, b"\0")
+        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        with self.attempt("agreement"):
+            dist.all_gather(rows, row, group=self.group)
+        return [bytes(row.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+class Courier:
+    """A thread that sends and receives while the main thread computes; it starts with the first job."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job()`` after the jobs submitted before; it must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="pygdist-courier", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread; one that is in a failed exchange may run until its timeout, and is not waited for."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=_END_S)
+            self._thread = None
+
+    def __del__(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # a transfer holds its communicator, and that its courier
