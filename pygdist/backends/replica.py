@@ -26,7 +26,8 @@ from pygdist.backends.passes.rows import Rows, leading
 from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency, Shard
+from pygdist.graph import Shard
+from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.surroundings import Surroundings
 from pygdist.hops.layer import layer_name
@@ -34,6 +35,8 @@ from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
 
 __all__ = ["ReplicaBackend"]
+
+_WEIGHTED = Slot[Adjacency]("with the graph's weights")
 
 
 class ReplicaBackend(RecomputingBackend):
@@ -142,7 +145,7 @@ class ReplicaBackend(RecomputingBackend):
             return super().model_inputs(model, args, kwargs)
         # a mini-batch of the part is a graph of its own
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        norm = next((edge.derived[EDGE_NORM] for edge in edges if EDGE_NORM in edge.derived), None)
+        norm = next((norm for edge in edges if (norm := edge.slot(EDGE_NORM)) is not None), None)
         in_weights = kwargs.get("edge_weight") is not None or (
             norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in tensors)
         )
@@ -207,11 +210,7 @@ class ReplicaBackend(RecomputingBackend):
 
     def _weighted(self, rows: Rows, weight: Tensor) -> Adjacency:
         """The edges with their weights, the same object each time: what is kept of hops is kept by that."""
-        derived = rows.adjacency.derived
-        if "weighted" not in derived:
-            derived["weighted"] = rows.adjacency.with_value(weight)
-        found: Adjacency = derived["weighted"]
-        return found
+        return rows.adjacency.slot(_WEIGHTED, lambda: rows.adjacency.with_value(weight))
 
     def _stored(self, value: Tensor, rows: Rows) -> Tensor:
         """The same field of the graph for all rows and edges that are kept here."""

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.edge_index import SortOrder
 
-from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.identity import fixable
+from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, edge_softmax, gat, spmm, transpose
 from pygdist.kernels.csr import pointers
 
-__all__ = ["Adjacency", "Reduce", "Score"]
+__all__ = ["Adjacency", "Reduce", "Score", "Slot"]
+
+T = TypeVar("T")
 
 Reduce = Literal["sum", "add", "mean", "max", "min"]
 
 Score: TypeAlias = Callable[..., Tensor]
 """What gives the edges of attention their scores; see :meth:`Adjacency.attend_by`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot(Generic[T]):
+    """The key of a result of type ``T`` that is kept with edges; see :meth:`Adjacency.slot`.
+
+    Attributes:
+        name: Shown in ``repr`` only: each slot object is a key of its own.
+    """
+
+    name: str
+
+
+_TRANSPOSED_WEIGHT = Slot[Memo[Tensor]]("weights by source")
 
 
 class Adjacency(EdgeIndex):
@@ -45,10 +63,9 @@ class Adjacency(EdgeIndex):
     _csr: CSR
     _edges: Tensor | None = None
     _transposed: CSR | None = None
-    _transposed_value: tuple[Tensor, tuple[object, ...], Tensor] | None = None
     _edge_value: Tensor | None = None
     _origin: Adjacency | None = None  # keeps what is made on demand, for every copy with other weights
-    _derived: dict[str, Any] | None = None
+    _slots: dict[Slot[Any], Any] | None = None
 
     @staticmethod
     def __new__(
@@ -145,13 +162,24 @@ class Adjacency(EdgeIndex):
         """The adjacency that :meth:`with_value` started from; keeps what is made on demand."""
         return self if self._origin is None else self._origin
 
-    @property
-    def derived(self) -> dict[str, Any]:
-        """What a backend made of the edges, kept as long as they are; the same for every copy with other weights."""
+    @overload
+    def slot(self, slot: Slot[T]) -> T | None: ...
+    @overload
+    def slot(self, slot: Slot[T], make: Callable[[], T]) -> T: ...
+    def slot(self, slot: Slot[T], make: Callable[[], T] | None = None) -> T | None:
+        """Return what is kept in ``slot`` with these edges; the same for every copy with other weights.
+
+        Args:
+            slot: The key, a constant of the module that owns the result.
+            make: Called outside inference mode to fill an empty slot, which is ``None`` without it.
+        """
         owner = self.origin
-        if owner._derived is None:
-            owner._derived = {}
-        return owner._derived
+        if owner._slots is None:
+            owner._slots = {}
+        if slot not in owner._slots and make is not None:
+            with torch.inference_mode(False):  # training uses what evaluation may have asked for first
+                owner._slots[slot] = make()
+        return owner._slots.get(slot)
 
     def csr(self) -> CSR:
         """The edges by destination as :class:`~pygdist.kernels.CSR`."""
@@ -171,18 +199,13 @@ class Adjacency(EdgeIndex):
 
     def transposed_weight(self, value: Tensor) -> Tensor:
         """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
-        owner = self.origin
-        kept = owner._transposed_value
-        identity = identity_of(value)
-        if kept is None or kept[1] != identity:
-            perm = self.transposed().perm
-            assert perm is not None
-            with torch.inference_mode(False):
-                made = value.index_select(0, perm)
-                own = value.detach()
-                kept = (own, identity, own if torch.equal(made, own) else made)
-            owner._transposed_value = kept
-        return kept[2]
+        return self.slot(_TRANSPOSED_WEIGHT, Memo).get((), (value,), lambda: self._by_source(value.detach()))
+
+    def _by_source(self, value: Tensor) -> Tensor:
+        perm = self.transposed().perm
+        assert perm is not None
+        moved = value.index_select(0, perm)
+        return value if torch.equal(moved, value) else moved  # symmetric weights need no second copy
 
     def matmul(
         self,

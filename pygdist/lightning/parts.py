@@ -189,14 +189,14 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
         adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
         fields = {name: value.index_select(0, perm) for name, value in fields.items()}
     if (norm := fields.pop("edge_norm", None)) is not None:
-        found = adjacency.derived[EDGE_NORM] = EdgeNorm.of(
+        edge_norm = EdgeNorm.of(
             norm,
             adjacency.csr(),
             edge_weight=fields.get("edge_weight"),
             in_degree=graph.get("in_degree"),
             n_id=graph.get("n_id"),
         )
-        fields["edge_weight"] = found.given
+        fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).given
     for name, value in fields.items():
         graph[name] = value
     return graph, adjacency

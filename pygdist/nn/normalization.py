@@ -7,14 +7,13 @@ exchanged, once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import blind_to, fixable, identity_of
+from pygdist.graph.identity import blind_to, fixable
+from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
@@ -36,13 +35,13 @@ class GlobalGCNNorm:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # what was asked for, the inputs, the result, and whether a rank may not see that weights are others
-        self._kept: dict[tuple[object, ...], tuple[Any, Any, tuple[Adjacency, Tensor], bool]] = {}
-        self._looped: dict[tuple[object, ...], _Looped] = {}  # of edges whose weights change
+        # by the kind of normalisation, with whether some rank may not see that the weights changed
+        self._results = Memo[tuple[tuple[Adjacency, Tensor], bool]](_MOST_KEPT)
+        self._looped = Memo[_Looped](_MOST_KEPT)
 
     def clear(self) -> None:
-        """Forget what was kept; called when the backend gets another graph."""
-        self._kept.clear()
+        """Forget all results; called when the backend gets another graph."""
+        self._results.clear()
         self._looped.clear()
 
     def __call__(
@@ -62,21 +61,15 @@ class GlobalGCNNorm:
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
             return self._normalise(edge_index, edge_weight, *arguments, kept=True)
         # one result for each kind of normalisation: weights that a model computes anew replace those before
-        slot, version = (id(edge_index), *arguments), identity_of(edge_weight)
-        kept = self._kept.get(slot)
-        same = kept is not None and kept[0] == version
-        if kept is not None and kept[3]:
+        slot, inputs = (id(edge_index), *arguments), (edge_index, edge_weight)
+        same, last = self._results.knows(slot, inputs), self._results.last(slot)
+        if last is not None and last[1]:
             same = self._ranks.max_over_ranks(int(not same)) == 0
-        if kept is None or not same:
-            # the inputs are kept too, so that their ids and their memory stay theirs
-            inputs = (edge_index, None if edge_weight is None else edge_weight.detach())
+        if last is None or not same:
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
-                made = self._normalise(edge_index, edge_weight, *arguments, kept=edge_weight is not None)
-                kept = (version, inputs, made, self._some_rank_is_blind(edge_weight))
-            if slot not in self._kept and len(self._kept) >= _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[slot] = kept
-        return kept[2]
+                result = self._normalise(edge_index, edge_weight, *arguments, kept=edge_weight is not None)
+                last = self._results.put(slot, inputs, (result, self._some_rank_is_blind(edge_weight)))
+        return last[0]
 
     def _normalise(
         self,
@@ -132,13 +125,7 @@ class GlobalGCNNorm:
         """Edges whose weights alone change stay the same object, by which backends know them."""
         if not kept:
             return _Looped(edge_index, num_loops)
-        slot = (id(edge_index), num_loops)
-        if slot not in self._looped:
-            if len(self._looped) >= _MOST_KEPT:
-                self._looped.pop(next(iter(self._looped)))
-            with torch.inference_mode(False), torch.no_grad():
-                self._looped[slot] = _Looped(edge_index, num_loops)
-        return self._looped[slot]
+        return self._looped.get((id(edge_index), num_loops), (edge_index,), lambda: _Looped(edge_index, num_loops))
 
 
 def _inverse_root(degree: Tensor) -> Tensor:
@@ -158,7 +145,7 @@ class _Looped:
     """
 
     def __init__(self, given: Adjacency, num_loops: int) -> None:
-        self._given, self._num_loops = given, num_loops  # kept, so that its id stays its own
+        self._given, self._num_loops = given, num_loops
         self._edges: Adjacency | None = None
         self.csr = given.csr()
         if num_loops:

@@ -10,20 +10,22 @@ relation's edges are those of before is therefore asked of all ranks, by who dec
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 
-from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Adjacency, Slot
+from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import keep_entries
+from pygdist.kernels import CSR
 
 __all__ = ["KeptRelations", "of_relation"]
 
-_OF_RELATION = "of a relation"
-_MOST_KEPT = 1024  # relations; what is kept longest goes first
+_OF_RELATION = Slot[bool]("picked for a relation")
+_RELATIONS = Slot[Memo[Adjacency]]("edges of each relation")
+_MOST_KEPT = 1024  # relations
 
 
 class KeptRelations:
@@ -34,7 +36,7 @@ class KeptRelations:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[int, int], int] = {}  # by the running layer: how often for the same edges
+        self._asked: dict[tuple[int, bytes], int] = {}  # by the running layer: how often for the same edges
 
     def begin_layer(self) -> None:
         """Called before each ``forward`` of a layer."""
@@ -47,20 +49,18 @@ class KeptRelations:
         """
         if not isinstance(edge_index, Adjacency) or edge_index.value is not None:
             return masked_edge_index(edge_index, edge_mask)
-        known: dict[tuple[int, int], tuple[Tensor, Adjacency]] = edge_index.derived.setdefault("relations", {})
-        mask = zlib.crc32(edge_mask.cpu().numpy().tobytes())
+        mask = hashlib.blake2b(edge_mask.cpu().numpy().tobytes()).digest()
         turn = self._asked[id(edge_index.origin), mask] = self._asked.get((id(edge_index.origin), mask), -1) + 1
-        slot = mask, turn
-        if slot not in known or not torch.equal(known[slot][0], edge_mask):
-            if slot not in known and len(known) >= _MOST_KEPT:
-                known.pop(next(iter(known)))
-            with torch.inference_mode(False):  # training uses what evaluation may have asked for first
-                made = Adjacency.from_csr(keep_entries(edge_index.csr(), edge_mask))
-                made.derived[_OF_RELATION] = True
-                known[slot] = edge_mask.clone(), made
-        return known[slot][1]
+        relations = edge_index.slot(_RELATIONS, lambda: Memo(_MOST_KEPT))
+        return relations.get((mask, turn), (), lambda: _picked(edge_index.csr(), edge_mask))
+
+
+def _picked(csr: CSR, edge_mask: Tensor) -> Adjacency:
+    edges = Adjacency.from_csr(keep_entries(csr, edge_mask))
+    edges.slot(_OF_RELATION, lambda: True)
+    return edges
 
 
 def of_relation(edge_index: Any) -> bool:
     """Whether edges were picked, by what ranks may see different changes of."""
-    return isinstance(edge_index, Adjacency) and _OF_RELATION in edge_index.origin.derived
+    return isinstance(edge_index, Adjacency) and edge_index.slot(_OF_RELATION) is not None

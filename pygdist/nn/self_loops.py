@@ -16,6 +16,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remo
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 
 __all__ = ["KeptSelfLoops"]
@@ -27,14 +28,13 @@ class KeptSelfLoops:
     """PyG's functions that remove and add self-loops, with the edges of an adjacency in its own order."""
 
     def __init__(self) -> None:
-        # by what was asked: the adjacency, kept so that its id stays its own, its successor, and which edges stayed
-        self._kept: dict[tuple[object, ...], tuple[Adjacency, Adjacency, Tensor]] = {}
-        # attributes without those of loops, by their identity and the edges', both kept, so that these stay their own
-        self._attributes: dict[tuple[object, ...], tuple[Any, Tensor, Tensor]] = {}
+        # by what was asked: the edges that result, and a mask over edges
+        self._edges = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)
+        self._attributes = Memo[Tensor](_MOST_KEPT)  # without those of loops
 
     def clear(self) -> None:
-        """Forget what was kept; called when the backend gets another graph."""
-        self._kept.clear()
+        """Forget all results; called when the backend gets another graph."""
+        self._edges.clear()
         self._attributes.clear()
 
     def remove(self, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Any, Tensor | None]:
@@ -42,29 +42,14 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency):
             result: tuple[Any, Tensor | None] = remove_self_loops(edge_index, edge_attr)
             return result
-        slot = (id(edge_index), "remove")
-        if slot not in self._kept:
-            with torch.inference_mode(False):  # training uses what evaluation may have asked for first
-                csr = edge_index.csr()
-                keep = ~is_self_loop(csr)
-                without = edge_index if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep))
-            self._keep(slot, (edge_index, without, keep))
-        _, without, keep = self._kept[slot]
+        without, keep = self._edges.get((id(edge_index), "remove"), (edge_index,), lambda: _without_loops(edge_index))
         if edge_attr is None or without is edge_index:
             return without, edge_attr
-        return without, self._without_loops(edge_index, edge_attr, keep)
-
-    def _without_loops(self, edge_index: Adjacency, edge_attr: Tensor, keep: Tensor) -> Tensor:
-        """The same tensor for the same attributes, as on a rank without loops: what is kept for it is kept by all."""
         if not fixable(edge_attr):
-            return edge_attr[keep]
+            return without, edge_attr[keep]
+        # the same tensor for the same attributes, as on a rank without loops: what is kept for it is kept by all
         key = id(edge_index), *identity_of(edge_attr)
-        if key not in self._attributes:
-            if len(self._attributes) >= _MOST_KEPT:
-                self._attributes.pop(next(iter(self._attributes)))
-            with torch.inference_mode(False), torch.no_grad():
-                self._attributes[key] = edge_index, edge_attr.detach(), edge_attr[keep]
-        return self._attributes[key][2]
+        return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr[keep])
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -97,15 +82,11 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency) or not isinstance(num_nodes, int):
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
-        slot = (id(edge_index), pyg, num_nodes)
-        if slot not in self._kept:
-            with torch.inference_mode(False):
-                csr = edge_index.csr()
-                csr = csr if pyg is add_self_loops else keep_entries(csr, ~is_self_loop(csr))
-                csr, is_loop = insert_self_loops(csr, num_nodes)
-                looped = Adjacency.from_csr(csr)
-            self._keep(slot, (edge_index, looped, is_loop))
-        _, adjacency, is_loop = self._kept[slot]
+        adjacency, is_loop = self._edges.get(
+            (id(edge_index), pyg, num_nodes),
+            (edge_index,),
+            lambda: _with_loops(edge_index, num_nodes, replace=pyg is add_remaining_self_loops),
+        )
         if edge_attr is None:
             return adjacency, None
         _, appended = pyg(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
@@ -113,7 +94,16 @@ class KeptSelfLoops:
         ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
         return adjacency, ordered
 
-    def _keep(self, slot: tuple[object, ...], result: tuple[Adjacency, Adjacency, Tensor]) -> None:
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[slot] = result
+
+def _without_loops(edges: Adjacency) -> tuple[Adjacency, Tensor]:
+    """The edges between different nodes, and which edges those are."""
+    csr = edges.csr()
+    keep = ~is_self_loop(csr)
+    return edges if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep)), keep
+
+
+def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:
+    """The edges and one more self-loop at each node, and which edges those are; it may ``replace`` those that exist."""
+    csr = edges.csr()
+    csr, is_loop = insert_self_loops(keep_entries(csr, ~is_self_loop(csr)) if replace else csr, num_nodes)
+    return Adjacency.from_csr(csr), is_loop

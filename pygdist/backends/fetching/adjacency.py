@@ -19,12 +19,15 @@ from pygdist.backends.fetching.exchange import Exchange, Gradients
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups, group_by_source
 from pygdist.comm import Message
 from pygdist.comm.recorder import recorded
-from pygdist.graph import Adjacency
-from pygdist.graph.adjacency import Reduce, Score
+from pygdist.graph.adjacency import Adjacency, Reduce, Score, Slot
+from pygdist.graph.memo import Memo
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, spmm_into, tie_counts
 
-__all__ = ["ArrivingAdjacency"]
+__all__ = ["SOURCE_GROUPS", "ArrivingAdjacency"]
+
+SOURCE_GROUPS = Slot[Memo[SourceGroups]]("source groups")
+"""Where the shard's edges keep their source groups, by the pieces in which rows arrive."""
 
 
 class ArrivingAdjacency(Adjacency):
@@ -91,13 +94,12 @@ class ArrivingAdjacency(Adjacency):
 
     def _chunks(self, num_local: int) -> SourceGroups:
         # a layer of several hops fetches other rows in each, over the same edges
-        known: dict[tuple[int, int, int], tuple[Any, SourceGroups]] = self.origin.derived.setdefault("groups", {})
-        pieces, parts = self._exchange.pieces, self._exchange.messages
-        key = (id(pieces), parts, num_local)
-        if key not in known:
-            with torch.inference_mode(False):
-                known[key] = (pieces, group_by_source(self.csr(), num_local, pieces, parts, self._exchange.overflow))
-        return known[key][1]
+        pieces, messages, overflow = self._exchange.pieces, self._exchange.messages, self._exchange.overflow
+        return self.slot(SOURCE_GROUPS, Memo).get(
+            (id(pieces), messages, num_local),
+            (pieces,),
+            lambda: group_by_source(self.csr(), num_local, pieces, messages, overflow),
+        )
 
 
 class _Sum(torch.autograd.Function):

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.fetching.adjacency import SOURCE_GROUPS
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.exchange import Exchange
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import version_of
+from pygdist.graph.memo import Memo
 from pygdist.hops.fused_attention import summed_as_they_arrive
 from pygdist.hops.hop import Hop, source_of
 from pygdist.hops.layer import norms_over_edges
@@ -195,7 +197,7 @@ class Fetcher:
     def close(self) -> None:
         """Let go of everything, also of what the graph's edges keep for this fetcher."""
         self._spilling.close()
-        self.shard.adjacency.derived.pop("groups", None)
+        self.shard.adjacency.slot(SOURCE_GROUPS, Memo).clear()
 
     def forget_rows(self) -> None:
         """Let go of the rows that were fetched."""

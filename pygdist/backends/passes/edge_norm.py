@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.self_loops import is_self_loop
 from pygdist.hops.hop import Hop
 from pygdist.kernels import CSR
 
 __all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
-
-EDGE_NORM = "edge_norm"
-"""Where an adjacency of a mini-batch has it, in :attr:`~pygdist.graph.Adjacency.derived`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,11 @@ class EdgeNorm:
         return share[csr.row_index().long()]
 
     def _is_of(self, edges: Any) -> bool:
-        return isinstance(edges, Adjacency) and edges.derived.get(EDGE_NORM) is self
+        return isinstance(edges, Adjacency) and edges.slot(EDGE_NORM) is self
+
+
+EDGE_NORM = Slot[EdgeNorm]("edge_norm")
+"""Where the adjacency of a mini-batch keeps it; see :meth:`Adjacency.slot`."""
 
 
 def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:

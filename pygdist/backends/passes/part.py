@@ -21,14 +21,17 @@ from pygdist.backends.passes.rehearsal import ModelFacts
 from pygdist.backends.passes.rows import Rows, in_order, leading
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency
-from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.adjacency import Adjacency, Slot
+from pygdist.graph.identity import identity_of
+from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows, mapped, node_dim, with_rows
 from pygdist.hops.fused_attention import Unscored, defers_scores
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import computes_fewer, layer_name
 
 __all__ = ["PartPass"]
+
+_LEADING = Slot[Memo[Adjacency]]("edges of later hops")
 
 
 @dataclass(frozen=True)
@@ -227,22 +230,15 @@ class PartPass:
         The same weights give the same object, by which results of hops are kept.
         """
         rows, origin, value = self.rows, adjacency.origin, adjacency.value
-        key = f"first {num_rows} rows of hop {hop}"
-        entry: tuple[tuple[object, ...], Adjacency] | None = origin.derived.get(key)
-        if entry is not None and entry[0] == identity_of(value):
-            return entry[1]
-        if entry is None:
-            with torch.inference_mode(False):
-                cut = leading(origin, num_rows, rows.computed[hop], rows.num_sources[hop - 1])
-            origin.derived[key] = (identity_of(origin.value), cut)
-        else:
-            cut = entry[1]
+        edges, num_sources = origin.slot(_LEADING, Memo), rows.num_sources[hop - 1]
+        cut = edges.get((hop, num_rows), (), lambda: leading(origin, num_rows, rows.computed[hop], num_sources))
         if identity_of(value) == identity_of(origin.value):
-            return cut.origin
-        weighted = cut.with_value(None if value is None else value[: cut.size(1)])
-        if fixable(value):
-            origin.derived[key] = (identity_of(value), weighted)
-        return weighted
+            return cut
+        return edges.get(
+            (hop, num_rows, "weighted"),
+            (value,),
+            lambda: cut.with_value(None if value is None else value[: cut.size(1)]),
+        )
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

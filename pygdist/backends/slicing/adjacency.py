@@ -18,13 +18,17 @@ from pygdist.backends.slicing.sums import aggregate_slices
 from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
 from pygdist.graph import Adjacency
-from pygdist.graph.adjacency import Reduce
-from pygdist.graph.identity import identity_of, version_of
+from pygdist.graph.adjacency import Reduce, Slot
+from pygdist.graph.identity import version_of
+from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, transpose
 from pygdist.memory.overflow import Overflow
 
 __all__ = ["SlicedAdjacency", "SlicedEdges", "sum_of_slices"]
 
+_TRANSPOSED, _WEIGHTS_BACK = Slot[CSR]("transposed, spilled"), Slot[Memo[Tensor]]("weights by source, spilled")
+_PLANS = Slot[dict[tuple[object, ...], SlicePlan]]("plans of sums")
+_SHARES = Slot[dict[torch.dtype, Tensor]]("one over in-degrees")
 _CHUNKS, _LARGE = 4, 4 << 20  # by default, of slices of so many bytes: smaller ones travel in no time
 
 
@@ -89,29 +93,21 @@ class SlicedEdges:
         """The edges by source."""
         if self.overflow is None:
             return self.edges.transposed()
-        known: CSR | None = self.edges.derived.get("transposed beyond the budget")
-        if known is None:
-            with torch.inference_mode(False):
-                known = self.edges.derived["transposed beyond the budget"] = transpose(
-                    self.edges.csr(), self.overflow.empty
-                )
-        return known
+        empty = self.overflow.empty
+        return self.edges.slot(_TRANSPOSED, lambda: transpose(self.edges.csr(), empty))
 
     def weights_back(self, value: Tensor) -> Tensor:
         """Weights that stay as they are, by :meth:`transposed`."""
         if self.overflow is None:
             return self.edges.transposed_weight(value)
-        known: tuple[tuple[object, ...], Tensor, Tensor] | None = self.edges.derived.get("weights beyond the budget")
-        if known is None or known[0] != identity_of(value):
-            perm, made = self.transposed().perm, self.overflow.empty(tuple(value.shape), value.dtype)
-            assert perm is not None
-            with torch.inference_mode(False):
-                torch.index_select(value, 0, perm, out=made)
-            known = self.edges.derived["weights beyond the budget"] = identity_of(value), value, made
-        return known[2]
+        perm, empty = self.transposed().perm, self.overflow.empty
+        assert perm is not None
+        return self.edges.slot(_WEIGHTS_BACK, Memo).get(
+            (), (value,), lambda: torch.index_select(value, 0, perm, out=empty(tuple(value.shape), value.dtype))
+        )
 
     def _plan(self, way: str, csr: Callable[[], CSR], x: Tensor, value: Tensor | None) -> SlicePlan:
-        known: dict[tuple[object, ...], SlicePlan] = self.edges.derived.setdefault("plans of sums", {})
+        known = self.edges.slot(_PLANS, dict)
         weight_bytes = 0 if value is None else value.element_size()
         facts = (way, x.size(1), x.element_size(), weight_bytes, self.num_chunks)
         if facts not in known:
@@ -288,7 +284,7 @@ def _dtype_of(x: Tensor, value: Tensor | None) -> torch.dtype:
 
 def _shares(edges: Adjacency, like: Tensor) -> Tensor:
     """One over the number of each row's in-edges, ``(N, 1)``."""
-    known: dict[torch.dtype, Tensor] = edges.derived.setdefault("shares", {})
+    known = edges.slot(_SHARES, dict)
     if like.dtype not in known:
         with torch.inference_mode(False):
             known[like.dtype] = edges.csr().indptr.diff().clamp(min=1).to(like.dtype).reciprocal().unsqueeze(1)

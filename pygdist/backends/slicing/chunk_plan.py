@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import column_blocks
 from pygdist.memory.overflow import Overflow
@@ -184,6 +184,10 @@ class SlicePlan:
         return read
 
 
+_PLANS = Slot[dict[tuple[str, int], SlicePlan]]("plans by number of chunks")
+_COLUMN_BLOCKS = Slot[dict[int, tuple[CSR, ...]]]("column blocks")
+
+
 def known_plan(
     edges: Adjacency,
     way: str,
@@ -194,10 +198,10 @@ def known_plan(
     overflow: Overflow | None = None,
 ) -> SlicePlan:
     """A plan for the edges of all ranks, by destination or by source; made once for a number of chunks."""
-    known: dict[tuple[str, int], SlicePlan] = edges.derived.setdefault("plans by chunks", {})
+    known = edges.slot(_PLANS, dict)
     if (way, num_chunks) not in known:
         with torch.inference_mode(False):
-            blocks: dict[int, tuple[CSR, ...]] = edges.derived.setdefault("column blocks", {})
+            blocks = edges.slot(_COLUMN_BLOCKS, dict)
             known[way, num_chunks] = SlicePlan(csr(), counts, num_chunks, overflow=overflow, known=blocks)
     return known[way, num_chunks]
 

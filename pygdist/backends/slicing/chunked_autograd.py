@@ -26,10 +26,11 @@ from pygdist.backends.slicing.chunk_plan import SliceChunk, SlicePlan, chunks_wi
 from pygdist.backends.slicing.chunked_hop import ChunkedHop, ChunkRun, Ranks, Taken, Waiting, rows_of
 from pygdist.backends.slicing.pipeline import Homeward, Outward, slices_of
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Adjacency, Slot
 
 __all__ = ["hop_in_chunks", "repeated"]
 
+_PLANS = Slot[dict[tuple[int, ...], SlicePlan]]("plans of hops")
 _EDGE_BYTES = 24  # of an edge in a chunk beside what waits for it: by source too, and which of these it is
 _LIST_BYTES = 32  # of an edge where a layer's own messages read it, both ends, once more where they are looked up
 _MESSAGES = 16  # of an edge there: its source's row and what softmax aggregation makes of it, forward and backward
@@ -117,7 +118,7 @@ def repeated(x: Tensor, times: int) -> tuple[Tensor, ...]:
 
 def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int, out_bytes: int) -> SlicePlan:
     """Chunks that take no more than the budget; made once for what their rows and edges take."""
-    known: dict[tuple[int, ...], SlicePlan] = edges.derived.setdefault("plans of hops", {})
+    known = edges.slot(_PLANS, dict)
     facts = row_bytes, edge_bytes, out_bytes
     if facts not in known:
         overflow, counts = ranks.overflow, ranks.counts

@@ -13,11 +13,13 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 
 from pygdist.backends import CommBackend, HybridBackend
+from pygdist.backends.fetching.adjacency import SOURCE_GROUPS
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.groups import SourceGroup, group_by_source
 from pygdist.comm import Communicator, ExchangePlan, Recorder
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
+from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, edge_softmax, gat, sddmm, spmm
 from pygdist.kernels.chunked import gat_part, merge_softmax, softmax_part, spmm_into, tie_counts
 from pygdist.memory.overflow import Overflow
@@ -71,9 +73,9 @@ def _cuts(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) ->
     for _ in range(2):  # what was cut for a backend goes with it
         for _ in range(2):
             model(shard.x, shard.adjacency).sum().backward()
-        found = len(shard.adjacency.derived["groups"])
+        found = len(shard.adjacency.slot(SOURCE_GROUPS, Memo).results)
         backend.unbind()
-        assert "groups" not in shard.adjacency.derived
+        assert not shard.adjacency.slot(SOURCE_GROUPS, Memo).results
         backend.bind(shard, Communicator(dist.new_group()))
     return found
 
