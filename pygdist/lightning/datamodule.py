@@ -14,6 +14,8 @@ from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from pygdist.backends import Abilities, Backend
+from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
@@ -192,7 +194,7 @@ class GraphDataModule(pl.LightningDataModule):
             self._error = str(error)  # setup() raises it on every rank, so that none waits
 
     def _prepare(self) -> Path:
-        num_parts = self._num_parts()
+        num_parts, abilities = self._num_parts(), self._abilities
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
         arguments = {
@@ -200,7 +202,7 @@ class GraphDataModule(pl.LightningDataModule):
             "arguments": partitioner.arguments(),
             "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
             "num_classes": self.preprocessing["num_classes"],
-            **({"replicas": self._hops} if self._hops else {}),
+            "placement": [abilities.placement, abilities.num_hops],
         }
         content = fingerprint(data)
         folder = self.cache_dir / store_key(content, arguments)
@@ -214,8 +216,8 @@ class GraphDataModule(pl.LightningDataModule):
             notes=notes,
             num_classes=self.preprocessing["num_classes"],
             fingerprint=content,
-            num_hops=self._hops or 1,
-            placement="replicas" if self._hops else "nodes",
+            num_hops=abilities.num_hops,
+            placement=abilities.placement,
         )
         return folder
 
@@ -243,8 +245,9 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _set_up(self, rank: int) -> None:
         # a store may have as many parts as it likes, if a rank trains several
-        stated = None if self._hops and self.store is not None and self.num_parts is None else self._num_parts()
-        num_parts = int(self.meta["num_parts"]) if self._hops else None
+        several = self._abilities.trains_parts
+        stated = None if several and self.store is not None and self.num_parts is None else self._num_parts()
+        num_parts = int(self.meta["num_parts"]) if several else None
         world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
         if num_parts is not None and num_parts < world_size:
             raise InputError(
@@ -255,13 +258,17 @@ class GraphDataModule(pl.LightningDataModule):
         shard: Shard
         for part in reversed(self._parts):
             shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None, meta=self.meta)
-        if self.batches is not None and not self._hops:
+        if self.batches is not None and not self._abilities.mini_batches:
             raise InputError(
-                "batches: mini-batches are drawn from parts that stand by themselves; use them with backend replica"
+                "batches: the model's backend does not train on mini-batches; use backend "
+                f"{names_of(lambda abilities: abilities.mini_batches)}, or leave batches out"
             )
         if self.edge_split is not None:
-            if self._hops:
-                raise InputError("edge_split: backend 'replica' classifies nodes; its parts count all edges in degrees")
+            if several:
+                raise InputError(
+                    "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "
+                    f"backend {names_of(lambda abilities: not abilities.trains_parts)}, or leave edge_split out"
+                )
             shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
         self._shard, self._moved = shard, None
         self._forget_precomputed()  # of a run that failed half-way
@@ -329,15 +336,17 @@ class GraphDataModule(pl.LightningDataModule):
         if self.num_parts is None:
             return world_size
         if self.num_parts == "auto":
-            if not self._alone and not self._hops:
+            if not self._alone and not self._abilities.trains_parts:
                 raise InputError(
-                    "num_parts=auto: the model's backend holds one part on each rank; take a number, or backend replica"
+                    "num_parts=auto: the model's backend holds one part on each rank; leave num_parts out, or use "
+                    f"backend {names_of(lambda abilities: abilities.trains_parts)}"
                 )
             return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
-        if not self._alone and self.num_parts != world_size and not self._hops:
+        if not self._alone and self.num_parts != world_size and not self._abilities.trains_parts:
             raise InputError(
-                f"num_parts={self.num_parts} but the trainer runs {world_size} ranks; each holds one part, unless the "
-                "backend is replica"
+                f"num_parts={self.num_parts}, but the trainer runs {world_size} ranks, and the model's backend holds "
+                "one part on each; leave num_parts out, or use backend "
+                f"{names_of(lambda abilities: abilities.trains_parts)}"
             )
         return int(self.num_parts)
 
@@ -352,11 +361,11 @@ class GraphDataModule(pl.LightningDataModule):
         return found // _GRAIN * _GRAIN or found  # machines of a kind, which differ by some pages, find the same
 
     @property
-    def _hops(self) -> int:
-        """How far the surroundings of a part reach that the model's backend asks for; 0 if it asks for none."""
+    def _abilities(self) -> Abilities:
+        """Those of the model's backend; the usual ones if there is no trainer or no backend."""
         module = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
-        backend: Any = getattr(module, "backend", None)
-        return max(1, backend.hops) if getattr(backend, "placement", "nodes") == "replicas" else 0
+        backend = getattr(module, "backend", None)
+        return backend.abilities if isinstance(backend, Backend) else Abilities()
 
     @property
     def _alone(self) -> bool:
@@ -372,9 +381,9 @@ class GraphDataModule(pl.LightningDataModule):
         if trainer is not None:
             dealt["ranks"] = trainer.world_size
         made = partial(_steps_made, trainer)
-        if not self._hops:
+        if not self._abilities.trains_parts:
             return FullGraphLoader(self.shard, made=made, dealt=dealt)
-        assert trainer is not None, "its module's backend asks for surroundings"
+        assert trainer is not None, "the abilities are those of its module's backend"
         weights = self.part_weights
         if not sum(weights):
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
@@ -411,7 +420,7 @@ class GraphDataModule(pl.LightningDataModule):
         return self.batches.loader(graph, csr, seed=seed, num_workers=self.num_workers)
 
     def _evaluated(self) -> FullGraphLoader | PartLoader:
-        return PartLoader(self._parts, self.open_part) if self._hops else FullGraphLoader(self.shard)
+        return PartLoader(self._parts, self.open_part) if self._abilities.trains_parts else FullGraphLoader(self.shard)
 
     @override
     def val_dataloader(self) -> FullGraphLoader | PartLoader | list[FullGraphLoader]:

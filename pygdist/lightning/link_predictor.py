@@ -13,6 +13,7 @@ from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings
+from pygdist.backends.base import names_of
 from pygdist.comm import NodeDirectory
 from pygdist.errors import InputError
 from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
@@ -118,10 +119,10 @@ class LinkPredictor(GraphModule):
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:
             raise InputError(f"hits_at is {hits_at}, expected at least 1")
-        if self.backend.placement == "replicas":
+        if self.backend.abilities.trains_parts:
             raise InputError(
-                f"backend '{self.backend.name}' trains parts by themselves, and pairs have ends in two of them; links "
-                "are learned with comm, cache, hybrid and tensor"
+                f"backend '{self.backend.name}' trains parts by themselves, and pairs have ends in two of them; use "
+                f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
         self.decoder = decoder
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed

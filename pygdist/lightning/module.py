@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
+from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -89,19 +90,20 @@ class GraphModule(pl.LightningModule):
         fill_in_sizes(self.model, shard)
         self.communicator = communicator
         strategy = self.trainer.strategy
-        if self.by_itself and communicator.world_size > 1 and self.backend.placement != "replicas":
+        if self.by_itself and communicator.world_size > 1 and not self.backend.abilities.trains_parts:
             raise InputError(
                 f"strategy '{type(strategy).__name__}' trains each part by itself, but backend '{self.backend.name}' "
-                "lets a part read rows that other ranks' models made; use backend replica"
+                "lets a part read rows that other ranks' models made; use backend "
+                f"{names_of(lambda abilities: abilities.trains_parts)}"
             )
-        if self.backend.placement == "replicas" and communicator.world_size > 1 and not self.by_itself:
+        if self.backend.abilities.trains_parts and communicator.world_size > 1 and not self.by_itself:
             names = {
                 type(one).__name__ for one in self.model.modules() if getattr(one, "running_mean", None) is not None
             }
             if names:
                 raise InputError(
-                    f"{', '.join(sorted(names))}: with backend replica a norm takes the statistics of a part, and "
-                    f"'{type(strategy).__name__}' averages gradients alone; use strategy model_averaging"
+                    f"{', '.join(sorted(names))}: with backend '{self.backend.name}' a norm takes the statistics of "
+                    f"a part, and '{type(strategy).__name__}' averages gradients alone; use strategy model_averaging"
                 )
         # all ranks say so: one of them may have a single part
         if (several := self._datamodule().num_parts_in_all) > communicator.world_size and not self.by_itself:
@@ -159,7 +161,7 @@ class GraphModule(pl.LightningModule):
         return shard, self(shard)
 
     def _begin_evaluation(self) -> None:
-        if not self.exact_evaluation or self.backend.placement != "replicas":
+        if not self.exact_evaluation or self.backend.abilities.evaluates:
             return
         data = self._datamodule()
         if self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model):

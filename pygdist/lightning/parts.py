@@ -54,9 +54,9 @@ class PartBatch:
             if name in vars(PartBatch):  # opening a part raised it
                 return object.__getattribute__(self, name)
             raise AttributeError(
-                f"a PartBatch has no '{name}': with backend replica a step is given a part (batch.shard), a mini-batch "
-                "of it (batch.sample) or nothing; for another loss override NodeClassifier.node_losses, not "
-                "training_step",
+                f"a PartBatch has no '{name}': a backend that trains parts by themselves gets a part (batch.shard), a "
+                "mini-batch of it (batch.sample) or nothing in a step; for another loss override "
+                "NodeClassifier.node_losses, not training_step",
                 name=name,
                 obj=self,
             )

@@ -150,8 +150,8 @@ class GraphDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
             rank_zero_info(
-                "sync_batchnorm has no effect: norms over nodes take their statistics over all ranks, but with backend "
-                "'replica' over a part"
+                "sync_batchnorm has no effect: norms over nodes take their statistics over all ranks, or over a part "
+                "where the backend trains parts by themselves"
             )
             self._layer_sync = None
         super().setup(trainer)

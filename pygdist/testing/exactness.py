@@ -1,6 +1,6 @@
 """The exactness suite: one step on N ranks against one step of plain PyG on one process, number by number.
 
-``exact = True`` on a backend means that this passes: same loss, outputs, gradients and updated parameters, for every
+A backend whose abilities say ``exact`` passes it: same loss, outputs, gradients and updated parameters, for every
 world size, with empty parts, isolated nodes and parts without training nodes. :func:`assert_exact` holds any backend
 to it; ``pygdist verify`` runs the same comparison on a user's model and graph.
 """
@@ -246,7 +246,7 @@ def assert_exact(
         seed: Everything is drawn from it.
         tolerance: Largest absolute difference allowed.
         savings: What :func:`~pygdist.distribute` gets.
-        num_hops: The graph is placed as *replicas* of so many hops, for a backend that asks for them.
+        num_hops: Hops around a part that the placed graph holds; by default as many as the backend asks for.
         pool: Processes to use; by default they are started for the call.
 
     Returns:
@@ -260,6 +260,8 @@ def assert_exact(
     """
     names = list(LAYERS if layers is None else layers)
     sizes = _Sizes(num_nodes, num_features, hidden_channels, num_layers, seed)
+    abilities = resolve_backend(backend).abilities
+    num_hops = abilities.num_hops if num_hops is None else num_hops
     worst: dict[str, float] = {}
     wrong: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -270,7 +272,7 @@ def assert_exact(
             store = folder / f"{kind}-{world_size}"
             write_store(
                 data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[],
-                num_hops=num_hops or 1, placement="replicas" if num_hops else "nodes",
+                num_hops=num_hops, placement=abilities.placement,
             )  # fmt: skip
             # a call for each graph: what counts as hung must not depend on how many there are
             ranks = pool.run(_check_exact, world_size, backend, names, kind, str(store), sizes, savings)

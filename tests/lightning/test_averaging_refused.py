@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "statistics-of-parts-with-gradients": (
         2,
         {"averaging": None, "net": "norm"},
-        ["BatchNorm1d: with backend replica a norm takes the statistics of a part", "use strategy model_averaging"],
+        ["BatchNorm1d: with backend 'replica' a norm takes the statistics of a part", "use strategy model_averaging"],
     ),
     "batches-in-turn-by-steps": (
         3,
@@ -177,7 +177,7 @@ def _links(rank: int, world_size: int, folder: str, store: str) -> str:
 
 def test_held_out_edges_are_refused(pool: RankPool, tmp_path: Path) -> None:
     for message in pool.run(_links, 2, str(tmp_path), store_of(tmp_path, 2)):
-        assert "edge_split: backend 'replica' classifies nodes" in message
+        assert "edge_split: the model's backend trains parts by themselves" in message
 
 
 @pytest.mark.parametrize(
