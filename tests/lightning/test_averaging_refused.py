@@ -20,7 +20,7 @@ from torch_geometric.nn import GCN
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.lightning import (
     ModelAveragingStrategy,
-    averaging_checks,
+    checks,
 )
 from pygdist.native import load
 from pygdist.sampler import NeighborBatches
@@ -84,13 +84,13 @@ def _checked(
         checkpoint_callbacks=[one for one in callbacks if isinstance(one, ModelCheckpoint)],
         datamodule=SimpleNamespace(part_weights=[1] * num_parts), **{**settings, **options},
     )  # fmt: skip
-    averaging_checks.check_run(trainer, world_size, [LRSchedulerConfig(scheduler, interval=interval)])
-    averaging_checks.say_what_is_sent(trainer, sync_every, "epoch")
+    checks.check_averaging(trainer, world_size, [LRSchedulerConfig(scheduler, interval=interval)])
+    checks.say_what_is_sent(trainer, sync_every, "epoch")
 
 
 def test_what_is_sent_beside_the_averages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(averaging_checks, "rank_zero_info", said.append)
+    monkeypatch.setattr(checks, "rank_zero_info", said.append)
     _checked([ModelCheckpoint()])
     assert said == []
     _checked([ModelCheckpoint()], sync_every=2)
