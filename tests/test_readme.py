@@ -42,7 +42,7 @@ def test_at_least_twenty_layers_and_every_norm() -> None:
 
 
 def test_an_unknown_block_is_named() -> None:
-    with pytest.raises(InputError, match="no generated block 'colours'; known are layers"):
+    with pytest.raises(InputError, match="no generated block 'colours'; use one of layers"):
         readme.update("<!-- generated: colours -->\n<!-- end -->")
 
 

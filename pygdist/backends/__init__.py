@@ -1,6 +1,6 @@
 """How neighbours arrive: one file per idea, behind :class:`Backend`; :func:`distribute` puts a model on one."""
 
-from pygdist.backends.base import Backend, backends, resolve_backend
+from pygdist.backends.base import Abilities, Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
 from pygdist.backends.hybrid import HybridBackend
@@ -11,6 +11,7 @@ from pygdist.backends.tensor import TensorBackend
 from pygdist.hops.savings import Savings
 
 __all__ = [
+    "Abilities",
     "Backend",
     "CacheBackend",
     "CommBackend",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -24,12 +25,46 @@ from pygdist.hops.kept import Kept
 from pygdist.hops.savings import Savings
 from pygdist.registry import Registry
 
-__all__ = ["Backend", "Placement", "backends", "resolve_backend"]
+__all__ = ["Abilities", "Backend", "Placement", "backends", "names_of", "resolve_backend"]
 
-Placement = Literal["nodes", "replicas", "edges", "rows", "columns"]
+Placement = Literal["nodes", "replicas"]
 T = TypeVar("T")
 
 _LIVE: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """Facts about a backend. Whoever runs it asks these, and compares neither names nor placements.
+
+    Attributes:
+        exact: Same loss, outputs, gradients and updated parameters as one process on the whole graph.
+        approximation: What an inexact backend gives up, in one clause.
+        placement: How the graph must be placed on the ranks.
+        num_hops: Hops around its owned nodes that a part on disk must hold.
+        distributed: Runs on several ranks.
+        trains_parts: Trains each part by itself. No row comes from another rank's model, so gradients or models must
+            be averaged; a rank may have several parts, one after another.
+        mini_batches: Trains on mini-batches too, drawn from the graph that its ``part_graph(shard)`` returns.
+        evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
+            rows fetched from their owners, unless the user switches that off.
+        mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
+        reruns_layers: Runs a layer outside a forward pass of the model, and again in the backward pass (activation
+            checkpointing).
+        stateful: A checkpoint must hold :meth:`Backend.state_dict`.
+    """
+
+    exact: bool = True
+    approximation: str = ""
+    placement: Placement = "nodes"
+    num_hops: int = 1
+    distributed: bool = True
+    trains_parts: bool = False
+    mini_batches: bool = False
+    evaluates: bool = True
+    mixes_columns: bool = True
+    reruns_layers: bool = True
+    stateful: bool = False
 
 
 class Backend(ABC):
@@ -42,10 +77,7 @@ class Backend(ABC):
     Attributes:
         name: Registered name, as in ``--model.backend=comm``. A subclass without a name of its own is found by class
             path only.
-        exact: Same loss, outputs, gradients and updated parameters as one process on the whole graph.
-        approximation: What an inexact backend gives up, in one clause.
-        placement: How the graph must be placed on the ranks; asking for another is an error that names this one.
-        hops: Under the placement *replicas*, of how many hops around its nodes a part holds the neighbours.
+        abilities: What the backend can do. An instance may have its own (:func:`dataclasses.replace`).
         per_graph: Names of the attributes that belong to one graph. :meth:`unbind` sets them to ``None``, and pickles
             do not hold them. A subclass extends it: ``per_graph = (*Backend.per_graph, "_mine")``.
         savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may set others.
@@ -53,10 +85,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str] = ""
-    exact: bool = True
-    approximation: str = ""
-    placement: ClassVar[Placement] = "nodes"
-    hops: int = 1
+    abilities: Abilities = Abilities()
     per_graph: ClassVar[tuple[str, ...]] = ("_shard", "_communicator")
     _shard: Shard | None = None
     _communicator: Communicator | None = None
@@ -235,6 +264,20 @@ class Backend(ABC):
         """Seconds in the first epoch in which this rank found what is around its nodes and chose; or ``None``."""
         return None
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state that training needs to go on, by name; one row per owned node, on any device.
+
+        Called on all ranks between two steps, if :attr:`Abilities.stateful`. Names, dtypes and widths of rows are the
+        same on all ranks. A checkpoint holds the rows of all ranks, so that any number of ranks can go on from it.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (a hook, as above)
+        """Take up what :meth:`state_dict` gave: rows of this rank's owned nodes, on the shard's device.
+
+        Called after :meth:`bind`, on all ranks or on none.
+        """
+
     @property
     def _num_ranks(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
@@ -262,6 +305,12 @@ class Backend(ABC):
 
 
 backends: Registry[Backend] = Registry("backend")
+
+
+def names_of(can: Callable[[Abilities], bool]) -> str:
+    """Return the names of the backends for several ranks whose abilities satisfy ``can``, such as "cache or comm"."""
+    names = [name for name in backends if backends[name].abilities.distributed and can(backends[name].abilities)]
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _revive(cls: type[Backend], state: dict[str, Any]) -> Backend:

@@ -7,6 +7,7 @@ travel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class CommBackend(Backend):
         self.options = FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
         self._hop = 0  # hops of the forward pass so far
         if self.options.approximation:
-            self.exact, self.approximation = False, self.options.approximation
+            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
 
     @override
     def refuse(self, layer: MessagePassing) -> str | None:

@@ -8,7 +8,7 @@ here, not from all their neighbours, unless the halo reaches as far as the model
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from pygdist.backends.base import Abilities
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
@@ -62,17 +63,24 @@ class ReplicaBackend(RecomputingBackend):
     """
 
     name = "replica"
+    abilities = Abilities(
+        exact=False,
+        approximation="rows of other parts' nodes are computed from what is kept around a part, within 'hops' hops",
+        placement="replicas",
+        trains_parts=True,
+        mini_batches=True,
+        evaluates=False,
+        reruns_layers=False,
+    )
     per_graph = (*RecomputingBackend.per_graph, "_part")
     _part: _OnPart | None = None
-    exact = False
-    approximation = "rows of other parts' nodes are computed from what is kept around a part, within 'hops' hops"
-    placement = "replicas"
 
     def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
         super().__init__()
         if hops < 0:
             raise InputError(f"hops is {hops}, expected 0 or more")
         self.hops, self.scale_rim = hops, scale_rim
+        self.abilities = replace(self.abilities, num_hops=max(1, hops))  # the store has halos of no fewer
         self._warned: set[str] = set()  # names of layers
 
     @override
@@ -91,8 +99,8 @@ class ReplicaBackend(RecomputingBackend):
         if around is None or around.num_hops < self.hops:
             has = "placement nodes" if around is None else f"halos of {around.num_hops} hops"
             raise InputError(
-                f"backend 'replica' needs placement replicas with {max(self.hops, 1)} hops, but the graph was "
-                f"partitioned with {has}; partition it with --placement replicas --hops {max(self.hops, 1)}"
+                f"backend 'replica' needs placement replicas with {self.abilities.num_hops} hops, but the graph was "
+                f"partitioned with {has}; partition it with --placement replicas --hops {self.abilities.num_hops}"
             )
         return around
 

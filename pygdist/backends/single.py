@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from pygdist.backends.base import Backend
+from pygdist.backends.base import Abilities, Backend, names_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -18,12 +18,14 @@ class SingleBackend(Backend):
     """Run every hop on the rows that are here: there is no other rank."""
 
     name = "single"
+    abilities = Abilities(distributed=False)
 
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
         if communicator.world_size > 1:
             raise InputError(
-                f"backend 'single' runs on one process, not on {communicator.world_size}; use --model.backend=comm"
+                f"backend 'single' runs on one process, not on {communicator.world_size}; use backend "
+                f"{names_of(lambda abilities: abilities.exact)}"
             )
         super().bind(shard, communicator)
 

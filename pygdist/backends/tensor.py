@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Backend
+from pygdist.backends.base import Abilities, Backend, names_of
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, norms_refused
 from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.slicing.any_hop import SlicedHop, gathered
@@ -115,6 +115,7 @@ class TensorBackend(Backend):
     """
 
     name = "tensor"
+    abilities = Abilities(mixes_columns=False)
     per_graph = (*Backend.per_graph, "_all", "_shared", "_fetcher", "_slices", "_splits")
     _all: Everyone | None = None
     _shared: EdgeTensors | None = None
@@ -475,7 +476,8 @@ class TensorBackend(Backend):
         if names not in tried:
             raise InputError(
                 f"{hop.layer_name}: propagate({', '.join(sorted(names))}) did not run when the layer was tried on a "
-                "few nodes, so it is not known whether it mixes columns; 'comm', 'cache' and 'hybrid' run it"
+                "few nodes, so it is not known whether it mixes columns; use backend "
+                f"{names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
             )
         return tried[names]
 

@@ -1,4 +1,4 @@
-"""What a run reports: where each epoch's time went, what crossed between ranks, and the predictions of all nodes."""
+"""Reports of a run: time and traffic of each epoch, and the predictions of all nodes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pygdist.graph.store.partitioned import peak_rss_bytes
 from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAveragingStrategy
 from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
+from pygdist.lightning.to_rank_zero import to_rank_zero
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
 
@@ -30,10 +31,10 @@ _RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messa
 
 
 class ExchangeMonitor(pl.Callback):
-    """Logs where each training epoch went.
+    """Logs the time, traffic and memory of each training epoch.
 
-    Once per epoch, on rank 0, about all ranks, in a row of their own in the logger's table; all ranks have them in
-    ``trainer.callback_metrics``:
+    Rank 0 logs these figures about all ranks once per epoch, in a separate row of the logger's table; all ranks have
+    them in ``trainer.callback_metrics``:
 
     =============================  ==================================================================
     ``epoch_s``                    wall seconds of the epoch's training step, largest over ranks
@@ -43,21 +44,20 @@ class ExchangeMonitor(pl.Callback):
     ``sent_messages_{min,max}``    point-to-point messages sent by it
     ``sent_bytes_total``           payload bytes sent by all ranks
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
-    ``unused_model_bytes``         payload bytes that a rank sends to average models that are validated or saved, and
-                                   trained on no further (strategy ``model_averaging``, between two averages)
+    ``unused_model_bytes``         payload bytes that a rank sends for averages that are validated or saved, but with
+                                   which training does not go on (strategy ``model_averaging``)
     ``checkpoint_bytes``           payload bytes that all ranks send to rank 0 for checkpoints: the optimisers' state of
-                                   each part (strategy ``model_averaging``; 0 where nothing is saved)
+                                   each part (strategy ``model_averaging``; 0 if nothing is saved)
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
-    ``expected_epoch_s``           what a backend that plans (``hybrid``) expected of ``epoch_s``
-    ``planning_s``                 what it took to plan, on rank 0; part of the first ``epoch_s``
+    ``expected_epoch_s``           the ``epoch_s`` that a backend that plans (``hybrid``) expected
+    ``planning_s``                 seconds of planning on rank 0; part of the first ``epoch_s``
     =============================  ==================================================================
 
-    The time of DDP's gradient all-reduce is compute here, as it overlaps with the backward pass; waiting in it for a
-    slower rank is therefore compute too. Its bytes are those of the parameters, whatever the graph. What travels after
-    an epoch's training, in validation, is in none of these but ``unused_model_bytes``, and what a checkpoint brings to
-    rank 0 in none but ``checkpoint_bytes``. The bytes of a checkpoint that is saved when an epoch has ended are in the
-    next one's, so those of the last one are in none.
+    DDP's gradient all-reduce counts as compute, as it overlaps with the backward pass; so does waiting in it for a
+    slower rank. Its bytes are those of the parameters, whatever the graph. Of the traffic of a validation only
+    ``unused_model_bytes`` tells, and of that of a checkpoint only ``checkpoint_bytes``. A checkpoint that is saved
+    after an epoch is counted in the next epoch, so the last one is not counted.
 
     Args:
         ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by epoch.
@@ -67,9 +67,9 @@ class ExchangeMonitor(pl.Callback):
         self.ranks = None if ranks is None else Path(ranks)
         self._start = 0.0
         self._figures: dict[str, float] = {}  # of the epoch that ends
-        self._unused = 0  # bytes of an epoch's last checkpoint, which is made after all is logged
-        self._logged = 0
-        self._saved = 0  # of the strategy's bytes for checkpoints, those that are logged
+        self._unused = 0  # bytes of averages that were made after the figures of the epoch before were logged
+        self._logged = 0  # bytes of averages in the figures of the epoch before
+        self._saved = 0  # the strategy's bytes for checkpoints that are logged already
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -82,7 +82,7 @@ class ExchangeMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._logged = self._saved = 0
         self._figures = {}
-        self._begin(pl_module)  # no epoch starts where a run goes on in the middle of one
+        self._begin(pl_module)  # a run that resumes within an epoch does not start one
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -103,7 +103,7 @@ class ExchangeMonitor(pl.Callback):
         seconds = time.perf_counter() - self._start
         communicator = pl_module.communicator
         traffic = communicator.meter.read()
-        own = [
+        figures_here = [
             seconds,
             seconds - traffic.exchange_s,
             traffic.exchange_s,
@@ -112,7 +112,7 @@ class ExchangeMonitor(pl.Callback):
             _peak_gib(pl_module.device),
             pl_module.backend.kept_bytes / 2**20,
         ]
-        table = communicator.gather([float(value) for value in own])
+        table = communicator.gather([float(value) for value in figures_here])
         if self.ranks is not None and trainer.is_global_zero:
             with self.ranks.open("a", newline="") as file:
                 writer = csv.writer(file)
@@ -147,21 +147,22 @@ class ExchangeMonitor(pl.Callback):
             figures["unused_model_bytes"] = float(self._unused + self._logged)
             figures["checkpoint_bytes"] = float(saved - self._saved)
             self._saved = saved
-        if figures:  # an epoch that broke off has none
+        if figures:  # an epoch that was interrupted has none
             _log(trainer, figures)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes one row per node of the whole graph, in global id order, from all ranks to one ``.npy`` file.
+    """Writes the predictions of all ranks to one ``.npy`` file, one row per node of the graph, ordered by global id.
 
     Rank 0 writes; the others send it their rows, part by part, so no shared file system is needed and no rank holds all
-    rows. With predictions of some nodes alone (``limit_predict_batches`` where a rank has several parts) no file is
-    left, and all ranks raise :class:`~pygdist.errors.InputError`.
+    rows. If only some nodes are predicted (``limit_predict_batches`` with several parts on a rank), no file is left and
+    all ranks raise :class:`~pygdist.errors.InputError`.
 
     Args:
         path: The file; it appears when it is complete.
         output: ``label`` writes the predicted class (int64) or, with several labels per node, 0/1 rows (int8);
-            ``logits`` the model's output; so are the rows of a :class:`~pygdist.lightning.LinkPredictor` always.
+            ``logits`` writes the model's output. For a :class:`~pygdist.lightning.LinkPredictor` it is always the
+            model's output.
     """
 
     def __init__(self, path: str | Path = "predictions.npy", output: Literal["label", "logits"] = "label") -> None:
@@ -189,37 +190,30 @@ class PredictionWriter(BasePredictionWriter):
             temporary.unlink(missing_ok=True)
 
     def _collect(self, path: Path | None, predictions: Sequence[Any], module: GraphModule) -> None:
-        """Bring the rows of all ranks to rank 0, which has a path; every rank makes the call."""
-        # not the backend's: an evaluation part by part leaves that with none
-        communicator, rows, found = module.communicator, None, 0
+        """Write the rows of all ranks to a file; all ranks make the call, and rank 0 alone has a path."""
+        # the backend has no communicator after an evaluation of parts in turn
+        communicator, rows, num_predicted = module.communicator, None, 0
         turns = int(communicator.gather([float(len(predictions))]).max())
         for n_id, out in self._in_turns(predictions, turns, module):
-            counts = communicator.gather([float(n_id.numel())])[:, 0].long().tolist()
-            found += sum(counts)
-            if path is None:
-                communicator.send_to(
-                    0, [n_id.to(communicator.device), out.to(communicator.device)], label="predictions"
-                )
-                continue
-            if rows is None:
-                shape = (module.shard.num_nodes, *out.shape[1:])
-                rows = np.lib.format.open_memmap(path, mode="w+", dtype=out.cpu().numpy().dtype, shape=shape)
-            rows[n_id.cpu().numpy()] = out.cpu().numpy()
-            for rank, count in enumerate(counts[1:], start=1):
-                ids = n_id.new_empty(count, device=communicator.device)
-                theirs = out.new_empty((count, *out.shape[1:]), device=communicator.device)
-                communicator.receive_from(rank, [ids, theirs], label="predictions")
-                rows[ids.cpu().numpy()] = theirs.cpu().numpy()
-        if found != module.shard.num_nodes:
+            counts, arriving = to_rank_zero([n_id, out], communicator, label="predictions")
+            num_predicted += sum(counts)
+            for ids, values in arriving:
+                array = values.cpu().numpy()
+                if rows is None:
+                    assert path is not None, "rank 0 writes"
+                    shape = (module.shard.num_nodes, *array.shape[1:])
+                    rows = np.lib.format.open_memmap(path, mode="w+", dtype=array.dtype, shape=shape)
+                rows[ids.cpu().numpy()] = array
+        if num_predicted != module.shard.num_nodes:
             raise InputError(
-                f"{self.path}: {found} of {module.shard.num_nodes} nodes were predicted, so it is not written; leave "
-                "out limit_predict_batches and fast_dev_run"
+                f"{self.path}: not written, as only {num_predicted} of {module.shard.num_nodes} nodes were predicted; "
+                "leave out limit_predict_batches and fast_dev_run"
             )
         if rows is not None:
             rows.flush()
 
     def _in_turns(self, predictions: Sequence[Any], turns: int, module: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nodes and rows to be written of each part, and of none where other ranks have more parts."""
+        """Yield the node ids and rows of each part, and empty ones while other ranks have more parts."""
         classes = self.output == "label" and not isinstance(module, LinkPredictor)
         none = tuple(rows[:0] for rows in predictions[0])
         for n_id, out in [*predictions, *[none] * (turns - len(predictions))]:
@@ -229,10 +223,10 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    """Straight to the loggers, as Lightning's own monitors do; they write on rank 0.
+    """Hand figures of all ranks straight to the loggers, which write on rank 0, as Lightning's own monitors do.
 
-    Figures are of all ranks already. ``LightningModule.log`` took a sixth of a rank's time for them, on four ranks that
-    share two cores and a graph like Reddit.
+    ``LightningModule.log`` took a sixth of a rank's time for them, on four ranks that share two cores and a graph like
+    Reddit.
     """
     trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
     row = {**figures, "epoch": trainer.current_epoch}

@@ -27,13 +27,13 @@ _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 
 
 def run_model(model: nn.Module, shard: Shard) -> Tensor:
-    """Call ``model`` as anyone would, with the rank's own rows, and edge inputs if its forward takes them.
+    """Call ``model`` with the rank's own rows, and with edge inputs if its forward takes them.
 
     Returns:
-        One row per owned node, wide enough for every class.
+        One row per owned node, with at least one column per class.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or gives too few values.
+        InputError: If the model takes another number of features than the graph has, or returns too few columns.
     """
     return call_model(model, shard, shard.adjacency, num_classes=shard.num_classes, multi_label=shard.multi_label)
 
@@ -42,23 +42,23 @@ class NodeClassifier(GraphModule):
     """Trains a PyG model to classify nodes; the model's layers stay as they are.
 
     Logs ``{train,val,test}_loss`` and ``_acc`` (or ``_f1`` for several labels per node) over all labelled nodes of
-    the whole graph, the same number on every rank. In mini-batches with GraphSAINT's normalisation ``train_loss`` and
-    ``train_acc`` estimate those: means over the nodes that an epoch samples, each weighted by how rarely it is sampled;
-    ``train_f1`` counts a node as often as it is sampled.
+    the whole graph, the same number on all ranks. With mini-batches and GraphSAINT's normalisation, ``train_loss`` and
+    ``train_acc`` are estimates of these: means over the nodes that an epoch samples, with larger weights for nodes that
+    are sampled rarely. ``train_f1`` counts a node as often as it is sampled.
 
-    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and mini-batches alike.
-    One that adds a term to the loss adds it to ``super().training_step(batch, batch_idx)``.
+    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches.
+    A subclass with an additional term adds it to ``super().training_step(batch, batch_idx)``.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
             if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
             the graph.
-        backend: How neighbours arrive: a registered name, a class path, or an instance.
-        lr: Learning rate of Adam; another optimiser goes through ``--optimizer`` on the command line, or a subclass.
+        backend: The way in which neighbours arrive: a registered name, a class path, or an instance.
+        lr: Learning rate of Adam; for another optimiser use ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
-        savings: Which work need not be done, and the memory for it; ``--model.savings.first_hop=false`` for example.
-        exact_evaluation: Where the backend trains without part of the graph (``replica``), validate, test and predict
-            on all of it.
+        savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
+        exact_evaluation: If the backend trains without seeing all of the graph (``replica``), validate, test and
+            predict on all of it nevertheless.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -93,13 +93,13 @@ class NodeClassifier(GraphModule):
         return run_model(self.network, shard)
 
     def node_losses(self, out: Tensor, y: Tensor) -> Tensor:
-        r"""The loss of each of some labelled nodes: cross-entropy, or binary cross-entropy for several labels per node.
+        r"""Return the loss of each labelled node: cross-entropy, or binary cross-entropy for several labels per node.
 
-        The mean over the nodes of a step is trained on, and that over all nodes of a stage is logged. A rank may have
-        no node.
+        Training minimises the mean over the nodes of a step; the mean over all nodes of a stage is logged. A rank may
+        have no node.
 
         Args:
-            out: What the model gives for these nodes.
+            out: The model's output for these nodes.
             y: Their labels.
 
         Shapes:
@@ -131,18 +131,18 @@ class NodeClassifier(GraphModule):
 
     @override
     def predict_step(self, batch: Shard | PartBatch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Global ids of the owned nodes and the model's output for them."""
+        """Return the global ids of the owned nodes and the model's output for them."""
         shard, out = self.evaluated(batch)
         return shard.owned_id, out
 
     def _learn(self, shard: Shard, out: Tensor) -> tuple[Tensor, int]:
-        """Summed loss over labelled training nodes, and how many they are; updates and logs the metrics."""
+        """Return the summed loss over labelled training nodes, and their number; update and log the metrics."""
         if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
         return self._noted(out, shard.y, shard.train_mask, "train")
 
     def _learn_sample(self, shard: Shard, sample: Data) -> Tensor:
-        """The loss of a mini-batch: the mean over its training nodes; with GraphSAINT's norms, that of the part."""
+        """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
@@ -150,14 +150,14 @@ class NodeClassifier(GraphModule):
         norm = graph.get("node_norm")
         if norm is None:
             total, count = self._noted(out, graph.y, graph.train_mask, "train")
-        else:  # with its norm a node stands for a share of the part's training nodes
+        else:  # a node's norm is the share of the part's training nodes that it stands for
             count = int(shard.train_mask.sum())
             total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * count)
         return self.scaled(total, self._in_step(count), count)
 
     def _in_step(self, count: int) -> int:
-        """Nodes that all ranks train on in a step, from those of this rank; at least one, as it is divided by."""
-        if self.by_itself:
+        """Return the number of nodes that all ranks train on in a step, at least 1, from that of this rank."""
+        if self.averages_models:
             return max(count, 1)
         return max(1, int(self.communicator.gather([float(count)]).sum()))
 
@@ -170,38 +170,37 @@ class NodeClassifier(GraphModule):
         self._noted(out.to(shard.x.device), shard.y, mask, stage)
 
     def _idle(self) -> Tensor:
-        """A step of a rank that has nothing to train while others have: it takes part in what all ranks do."""
+        """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
         shard = self.shard
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
         self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")
         self._in_step(0)
-        # to every parameter, for a strategy that sends gradients in each step
+        # it depends on every parameter, as DDP sends all gradients in each step
         return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
 
     def _noted(
         self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """Summed loss over the labelled nodes of a mask, and how many they are; updates and logs metrics.
+        """Return the summed loss over the labelled nodes of a mask, and their number; update and log the metrics.
 
-        With ``weight`` each node counts for so many.
+        With ``weight``, each node counts as so many.
         """
         total, count = summed_loss(out, y, mask, weight, self.node_losses)
-        chosen = labelled(y, mask)
+        rows = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
-        stands_for = 1.0 if weight is None else weight[chosen]
-        share = count if weight is None else float(weight[chosen].sum())
+        share = count if weight is None else float(weight[rows].sum())
         loss.update(total.detach() / (share or 1), weight=share)
-        multi_label = y.dim() == 2
-        if multi_label:
-            score.update((out[chosen] > 0).long(), y[chosen].long())  # as predict does; no guess of a sigmoid
+        if y.dim() == 2:
+            score.update((out[rows] > 0).long(), y[rows].long())  # as predict does; torchmetrics guesses a sigmoid
         else:
-            score.update((out[chosen].argmax(dim=-1) == y[chosen]).float(), weight=stands_for)
+            hits = (out[rows].argmax(dim=-1) == y[rows]).float()
+            score.update(hits, weight=1.0 if weight is None else weight[rows])
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
         return total, count
 
     def _score(self, shard: Shard) -> Metric:
-        """Micro-averaged accuracy, or F1 for several labels per node."""
+        """Return a metric: micro-averaged accuracy, or F1 for several labels per node."""
         return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()

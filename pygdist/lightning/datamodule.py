@@ -1,8 +1,8 @@
-"""From a dataset to the part that a rank holds: load, check, split, partition once, map the rank's own part."""
+"""From a dataset to the part that a rank holds: load, check, split, partition once, map the rank's part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +14,13 @@ from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from pygdist.backends import Abilities, Backend
+from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.parts import PartBatch, PartLoader, Resumable
+from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
@@ -26,72 +28,48 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
 
-__all__ = ["FullGraphLoader", "GraphDataModule"]
+__all__ = ["GraphDataModule"]
 
-_GRAIN = 1 << 26  # bytes of memory that make no difference
+_GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
 
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
 
-class FullGraphLoader(Resumable):
-    """Yields the shard once per epoch: a full-graph epoch is one step.
-
-    It is no ``DataLoader`` on purpose: Lightning would put a distributed sampler into one, and each rank would see
-    another rank's data.
-
-    Args:
-        shard: What a rank holds.
-        made: As for :class:`~pygdist.lightning.parts.Resumable`.
-        dealt: The same.
-    """
-
-    def __init__(
-        self, shard: Shard, *, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None
-    ) -> None:
-        super().__init__(made, dealt)
-        self.shard = shard
-
-    def __iter__(self) -> Iterator[Shard]:
-        yield self.shard
-
-    @override
-    def __len__(self) -> int:
-        return 1
-
-
 class GraphDataModule(pl.LightningDataModule):
-    """A graph, partitioned once and held in parts.
+    """Partitions a graph once and gives each rank its part.
 
-    ``prepare_data`` loads the graph on one process, checks and preprocesses it, partitions it and writes the on-disk
-    store into a cache keyed by content and arguments. ``setup`` maps only the rank's own part.
+    On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store
+    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part.
 
     Args:
         dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
             name such as ``ogbn-arxiv``; a folder of ``.npy`` arrays; or the name of a generator such as ``sbm``.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
-        partitioner: Who owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an instance.
+        partitioner: Decides which rank owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an
+            instance.
         partitioner_args: Arguments of the partitioner when it is given by name.
-        num_parts: Number of parts; that of the trainer's ranks, or of the ``store``, by default. More, if the model's
-            backend trains parts by themselves (``replica``): they are dealt to the ranks in turn, and a rank holds one
-            at a time. ``auto`` takes as few as fit the ranks' memory.
+        num_parts: Number of parts; by default the number of ranks, or of parts in the ``store``. It may be larger if
+            the model's backend trains each part by itself (``replica``): parts are dealt to the ranks in turn, and a
+            rank holds one at a time. ``auto`` takes the fewest that fit the ranks' memory.
         memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
             machine's.
-        reserve: For ``num_parts=auto``: the share of it that is left to training (the paper's T, CATGNN, Sec. 3.4).
+        reserve: For ``num_parts=auto``: the share of that memory that is left to training (T in CATGNN, Sec. 3.4).
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
-        split_seed: The split is drawn from it, of nodes and of edges.
-        edge_split: Shares of the edges that are held out of the graph, for validation and for test, and predicted by
-            :class:`~pygdist.lightning.LinkPredictor`; an edge and its reverse together. None by default.
-        num_classes: Stated number of classes; labels beyond it are an error. By default the largest label plus one.
+        split_seed: Seed of the split, of nodes and of edges.
+        edge_split: Shares of the edges to hold out of the graph, for validation and for test;
+            :class:`~pygdist.lightning.LinkPredictor` predicts them. An edge and its reverse are held out together. None
+            by default.
+        num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
         batches: Train each part in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`; for the backend
-            ``replica``. By default an epoch takes a part whole.
-        batch_seed: They are drawn from it.
-        num_workers: Processes of each rank that draw them ahead; 0 draws them when they are needed.
-        store: A folder that ``pygdist partition`` wrote; nothing is loaded or partitioned then.
-        cache_dir: Where stores are kept.
+            ``replica``. By default each epoch trains on a whole part at once.
+        batch_seed: Seed of the mini-batches.
+        num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
+        store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.
+        cache_dir: Folder of the cached stores.
 
     Example:
         >>> data = GraphDataModule("Planetoid", {"root": "data", "name": "Cora"}, partitioner="chunk")
@@ -130,7 +108,7 @@ class GraphDataModule(pl.LightningDataModule):
         if store is not None and num_parts == "auto":
             raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
         if num_workers and batches is None:
-            raise InputError(f"num_workers={num_workers}: they draw mini-batches; give batches, or leave it out")
+            raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
         self.preprocessing: dict[str, Any] = {
             "symmetrize": symmetrize,
@@ -150,7 +128,7 @@ class GraphDataModule(pl.LightningDataModule):
         self._shard: Shard | None = None
         self._moved: Shard | None = None
         self._parts: list[int] = []
-        self._precomputed: Precomputed | None = None  # of mini-batches of parts in turn
+        self._precomputed: Precomputed | None = None  # for mini-batches, if the rank has several parts
 
     @property
     def shard(self) -> Shard:
@@ -168,31 +146,31 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the store's ``meta.json`` says; read once in a run."""
+        """The content of the store's ``meta.json``; read once in a run."""
         if self._meta is None or self._meta[0] != self.folder:
             self._meta = self.folder, read_meta(self.folder)
         return self._meta[1]
 
     def load(self) -> tuple[Data, list[str]]:
-        """The whole graph, checked and preprocessed, and what was done to it; for one process."""
+        """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
         return prepare(data, **self.preprocessing)
 
     @override
     def prepare_data(self) -> None:
-        """Load, preprocess, partition and write the store, unless it is in the cache. Runs on one process a machine."""
+        """Load, preprocess, partition and write the store, unless the cache has it. Runs once on each machine."""
         self._error = self._meta = None
         if self.store is not None:
             return
         try:
             self._folder = self._prepare()
         except InputError as error:
-            if self._alone:
+            if self.trainer is None:
                 raise
-            self._error = str(error)  # setup() raises it on every rank, so that none waits
+            self._error = str(error)  # setup() raises it on all ranks, so that none waits
 
     def _prepare(self) -> Path:
-        num_parts = self._num_parts()
+        num_parts, abilities = self._num_parts(), self._abilities
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
         arguments = {
@@ -200,7 +178,7 @@ class GraphDataModule(pl.LightningDataModule):
             "arguments": partitioner.arguments(),
             "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
             "num_classes": self.preprocessing["num_classes"],
-            **({"replicas": self._hops} if self._hops else {}),
+            "placement": [abilities.placement, abilities.num_hops],
         }
         content = fingerprint(data)
         folder = self.cache_dir / store_key(content, arguments)
@@ -214,61 +192,70 @@ class GraphDataModule(pl.LightningDataModule):
             notes=notes,
             num_classes=self.preprocessing["num_classes"],
             fingerprint=content,
-            num_hops=self._hops or 1,
-            placement="replicas" if self._hops else "nodes",
+            num_hops=abilities.num_hops,
+            placement=abilities.placement,
         )
         return folder
 
     @override
     def setup(self, stage: str | None = None) -> None:
         """Map this rank's part; raises the same :class:`~pygdist.errors.InputError` on all ranks, or none."""
-        communicator = getattr(self._strategy, "communicator", None)
-        if communicator is not None:
-            communicator.agree(self._error)
-        elif self._error is not None:
-            raise InputError(self._error)
+        self._agree(self._error)
         if self._strategy is not None:
             self._folder = Path(self._strategy.broadcast(str(self._folder)))
-        rank = 0 if self._alone else self.trainer.global_rank  # type: ignore[union-attr]
         self._meta = error = None
         try:
-            self._set_up(rank)
+            self._open_store()
         except InputError as problem:
             error = str(problem)
+        self._agree(error)
+        self._fill_in_sizes()
+
+    def _agree(self, error: str | None) -> None:
+        """Raise an error on all ranks, if one of them has any."""
+        communicator = getattr(self._strategy, "communicator", None)
         if communicator is not None:
             communicator.agree(error)
         elif error is not None:
             raise InputError(error)
-        self._fill_in_sizes()
 
-    def _set_up(self, rank: int) -> None:
-        # a store may have as many parts as it likes, if a rank trains several
-        stated = None if self._hops and self.store is not None and self.num_parts is None else self._num_parts()
-        num_parts = int(self.meta["num_parts"]) if self._hops else None
-        world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
-        if num_parts is not None and num_parts < world_size:
-            raise InputError(
-                f"{self.folder}: has {num_parts} parts, but the trainer runs {world_size} ranks; each holds one or more"
-            )
-        self._parts = [rank] if num_parts is None else list(range(rank, num_parts, world_size))
+    def _open_store(self) -> None:
+        several, world_size = self._abilities.trains_parts, self._world_size
+        rank = 0 if self.trainer is None else self.trainer.global_rank
+        if several:
+            num_parts = int(self.meta["num_parts"])
+            if num_parts < world_size:
+                raise InputError(
+                    f"{self.folder}: has {num_parts} parts, but the trainer runs {world_size} ranks, and each needs a "
+                    "part; partition into more parts, or use fewer devices"
+                )
+            self._parts = list(range(rank, num_parts, world_size))
+        else:
+            self._parts = [rank]
+        # of a store of the user's own any number of parts will do if a rank may have several
+        stated = None if several and self.store is not None and self.num_parts is None else self._num_parts()
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
         shard: Shard
         for part in reversed(self._parts):
             shard = Shard.load(self.folder, part, num_parts=stated if isinstance(stated, int) else None, meta=self.meta)
-        if self.batches is not None and not self._hops:
+        if self.batches is not None and not self._abilities.mini_batches:
             raise InputError(
-                "batches: mini-batches are drawn from parts that stand by themselves; use them with backend replica"
+                "batches: the model's backend does not train on mini-batches; use backend "
+                f"{names_of(lambda abilities: abilities.mini_batches)}, or leave batches out"
             )
         if self.edge_split is not None:
-            if self._hops:
-                raise InputError("edge_split: backend 'replica' classifies nodes; its parts count all edges in degrees")
+            if several:
+                raise InputError(
+                    "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "
+                    f"backend {names_of(lambda abilities: not abilities.trains_parts)}, or leave edge_split out"
+                )
             shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
         self._shard, self._moved = shard, None
-        self._forget_precomputed()  # of a run that failed half-way
+        self._forget_precomputed()  # a run that failed left it
 
     @override
     def teardown(self, stage: str) -> None:
-        """Remove what a run has put beside the store."""
+        """Remove the files that a run has put beside the store."""
         self._forget_precomputed()
 
     def _forget_precomputed(self) -> None:
@@ -283,61 +270,58 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def num_parts_in_all(self) -> int:
-        """Parts of all ranks."""
+        """Number of parts of all ranks together."""
         return int(self.meta["num_parts"])
 
     @property
     def part_weights(self) -> list[int]:
-        """Labelled training nodes of each part."""
+        """Number of labelled training nodes of each part."""
         return [part["counts"]["train_mask"] for part in self.meta["parts"]]
 
     def open_part(self, part: int) -> Shard:
-        """One of this rank's parts, where the model runs; the one that was open before is let go."""
+        """Return one of this rank's parts, on the device of the model; the part that was open before is freed."""
         shard = self._shard
         if shard is None or shard.rank != part:
-            module: Any = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
-            if hasattr(module, "let_go"):
-                module.let_go()
+            if hasattr(self._module, "let_go"):
+                self._module.let_go()
             self._shard = self._moved = shard = None
-            # setup() has read them all
+            # setup() has verified all of them
             shard = self._shard = Shard.load(self.folder, part, verify=False, meta=self.meta)
         return self.here(shard)
 
     def here(self, shard: Shard) -> Shard:
-        """A part where the model runs, in its type; it moves once."""
-        device, dtype = self._device(), self._model_dtype()
-        if self._moved is None or (self._moved.rank, self._moved.x.device, self._moved.x.dtype) != (
-            shard.rank,
-            device,
-            dtype,
-        ):
-            with torch.inference_mode(False):  # training uses what an evaluation moved first
-                self._moved = shard.to(device).astype(dtype)
-        return self._moved
+        """Return a part on the model's device and in its dtype; it is moved once."""
+        moved, wanted = self._moved, (shard.rank, self._device(), self._model_dtype())
+        if moved is None or (moved.rank, moved.x.device, moved.x.dtype) != wanted:
+            with torch.inference_mode(False):  # training may use a part that an evaluation moved
+                moved = self._moved = shard.to(wanted[1]).astype(wanted[2])
+        return moved
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self._strategy is None else self._strategy.root_device
 
     def _fill_in_sizes(self) -> None:
-        """Before callbacks are set up: those that average weights copy the model then."""
-        model = None if self._alone else getattr(self.trainer.lightning_module, "model", None)  # type: ignore[union-attr]
+        """Done before callbacks are set up, as those that average weights then copy the model."""
+        model = getattr(self._module, "model", None)
         if isinstance(model, nn.Module):
             fill_in_sizes(model, self.shard)
 
     def _num_parts(self) -> int | DeviceMemory:
-        world_size = 1 if self._alone else self.trainer.world_size  # type: ignore[union-attr]
+        world_size, one_each = self._world_size, self.trainer is not None and not self._abilities.trains_parts
         if self.num_parts is None:
             return world_size
         if self.num_parts == "auto":
-            if not self._alone and not self._hops:
+            if one_each:
                 raise InputError(
-                    "num_parts=auto: the model's backend holds one part on each rank; take a number, or backend replica"
+                    "num_parts=auto: the model's backend holds one part on each rank; leave num_parts out, or use "
+                    f"backend {names_of(lambda abilities: abilities.trains_parts)}"
                 )
             return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
-        if not self._alone and self.num_parts != world_size and not self._hops:
+        if one_each and self.num_parts != world_size:
             raise InputError(
-                f"num_parts={self.num_parts} but the trainer runs {world_size} ranks; each holds one part, unless the "
-                "backend is replica"
+                f"num_parts={self.num_parts}, but the trainer runs {world_size} ranks, and the model's backend holds "
+                "one part on each; leave num_parts out, or use backend "
+                f"{names_of(lambda abilities: abilities.trains_parts)}"
             )
         return int(self.num_parts)
 
@@ -347,20 +331,23 @@ class GraphDataModule(pl.LightningDataModule):
         device = self._device()
         if device.type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory)
-        here = 1 if self._alone else max(1, world_size // self.trainer.num_nodes)  # type: ignore[union-attr]
-        found = memory_bytes() // here
-        return found // _GRAIN * _GRAIN or found  # machines of a kind, which differ by some pages, find the same
+        ranks_here = 1 if self.trainer is None else max(1, world_size // self.trainer.num_nodes)
+        size = memory_bytes() // ranks_here
+        return size // _GRAIN * _GRAIN or size  # machines of one kind differ by some pages, but must find the same
 
     @property
-    def _hops(self) -> int:
-        """How far the surroundings of a part reach that the model's backend asks for; 0 if it asks for none."""
-        module = None if self._alone else self.trainer.lightning_module  # type: ignore[union-attr]
-        backend: Any = getattr(module, "backend", None)
-        return max(1, backend.hops) if getattr(backend, "placement", "nodes") == "replicas" else 0
+    def _abilities(self) -> Abilities:
+        """The abilities of the model's backend; the default ones without a trainer or a backend."""
+        backend = getattr(self._module, "backend", None)
+        return backend.abilities if isinstance(backend, Backend) else Abilities()
 
     @property
-    def _alone(self) -> bool:
-        return self.trainer is None
+    def _module(self) -> Any:
+        return None if self.trainer is None else self.trainer.lightning_module
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
     @property
     def _strategy(self) -> Any:
@@ -372,93 +359,86 @@ class GraphDataModule(pl.LightningDataModule):
         if trainer is not None:
             dealt["ranks"] = trainer.world_size
         made = partial(_steps_made, trainer)
-        if not self._hops:
+        if not self._abilities.trains_parts:
             return FullGraphLoader(self.shard, made=made, dealt=dealt)
-        assert trainer is not None, "its module's backend asks for surroundings"
+        assert trainer is not None, "the abilities are those of its module's backend"
         weights = self.part_weights
         if not sum(weights):
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
-        # where gradients are averaged in each step, all ranks make it
-        skips = not getattr(trainer.strategy, "sends_gradients", True)
+        # if gradients are averaged in each step, all ranks must make it
+        every_part = getattr(trainer.strategy, "sends_gradients", True)
         loader = PartLoader(
-            [part for part in self._parts if weights[part] or not skips],
+            [part for part in self._parts if weights[part] or every_part],
             self.open_part,
             cut=None if self.batches is None else self._cut,
             epoch=lambda: trainer.current_epoch,
             made=made,
             dealt=dealt,
         )
-        module: Any = trainer.lightning_module
+        communicator = self._module.communicator
         steps, error = 0, None
         try:
-            steps = loader.num_batches  # cuts parts that may not be cut like this
+            steps = loader.num_batches  # draws from parts, which may fail
         except InputError as problem:
             error = str(problem)
-        module.communicator.agree(error)
-        loader.num_steps = int(module.communicator.gather([float(steps)]).max())
+        communicator.agree(error)
+        loader.num_steps = int(communicator.gather([float(steps)]).max())
         return loader
 
     def _cut(self, part: int, shard: Shard) -> BatchLoader:
-        """The mini-batches of a part, on the CPU."""
+        """Return the mini-batches of a part, on the CPU."""
         assert self.batches is not None
-        backend: Any = self.trainer.lightning_module.backend  # type: ignore[union-attr]
-        graph, csr = backend.part_graph(self.shard)  # not where the model runs, but where batches are drawn
+        graph, csr = self._module.backend.part_graph(self.shard)  # not `shard`, which is on the model's device
         seed = self.batch_seed * self.num_parts_in_all + part
-        if len(self._parts) > 1:  # a single one is cut once, and its loader stays
+        if len(self._parts) > 1:  # the loader of a single part is made once
             if self._precomputed is None:
                 self._precomputed = Precomputed(writable(self.folder))
             graph.update(self._precomputed.of(part, partial(self.batches.precompute, graph, csr, seed=seed)))
         return self.batches.loader(graph, csr, seed=seed, num_workers=self.num_workers)
 
-    def _evaluated(self) -> FullGraphLoader | PartLoader:
-        return PartLoader(self._parts, self.open_part) if self._hops else FullGraphLoader(self.shard)
+    @override
+    def test_dataloader(self) -> FullGraphLoader | PartLoader:
+        return PartLoader(self._parts, self.open_part) if self._abilities.trains_parts else FullGraphLoader(self.shard)
+
+    predict_dataloader = test_dataloader
 
     @override
     def val_dataloader(self) -> FullGraphLoader | PartLoader | list[FullGraphLoader]:
         if self.trainer is not None and self.trainer.state.fn == "fit":
-            by_edges = getattr(self.trainer.lightning_module, "learns_edges", None)
+            by_edges = getattr(self._module, "learns_edges", None)
             if by_edges is None:
                 by_edges = self.edge_split is not None
-            there = self._held_out_for_validation() if by_edges else self.shard.counts["val_mask"]
-            if not there:
+            count = self._num_validation_edges() if by_edges else self.shard.counts["val_mask"]
+            if not count:
                 missing = "edges held out (edge_split)" if by_edges else "validation nodes (val_mask)"
                 rank_zero_info(f"the graph has no {missing}: training goes on without validation")
                 return []
-        return self._evaluated()
+        return self.test_dataloader()
 
-    def _held_out_for_validation(self) -> int:
-        """Edges of all ranks."""
-        own = 0 if self.shard.val_edges is None else self.shard.val_edges.size(1)
-        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        return int(module.communicator.gather([float(own)]).sum())
-
-    @override
-    def test_dataloader(self) -> FullGraphLoader | PartLoader:
-        return self._evaluated()
-
-    @override
-    def predict_dataloader(self) -> FullGraphLoader | PartLoader:
-        return self._evaluated()
+    def _num_validation_edges(self) -> int:
+        """Return the number of edges held out for validation, on all ranks together."""
+        count = 0 if self.shard.val_edges is None else self.shard.val_edges.size(1)
+        return int(self._module.communicator.gather([float(count)]).sum())
 
     @override
     def transfer_batch_to_device(
         self, batch: Shard | PartBatch, device: torch.device, dataloader_idx: int
     ) -> Shard | PartBatch:
-        if isinstance(batch, PartBatch):  # open_part() has put the part there
+        if isinstance(batch, PartBatch):  # open_part() has moved the part
             if batch.sample is not None:
                 dtype, sample = self._model_dtype(), batch.sample.to(device)
                 floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
                 batch.sample = sample.update({name: value.to(dtype) for name, value in floats.items()})
             return batch
-        return self.here(batch)  # the graph is the same in every epoch
+        return self.here(batch)
 
     def _model_dtype(self) -> torch.dtype:
-        parameters = () if self.trainer is None else self.trainer.lightning_module.parameters()
+        parameters = () if self._module is None else self._module.parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)
 
 
 def _steps_made(trainer: pl.Trainer | None) -> int:
-    """Steps that were made of the epoch under way, in this run or the one that it resumes; 0 between epochs."""
+    """Return the number of steps made in the current epoch, by this run and the one it resumes; 0 between epochs."""
     if trainer is None:
         return 0
     progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -1,8 +1,7 @@
-"""Validation, test and prediction on the whole graph, for a backend that trains without part of it.
+"""Validation, test and prediction on the whole graph, for a backend that trains without seeing all of it.
 
-The model is the same, its parameters and buffers are; its layers go through another backend, ``comm``. A rank with
-several parts runs them hop by hop (:mod:`pygdist.comm.replay`): one part is open at a time, and what lies between is in
-files.
+A copy of the model that shares its parameters and buffers runs on backend ``comm``. A rank with several parts runs them
+hop by hop (:mod:`pygdist.comm.replay`): one part is open at a time, and the rows between two hops are in files.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _PLAIN = (bool, int, float, str)
 
 
 class WholeGraphEvaluation:
-    """Evaluations of a model, from its making to :meth:`close`; every rank makes one at the same time.
+    """Evaluates a model on the whole graph, any number of times until :meth:`close`; all ranks make one together.
 
-    With one part on a rank the part stays bound in between, and what is the same in every evaluation is kept: degrees,
-    and sums over features. With several nothing is held of the graph after :meth:`finish`.
+    With one part on each rank, the part stays bound between evaluations, and results that do not change are kept:
+    degrees, and sums over features. With several parts nothing of the graph is held after :meth:`finish`.
 
     Args:
-        model: The model, which may be distributed; it stays as it is, and its tensors are used, not copied.
+        model: The model, which may be distributed. It is not changed, and its tensors are shared, not copied.
         communicator: The ranks.
-        savings: Which work need not be done.
-        in_turns: Parts run one after another, by :meth:`run`; without, each rank has one, for :meth:`place`.
+        savings: Shortcuts to take.
+        in_turns: A rank runs several parts one after another, by :meth:`run`; otherwise it has one, for :meth:`place`.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool) -> None:
@@ -56,11 +55,11 @@ class WholeGraphEvaluation:
         self._outputs: dict[int, Tensor] = {}
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether :attr:`model` is still what a new one would be: somebody may have changed the other."""
+        """Tell if :attr:`model` is still a copy of ``model``, which may have been changed meanwhile."""
         return self._of == _Contents.of(model)
 
     def place(self, shard: Shard) -> None:
-        """Run on a rank's one part."""
+        """Bind the rank's one part."""
         if shard is not self._bound:
             self._backend.bind(shard, self._communicator)
             self._bound = shard
@@ -71,9 +70,9 @@ class WholeGraphEvaluation:
         """Run on all parts of a rank, one after another.
 
         Args:
-            parts: Which parts.
-            num_parts: Of all ranks.
-            open_part: Gives a part, and may let go of the one before.
+            parts: The rank's parts.
+            num_parts: Number of parts of all ranks.
+            open_part: Returns a part, and may free the one before.
             call: Runs :attr:`model` on a part.
         """
         folder = writable(open_part(parts[0]).folder)
@@ -83,7 +82,7 @@ class WholeGraphEvaluation:
         results.mkdir()
 
         def run(communicator: PartCommunicator) -> None:
-            self._backend.unbind()  # first: it holds the part before
+            self._backend.unbind()  # it would hold the part before
             shard = open_part(communicator.rank)
             self._backend.bind(shard, communicator)
             with torch.no_grad():
@@ -97,17 +96,17 @@ class WholeGraphEvaluation:
         self._backend.unbind()
 
     def output_of(self, part: int) -> Tensor:
-        """What :meth:`run` found for a part, one row per owned node."""
+        """Return the output of :meth:`run` for a part, one row per owned node."""
         return self._outputs[part]
 
     def close(self) -> None:
-        """Let go of the graph and remove the files."""
+        """Free the graph and remove the files."""
         self.finish()
         self._backend.unbind()
         self._bound = None
 
     def finish(self) -> None:
-        """Remove what one evaluation has left."""
+        """Remove the outputs and files of one evaluation."""
         self._outputs.clear()
         folder, self._folder = self._folder, None
         if folder is not None:
@@ -116,11 +115,11 @@ class WholeGraphEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class _Contents:
-    """What a copy of a model that shares its tensors takes over."""
+    """Everything that decides if a copy of a model, which shares its tensors, is still one."""
 
     modules: tuple[nn.Module, ...]
     tensors: tuple[Tensor, ...]
-    options: list[dict[str, Any]]  # of each module, as far as they are plain values
+    options: list[dict[str, Any]]  # of each module, those that are plain values
 
     @classmethod
     def of(cls, model: nn.Module) -> _Contents:
@@ -141,7 +140,7 @@ class _Contents:
 
 
 class _WholeHops(CommBackend):
-    """Fetches the rows of a hop at once: parts that run one after another have no other work meanwhile."""
+    """Fetches all rows of a hop at once, as parts that run in turn have nothing to compute meanwhile."""
 
     name = ""
 

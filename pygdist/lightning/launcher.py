@@ -1,9 +1,8 @@
-"""Starts the ranks of one machine, as Lightning does, and names the one that dies.
+"""Starts the ranks of one machine, as Lightning does, and names a rank that dies.
 
-Lightning's own observer kills every process, its own included, five seconds after a child dies, and says so with a
-process number. Here the survivors get time to find out and say which rank was lost; only then is anything killed.
-What a spawned or forked rank finds wrong is raised in the process that started it. Notebooks fork their ranks, and a
-fork does not carry OpenMP's threads along.
+Lightning's own observer kills all processes, its own included, five seconds after a child dies, and reports a process
+number. Here the other ranks get time to find out and report which rank was lost, before anything is killed. An error of
+a spawned or forked rank is raised again in the process that started it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class GraphLauncher(_SubprocessScriptLauncher):
 
     Args:
         args: As in Lightning's launcher: cluster environment, number of processes, number of machines.
-        grace_s: Seconds that the other ranks have to leave by themselves after one has died.
+        grace_s: Seconds that the other ranks have to exit by themselves after one has died.
     """
 
     def __init__(self, *args: Any, grace_s: float = 15.0) -> None:
@@ -59,11 +58,11 @@ class GraphLauncher(_SubprocessScriptLauncher):
 
 
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Spawns the ranks from a Python script; their mistakes reach the caller as the errors that they are.
+    """Spawns the ranks from a Python script; their errors reach the caller with their own types.
 
     Args:
         strategy: The strategy that the ranks run.
-        start_method: How processes are started.
+        start_method: The way in which processes are started.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class SpawnLauncher(_MultiProcessingLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except ProcessRaisedException as error:
-            # a process ends with the text of its traceback, whose last line is the error itself
-            found = _RAISED.findall(str(error))
-            if not found:
+            # its message is the traceback of the process, whose last line is the error
+            raised = _RAISED.findall(str(error))
+            if not raised:
                 raise
-            kind, message = found[-1]
+            kind, message = raised[-1]
             raise (InputError if kind == InputError.__name__ else LostRankError)(message) from error
         except ProcessExitedException as error:
             assert self._strategy.cluster_environment is not None
@@ -89,11 +88,11 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
 
 class ForkLauncher(SpawnLauncher):
-    """Forks the ranks, as a notebook needs, and gives each one thread.
+    """Forks the ranks, as a notebook needs, and limits each to one thread.
 
-    OpenMP's threads do not survive a fork, but its record of them does: if the notebook has computed on several threads
-    before, a forked rank that asks for several waits for ever. Scripts and the command line start their ranks
-    afresh and use all cores.
+    OpenMP's threads do not survive a fork, but its record of them does. If the notebook has computed on several threads
+    before, a forked rank that asks for several waits for ever. Scripts and the command line start their ranks afresh
+    and use all cores.
 
     Args:
         strategy: The strategy that the ranks run.

@@ -1,4 +1,4 @@
-"""Link prediction with any PyG model, on any backend: edges are told from pairs of nodes that are none."""
+"""Link prediction with any PyG model: it learns to tell edges from pairs of nodes without an edge."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings
+from pygdist.backends.base import names_of
 from pygdist.comm import NodeDirectory
 from pygdist.errors import InputError
 from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
@@ -28,17 +29,17 @@ __all__ = ["HitsAtK", "LinkPredictor"]
 Stage = Literal["train", "val", "test"]
 _NO_EDGES = {
     "train": "the graph has no edges to learn from",
-    "val": "no edge fell into the share that is held out for validation (edge_split): take a larger one",
-    "test": "no edge fell into the share that is held out for test (edge_split): take a larger one",
+    "val": "the share of edges held out for validation (edge_split) has no edge; make it larger",
+    "test": "the share of edges held out for test (edge_split) has no edge; make it larger",
 }
-_EVALUATED = {"val": -1, "test": -2}  # in place of an epoch: the same pairs whenever a model is evaluated
+_STAGE_EPOCHS = {"val": -1, "test": -2}  # in place of an epoch, so that every evaluation draws the same pairs
 
 
 class HitsAtK(Metric):
-    """The share of edges with a score above the K-th highest of pairs that are none, over all ranks (OGB's Hits@K).
+    """The share of edges that score higher than the K-th best negative pair, over all ranks (OGB's Hits@K).
 
     Args:
-        k: K; with fewer pairs that are none all edges count.
+        k: K. With fewer negative pairs the share is 1.
     """
 
     full_state_update = False
@@ -53,7 +54,7 @@ class HitsAtK(Metric):
 
     @override
     def update(self, positive: Tensor, negative: Tensor) -> None:
-        """Scores of edges, and of pairs that are none."""
+        """Add the scores of edges and of negative pairs."""
         self.positive.append(positive)
         self.negative.append(negative)
 
@@ -66,32 +67,32 @@ class HitsAtK(Metric):
 
 
 class LinkPredictor(GraphModule):
-    """Trains a PyG model to predict edges: it gives each node a row, and a pair's score says whether it is an edge.
+    """Trains a PyG model to predict edges: the model returns a row for each node, and a decoder scores pairs of rows.
 
-    In every epoch each edge of the graph is told from a pair with another source that is no edge, also none that is
-    held out, drawn from the seed, the epoch and the edge's id: the same pairs on any number of ranks. A rank holds 8
-    bytes more for each of its edges, to know what is one. The loss is the mean binary cross-entropy over both.
-    Held-out edges (``GraphDataModule(edge_split=...)``) are evaluated against pairs that stay the same.
+    In every epoch each edge is compared with one negative pair: same target, random source, not an edge, not held out.
+    It is drawn from the seed, the epoch and the edge's id, so the pairs are the same on any number of ranks. The loss
+    is the mean binary cross-entropy over edges and negative pairs. Held-out edges (``GraphDataModule(edge_split=...)``)
+    are compared with the same negative pairs in every evaluation. To recognise edges, a rank holds 8 more bytes for
+    each of its edges.
 
-    Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on every rank.
+    Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on all ranks.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward has these parameters
-            and the graph has them; gives a row for each node.
-        decoder: Called with the rows of sources and of targets, ``(k, C)`` each; gives a score for each pair, ``(k,)``
-            or ``(k, 1)``. The dot product by default. Norms over all pairs are not trained
-            on several ranks.
-        backend: How neighbours arrive: a registered name, a class path, or an instance; one that trains on the whole
-            graph, so not ``replica``.
+            and the graph has them; returns a row for each node.
+        decoder: Called with the rows of sources and of targets, ``(k, C)`` each; returns a score for each pair,
+            ``(k,)`` or ``(k, 1)``. The dot product by default. On several ranks it may have no norm over all pairs.
+        backend: The way in which neighbours arrive: a registered name, a class path, or an instance. It must train on
+            the whole graph, so not ``replica``.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
-        train_share: The share of the edges that each epoch learns from; every epoch draws others.
+        train_share: The share of the edges that an epoch trains on; each epoch draws other edges.
         hits_at: K of Hits@K.
-        seed: Pairs are drawn from it.
-        savings: Which work need not be done, and the memory for it.
+        seed: Seed of the pairs.
+        savings: Shortcuts to take, and the memory for them.
 
     Raises:
-        InputError: If a number makes no sense; by ``fit``, on several ranks, if the decoder has a norm over all pairs.
+        InputError: If a number makes no sense; in ``fit``, on several ranks, if the decoder has a norm over all pairs.
 
     Example:
         >>> data = GraphDataModule("sbm", edge_split=(0.05, 0.1))
@@ -118,15 +119,15 @@ class LinkPredictor(GraphModule):
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:
             raise InputError(f"hits_at is {hits_at}, expected at least 1")
-        if self.backend.placement == "replicas":
+        if self.backend.abilities.trains_parts:
             raise InputError(
-                f"backend '{self.backend.name}' trains parts by themselves, and pairs have ends in two of them; links "
-                "are learned with comm, cache, hybrid and tensor"
+                f"backend '{self.backend.name}' trains parts by themselves, but a pair has nodes in two parts; use "
+                f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
         self.decoder = decoder
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None
-        self._known: tuple[Shard, Tensor] | None = None  # pairs that are edges, of a shard
+        self._edges: tuple[Shard, Tensor] | None = None  # a shard and its pairs that are edges
 
     @override
     def setup(self, stage: str) -> None:
@@ -135,7 +136,7 @@ class LinkPredictor(GraphModule):
             if stage == "fit" and self.communicator.world_size > 1:
                 _refuse_norms(self.decoder)
             self.trainer.precision_plugin.convert_module(self.decoder)
-        shard, self._known = self.shard, None
+        shard, self._edges = self.shard, None
         with torch.inference_mode(False):
             self._directory = NodeDirectory(
                 shard.owned_id.to(self.communicator.device), shard.num_nodes, self.communicator
@@ -170,26 +171,26 @@ class LinkPredictor(GraphModule):
 
     @override
     def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Global ids of the owned nodes and the rows that the model gives them."""
+        """Return the global ids of the owned nodes and the model's rows for them."""
         return shard.owned_id, self(shard)
 
     def _evaluate(self, shard: Shard, edges: Tensor | None, stage: Stage) -> tuple[Tensor, int]:
-        """Summed loss over this rank's pairs, and how many pairs all ranks have; updates and logs metrics."""
+        """Return the summed loss over this rank's pairs, and the number of all ranks' pairs; update and log metrics."""
         if edges is None:
             raise InputError(f"no edges are held out for stage '{stage}': GraphDataModule(edge_split=(0.05, 0.1))")
-        positive, negative = self._scores(shard, edges, _EVALUATED.get(stage, self.current_epoch))
+        positive, negative = self._scores(shard, edges, _STAGE_EPOCHS.get(stage, self.current_epoch))
         total = functional.softplus(-positive).sum() + functional.softplus(negative).sum()
-        own = 2 * edges.size(1)
-        count = int(self.communicator.gather([float(own)]).sum())
+        count_here = 2 * edges.size(1)
+        count = int(self.communicator.gather([float(count_here)]).sum())
         if count == 0:
             raise InputError(_NO_EDGES[stage])
         loss = cast(Metric, self.metrics[f"{stage}_loss"])
-        loss.update(total.detach() / max(own, 1), weight=own)
+        loss.update(total.detach() / max(count_here, 1), weight=count_here)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, prog_bar=stage == "train", **options)
         if stage != "train":
             auc, hits = (cast(Metric, self.metrics[f"{stage}_{name}"]) for name in ("auc", "hits"))
-            # in order, and between 0 and 1, where a sigmoid would round large scores to 1
+            # between 0 and 1 in the same order; a sigmoid would round large scores to 1
             both = functional.softsign(torch.cat([positive, negative]).detach().double()) / 2 + 0.5
             auc.update(both, torch.cat([torch.ones_like(positive), torch.zeros_like(negative)]).long())
             hits.update(positive.detach(), negative.detach())
@@ -198,17 +199,17 @@ class LinkPredictor(GraphModule):
         return total, count
 
     def _scores(self, shard: Shard, edges: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Of edges, and of as many pairs with other sources."""
+        """Return the scores of edges, and of as many negative pairs."""
         communicator, directory = self.communicator, self._directory
         assert directory is not None, "setup made it"
         source, target, e_id = edges
         rows = self(shard)
-        if self._known is None or self._known[0] is not shard:
-            self._known = shard, known_pairs(shard)
-        others = corrupted_sources(target, e_id, shard.num_nodes, known=self._known[1], seed=self.seed, epoch=epoch).to(
-            communicator.device
-        )
-        plan, position = directory.plan(others)
+        if self._edges is None or self._edges[0] is not shard:
+            self._edges = shard, known_pairs(shard)
+        negatives = corrupted_sources(
+            target, e_id, shard.num_nodes, known=self._edges[1], seed=self.seed, epoch=epoch
+        ).to(communicator.device)
+        plan, position = directory.plan(negatives)
         halo = communicator.exchange_rows(rows, shard.plan, label="rows of sources")
         drawn_rows = communicator.exchange_rows(rows, plan.to(rows.device), label="rows of other sources")
         return (
@@ -220,17 +221,15 @@ class LinkPredictor(GraphModule):
         if self.decoder is not None:
             out: Tensor = self.decoder(sources[source], targets[target])
             return out.reshape(-1)
-        pairs = CSR(
-            pointers(target, targets.size(0)), source, sources.size(0)
-        )  # edges are in the order of their targets
+        pairs = CSR(pointers(target, targets.size(0)), source, sources.size(0))  # edges are sorted by target
         return sddmm(pairs, sources.unsqueeze(1), targets.unsqueeze(1)).squeeze(1)
 
 
 def _refuse_norms(decoder: nn.Module) -> None:
-    """A decoder's rows are pairs of this rank: what it takes over all of them is not that of all ranks."""
+    """Refuse norms over a decoder's rows: these are the pairs of one rank, so statistics would differ between ranks."""
     for name, module in decoder.named_modules():
         if isinstance(module, tuple(GLOBAL_NORMS)) and getattr(module, "mode", "graph") != "node":
             raise InputError(
-                f"decoder: '{name}' ({type(module).__name__}) takes its statistics over the pairs of one rank, so that "
-                "models differ by the number of ranks; use a norm of each row by itself, as torch.nn.LayerNorm"
+                f"decoder: '{name}' ({type(module).__name__}) takes its statistics over the pairs of one rank, so the "
+                "result depends on the number of ranks; use a norm of single rows, such as torch.nn.LayerNorm"
             )

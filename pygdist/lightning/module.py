@@ -1,13 +1,14 @@
-"""What modules for graphs in parts have in common: the model is distributed for a run and given back after it."""
+"""The base of modules for partitioned graphs: distributes the model for a run and gives it back afterwards."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -15,6 +16,8 @@ from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.lightning import backend_states
+from pygdist.lightning.checks import check_accumulation, check_strategy
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
@@ -24,20 +27,23 @@ from pygdist.routing import distribute, undistribute
 
 __all__ = ["GraphModule"]
 
+_BACKEND_STATE = "backend_state"  # in a checkpoint
+
 
 class GraphModule(pl.LightningModule):
-    """Trains a PyG model on a graph in parts; what for, a subclass says.
+    """Trains a PyG model on a partitioned graph. The subclass defines the task.
 
     Args:
         model: Any module with PyG layers.
         backend: How neighbours arrive: a registered name, a class path, or an instance.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
-        savings: Which work need not be done, and the memory for it.
-        exact_evaluation: Where the backend trains without part of the graph, validate, test and predict on all of it.
+        savings: Shortcuts to take, and the memory for them.
+        exact_evaluation: If the backend trains without seeing all of the graph, validate, test and predict on all of
+            it nevertheless.
     """
 
-    #: Whether edges are held out for its evaluation, or nodes; by default edges if the data is told to hold some out.
+    #: It is evaluated on held-out edges, or else on nodes; ``None``: on edges if the data module holds some out.
     learns_edges: ClassVar[bool | None] = None
 
     def __init__(
@@ -57,101 +63,104 @@ class GraphModule(pl.LightningModule):
         self.lr, self.weight_decay = lr, weight_decay
         self.savings = savings
         self.exact_evaluation = exact_evaluation
-        self._bound: Shard | None = None  # what the backend works on
-        # where the backend does not evaluate itself
-        self._evaluation: WholeGraphEvaluation | None = None  # under way
-        self._kept_evaluation: WholeGraphEvaluation | None = None  # for the next one
+        self._bound: Shard | None = None  # what the backend is bound to
+        # if the backend does not evaluate
+        self._evaluation: WholeGraphEvaluation | None = None  # the one in progress
+        self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
         self.metrics = nn.ModuleDict()
 
     @override
     def setup(self, stage: str) -> None:
-        shard, communicator = self.shard, self._communicator()
-        accumulated = [self.trainer.accumulate_grad_batches]
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, GradientAccumulationScheduler):
-                accumulated += callback.scheduling.values()
-        if set(accumulated) != {1}:
-            data, number = self._datamodule(), max(accumulated)
-            if data.batches is not None or data.num_parts_in_all > communicator.world_size:
-                raise InputError(
-                    f"accumulate_grad_batches={number}: steps that follow each other may be on other parts, which are "
-                    "models of their own, or on none, where other ranks have more; Lightning would add their gradients "
-                    "and divide by their number. Leave it at 1; for fewer and larger steps make the mini-batches larger"
-                )
-            raise InputError(
-                f"accumulate_grad_batches={number}: a full-graph epoch is one step, so "
-                "there is nothing to accumulate, and Lightning would only divide the loss; leave it at 1"
-            )
-        # before a checkpoint is loaded: Lightning converts later, and "64-true" would round what it loads
-        self.trainer.precision_plugin.convert_module(self.model)
+        data = self._datamodule()
+        self.communicator = self._communicator()
+        self._take_off()  # a run that failed left the model distributed
+        self._check(data)
+        self._complete_parameters(data.shard)
+        self.place(data.here(data.shard))
+        distribute(self.model, backend=self.backend, savings=self._savings_for(data))
+
+    def _take_off(self) -> None:
+        """Put the model back as it was before :meth:`setup`."""
         self._forget_evaluation()
-        undistribute(self.model)  # a run that failed half-way left it distributed
+        undistribute(self.model)
+
+    def _check(self, data: GraphDataModule) -> None:
+        """Refuse what would not train what it seems to."""
+        num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
+        check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)
+        check_strategy(
+            type(self.trainer.strategy).__name__, self.backend, self.model,
+            averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,
+        )  # fmt: skip
+
+    def _complete_parameters(self, shard: Shard) -> None:
+        """Give parameters their dtype, and lazy ones their shape, before the model is distributed."""
+        # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
+        self.trainer.precision_plugin.convert_module(self.model)
         fill_in_sizes(self.model, shard)
-        self.communicator = communicator
-        strategy = self.trainer.strategy
-        if self.by_itself and communicator.world_size > 1 and self.backend.placement != "replicas":
-            raise InputError(
-                f"strategy '{type(strategy).__name__}' trains each part by itself, but backend '{self.backend.name}' "
-                "lets a part read rows that other ranks' models made; use backend replica"
-            )
-        if self.backend.placement == "replicas" and communicator.world_size > 1 and not self.by_itself:
-            names = {
-                type(one).__name__ for one in self.model.modules() if getattr(one, "running_mean", None) is not None
-            }
-            if names:
-                raise InputError(
-                    f"{', '.join(sorted(names))}: with backend replica a norm takes the statistics of a part, and "
-                    f"'{type(strategy).__name__}' averages gradients alone; use strategy model_averaging"
-                )
-        # all ranks say so: one of them may have a single part
-        if (several := self._datamodule().num_parts_in_all) > communicator.world_size and not self.by_itself:
-            raise InputError(
-                f"{several} parts on {communicator.world_size} ranks are models that must be averaged: use strategy "
-                "'model_averaging', or one part for each rank"
-            )
-        # where the model runs and in its type, as batches are: what the backend makes of the graph is made there
-        self.place(self._datamodule().here(shard))
-        savings = self.savings
-        if len(self._datamodule().parts) > 1:  # what is kept of a part is dropped with it before it is used again
-            savings = replace(savings, first_hop=False)
-        distribute(self.model, backend=self.backend, savings=savings)
+
+    def _savings_for(self, data: GraphDataModule) -> Savings:
+        """The shortcuts asked for, without those that do not last while a rank goes from part to part."""
+        return replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
 
     @override
     def teardown(self, stage: str) -> None:
-        self._forget_evaluation()
-        undistribute(self.model)
-        self.backend.unbind()
+        self._take_off()
+        self.let_go()
 
     @property
-    def by_itself(self) -> bool:
-        """Whether each part trains a model of its own, and no step sends gradients."""
+    def averages_models(self) -> bool:
+        """Each part trains a model of its own, and these are averaged; no step sends gradients."""
         strategy = self.trainer.strategy
         return isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
 
     def place(self, shard: Shard) -> None:
-        """Let the backend work on another part of this rank."""
+        """Bind the backend to a part of this rank, unless it is bound to it already."""
         if shard is not self._bound:
             self.backend.bind(shard, self.communicator)
             self._bound = shard
 
     def let_go(self) -> None:
-        """Before another part is opened: hold nothing of the one before."""
+        """Free the part that the backend is bound to, before another one is opened."""
         self.backend.unbind()
         self._bound = None
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self.backend.abilities.stateful or "optimizer_states" not in checkpoint:  # weights alone
+            return
+        if self._bound is None or not getattr(self.trainer.strategy, "is_open", True):
+            rank_zero_warn(
+                "the run has ended or failed, so the checkpoint lacks the state of backend "
+                f"'{self.backend.name}'; a run that is resumed from it begins without"
+            )
+        elif (state := backend_states.gathered(self.backend, self._bound, self.communicator)) is not None:
+            checkpoint[_BACKEND_STATE] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # load_from_checkpoint() binds nothing, and an evaluation goes on with nothing
+        if self._bound is None or self.trainer.state.fn != TrainerFn.FITTING or not self.backend.abilities.stateful:
+            return
+        if not backend_states.scatter(checkpoint.get(_BACKEND_STATE), self.backend, self._bound):
+            rank_zero_info(f"the checkpoint has no state of backend '{self.backend.name}', which begins without")
 
     # -- evaluation on the whole graph ------------------------------------------------------------------------------
 
     @property
     def network(self) -> nn.Module:
-        """The model as it runs now: through the backend, or, in an evaluation on the whole graph, through another."""
+        """The model that runs now: on the module's backend, or, in an evaluation on the whole graph, on another."""
         return self.model if self._evaluation is None else self._evaluation.model
 
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Tensor]:
-        """In an evaluation: the part that a batch is, and the model's output for it, one row per owned node.
+        """Return the part that a batch of an evaluation is, and the model's output for it, one row per owned node.
 
-        Of parts in turn that is in a file, and on the CPU.
+        If a rank runs several parts in turn, the output is on the CPU, mapped from a file.
         """
-        shard = _whole(batch)
+        shard = batch.shard if isinstance(batch, PartBatch) else batch
+        assert shard is not None, "no rank is idle in an evaluation"
         if self._evaluation is not None and self._evaluation.in_turns:
             return shard, self._evaluation.output_of(shard.rank)
         if self._evaluation is None:
@@ -159,7 +168,7 @@ class GraphModule(pl.LightningModule):
         return shard, self(shard)
 
     def _begin_evaluation(self) -> None:
-        if not self.exact_evaluation or self.backend.placement != "replicas":
+        if not self.exact_evaluation or self.backend.abilities.evaluates:
             return
         data = self._datamodule()
         if self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model):
@@ -181,45 +190,24 @@ class GraphModule(pl.LightningModule):
 
     def _forget_evaluation(self) -> None:
         self._end_evaluation()
-        kept, self._kept_evaluation = self._kept_evaluation, None
-        if kept is not None:
-            kept.close()
+        evaluation, self._kept_evaluation = self._kept_evaluation, None
+        if evaluation is not None:
+            evaluation.close()
 
-    # not where an evaluation starts: then a strategy that averages models has not put the average there
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_test_epoch_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_predict_epoch_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_validation_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
+    # not on_validation_start: there a strategy that averages models has not yet put the average into the module
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _begin_evaluation
+    on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     # ---------------------------------------------------------------------------------------------------------------
 
     @override
     def on_fit_start(self) -> None:
-        # dropout must not repeat its pattern on every rank; the parameters are equal already
+        # dropout must differ between ranks; the parameters are equal already
         torch.manual_seed(torch.initial_seed() + self.global_rank)
 
     @override
     def on_train_start(self) -> None:
-        self.communicator.epoch = self.current_epoch  # no epoch starts where a run goes on in the middle of one
+        self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
 
     @override
     def on_train_epoch_start(self) -> None:
@@ -230,7 +218,7 @@ class GraphModule(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def scaled(self, total: Tensor, count: int, count_here: int) -> Tensor:
-        """A rank's part of the loss, from its sum and the number of terms on all ranks and on this one."""
+        """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one."""
         strategy = self.trainer.strategy
         return total * (
             strategy.loss_scale(count, count_here) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count
@@ -238,7 +226,7 @@ class GraphModule(pl.LightningModule):
 
     @property
     def shard(self) -> Shard:
-        """What this rank holds of the graph, inside a run: its part, or of several the one that is open.
+        """The part that this rank holds during a run; of several, the one that is open.
 
         Raises:
             InputError: If the run has no :class:`~pygdist.lightning.GraphDataModule`.
@@ -246,12 +234,12 @@ class GraphModule(pl.LightningModule):
         return self._datamodule().shard
 
     def _datamodule(self) -> GraphDataModule:
-        found = getattr(self.trainer, "datamodule", None)
-        if not isinstance(found, GraphDataModule):
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, GraphDataModule):
             raise InputError(
                 f"{type(self).__name__} takes its graph from a GraphDataModule: trainer.fit(..., datamodule=...)"
             )
-        return found
+        return data
 
     def _communicator(self) -> Communicator:
         strategy = self.trainer.strategy
@@ -259,14 +247,7 @@ class GraphModule(pl.LightningModule):
             return strategy.communicator
         if self.trainer.world_size > 1:
             raise InputError(
-                f"strategy '{type(strategy).__name__}' averages the losses of ranks as if each had its own data; "
-                "on a graph in parts use strategy='graph_ddp'"
+                f"strategy '{type(strategy).__name__}' averages the ranks' losses as if each rank had a data set of "
+                "its own; a partitioned graph needs strategy='graph_ddp'"
             )
         return Communicator()
-
-
-def _whole(batch: Shard | PartBatch) -> Shard:
-    """The part that a batch is."""
-    shard = batch.shard if isinstance(batch, PartBatch) else batch
-    assert shard is not None, "nobody is idle in an evaluation"
-    return shard

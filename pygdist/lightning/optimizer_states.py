@@ -1,10 +1,9 @@
-"""The state of an optimiser (Adam's moments, say) where each part of the graph has one of its own.
+"""States of optimisers (Adam's moments, say), one for each part of the graph.
 
 A state is what torch keeps in ``optimizer.state``: for each parameter that was stepped, tensors and numbers by name,
-or lists and dictionaries of them (LBFGS).
-Here it is copied, averaged over parts, and brought to rank 0 for a checkpoint. There parameters go by their place in
-the optimiser, as in its ``state_dict``, so that a checkpoint needs no pickled objects. Functions that take a
-communicator are called on all ranks.
+or lists and dictionaries of them (LBFGS). States are copied, averaged over parts, and brought to rank 0 for a
+checkpoint. In a checkpoint a parameter is named by its place in the optimiser, as in ``Optimizer.state_dict``, so
+nothing is pickled. All ranks call the functions that take a communicator.
 """
 
 from __future__ import annotations
@@ -23,42 +22,43 @@ from torch.optim import Optimizer
 from pygdist.comm import Communicator
 from pygdist.comm.transfer import as_bytes
 from pygdist.errors import InputError
+from pygdist.lightning.to_rank_zero import to_rank_zero
 
 __all__ = ["State", "StateByNumber", "average", "by_number", "by_parameter", "copied", "gathered", "pack", "unpack"]
 
 State: TypeAlias = Any  # a defaultdict, which torch's optimisers make and expect: tensors and numbers by parameter
 StateByNumber: TypeAlias = dict[int, dict[str, Any]]
-"""A state by the place that each parameter has in the optimiser."""
+"""A state in which each parameter is named by its place in the optimiser."""
 
 
 def copied(optimizer: Optimizer) -> State:
-    """A copy of what the optimiser holds now, where it is."""
-    found = type(optimizer.state)(dict)
+    """Return a copy of the optimiser's state, on the same devices."""
+    state = type(optimizer.state)(dict)
     for parameter, entry in optimizer.state.items():
-        found[parameter] = _changed(entry, lambda value, name: value.clone())
-    return found
+        state[parameter] = _changed(entry, lambda value, name: value.clone())
+    return state
 
 
 def by_number(optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]) -> StateByNumber:
-    """A state by the places of parameters; its tensors are not copied."""
+    """Return a state by the places of parameters; its tensors are not copied."""
     return {
         number: dict(state[parameter]) for number, parameter in enumerate(_parameters(optimizer)) if parameter in state
     }
 
 
 def by_parameter(optimizer: Optimizer, state: StateByNumber) -> State:
-    """The inverse of :func:`by_number`: a copy, placed and typed as torch's ``load_state_dict`` does it."""
-    found = type(optimizer.state)(dict)
+    """Invert :func:`by_number`; tensors are copies, with the devices and dtypes that ``load_state_dict`` gives them."""
+    by_tensor = type(optimizer.state)(dict)
     places = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for number, entry in state.items():
         parameter, group = places[number]
-        found[parameter] = _changed(entry, partial(_placed, parameter, group))
-    return found
+        by_tensor[parameter] = _changed(entry, partial(_placed, parameter, group))
+    return by_tensor
 
 
 def _placed(parameter: Tensor, group: Mapping[str, Any], value: Tensor, name: str | None) -> Tensor:
-    """A copy of one tensor of a parameter's state, as ``Optimizer.load_state_dict`` would place it."""
-    if name == "step":  # torch keeps the number of steps on the CPU, unless a kernel reads it
+    """Return a copy of one tensor of a parameter's state, where ``Optimizer.load_state_dict`` would place it."""
+    if name == "step":  # torch keeps the number of steps on the CPU unless a kernel reads it
         on_device = group.get("fused") or group.get("capturable")
         return value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
     dtype = parameter.dtype if parameter.is_floating_point() and value.is_floating_point() else value.dtype
@@ -66,7 +66,7 @@ def _placed(parameter: Tensor, group: Mapping[str, Any], value: Tensor, name: st
 
 
 def _changed(value: Any, change: Callable[[Tensor, str | None], Tensor], name: str | None = None) -> Any:
-    """A value of a state with other tensors; its lists and dictionaries are new. ``name`` is the key in the last."""
+    """Return a copy of a state's value with all tensors changed; ``name`` is its key in a dictionary."""
     if isinstance(value, Tensor):
         return change(value, name)
     if isinstance(value, dict):
@@ -79,15 +79,15 @@ def _changed(value: Any, change: Callable[[Tensor, str | None], Tensor], name: s
 def average(
     optimizer: Optimizer, states: Mapping[int, State], shares: Mapping[int, float], communicator: Communicator
 ) -> None:
-    """Average the states that parts have of one optimiser, in place; all ranks call it.
+    """Average one optimiser's states over parts, in place; all ranks make the call.
 
-    Tensors of floating point are averaged, numbers of steps among them. Parts that never made a step have no state,
+    Floating-point tensors are averaged, which includes numbers of steps. Parts that never made a step have no state
     and get none.
 
     Args:
-        optimizer: Whose states they are.
-        states: Of this rank's parts.
-        shares: The weight of each of these parts.
+        optimizer: The optimiser.
+        states: Its states, by part of this rank.
+        shares: The weight of each part of this rank.
         communicator: The ranks.
 
     Raises:
@@ -97,28 +97,29 @@ def average(
     layouts = {tuple((key, value.numel()) for key, value in row.items()) for row in rows.values()}
     layout = next(iter(layouts), ())
     share = sum(shares[part] for part in rows)
-    found = [float(len(layouts)), float(zlib.crc32(repr(layout).encode())), share, sum(size for _, size in layout)]
-    table = communicator.gather([*found, float(any(map(_has_lists, states.values())))])
-    there = table[table[:, 0] > 0]
-    if there.size(0) == 0:
+    checksum, size = float(zlib.crc32(repr(layout).encode())), float(sum(size for _, size in layout))
+    has_lists = float(any(map(_has_lists, states.values())))
+    table = communicator.gather([float(len(layouts)), checksum, share, size, has_lists])
+    stepped = table[table[:, 0] > 0]  # ranks with states
+    if stepped.size(0) == 0:
         return
-    if bool(there[:, 4].any()):
+    if bool(stepped[:, 4].any()):
         raise InputError(
             f"optimizer_state=average: {type(optimizer).__name__} keeps lists of tensors, which have no mean; use "
             "local or reset"
         )
-    if bool((there[:, :2] != there.new_tensor([1.0, float(there[0, 1])])).any()):
+    if bool((stepped[:, :2] != stepped.new_tensor([1.0, float(stepped[0, 1])])).any()):
         raise InputError(
-            "optimizer_state=average: parts have states of different parameters, some of which got no gradient; "
-            "use local or reset"
+            "optimizer_state=average: parts have states of different parameters, as some parameters got no gradient on "
+            "some parts; use local or reset"
         )
     device = _parameters(optimizer)[0].device
-    total = torch.zeros(int(there[0, 3]), dtype=torch.float64, device=device)
+    total = torch.zeros(int(stepped[0, 3]), dtype=torch.float64, device=device)
     for part, row in rows.items():
         total.add_(torch.cat([value.reshape(-1).to(total) for value in row.values()]), alpha=shares[part])
     if communicator.world_size > 1:
         communicator.reduce_in_place(total, "optimiser states")
-    total /= float(there[:, 2].sum())
+    total /= float(stepped[:, 2].sum())
     for row in rows.values():
         for value, mean in zip(row.values(), total.split([value.numel() for value in row.values()]), strict=True):
             value.copy_(mean.view_as(value))
@@ -127,36 +128,31 @@ def average(
 def gathered(
     optimizers: Sequence[Optimizer], states: Mapping[int, Sequence[State]], communicator: Communicator
 ) -> tuple[dict[str, list[StateByNumber]], int]:
-    """The states of all parts, on rank 0; all ranks call it.
+    """Bring the states of all parts to rank 0; all ranks make the call.
 
     Args:
         optimizers: The optimisers.
-        states: Of this rank's parts, a state of each optimiser.
+        states: The state of each optimiser, by part of this rank.
         communicator: The ranks.
 
     Returns:
-        The states by part, as text, nothing on other ranks than 0; and the bytes that all ranks together sent.
+        On rank 0 the states by part (its number as text), nothing on other ranks; and the bytes that all ranks sent.
     """
-    own = {
+    by_part = {
         str(part): [by_number(optimizer, state) for optimizer, state in zip(optimizers, mine, strict=True)]
         for part, mine in states.items()
     }
-    if communicator.world_size == 1:
-        return own, 0
-    payload = pack(own if communicator.rank else {}).to(communicator.device)
-    sizes = communicator.gather([float(payload.numel())])[1:, 0].long().tolist()
-    if communicator.rank != 0:
-        communicator.send_to(0, [payload], label="optimiser states")
-        return {}, sum(sizes)
-    for rank, size in enumerate(sizes, start=1):
-        arrived = torch.empty(size, dtype=torch.uint8, device=communicator.device)
-        communicator.receive_from(rank, [arrived], label="optimiser states")
-        own |= unpack(arrived.cpu())
-    return own, sum(sizes)
+    payload = pack(by_part if communicator.rank else {})
+    sizes, arriving = to_rank_zero([payload], communicator, label="optimiser states")
+    if communicator.rank:
+        return {}, sum(sizes[1:])
+    for (arrived,) in arriving:
+        by_part |= unpack(arrived.cpu())
+    return by_part, sum(sizes[1:])
 
 
 def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:
-    """States as bytes: a line of JSON that describes them, then the contents of their tensors; no pickle.
+    """Turn states into bytes: a line of JSON that describes them, then the contents of their tensors; no pickle.
 
     Returns:
         uint8, on the CPU.
@@ -168,7 +164,7 @@ def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:
 
 
 def _described(value: Any, contents: list[Tensor]) -> Any:
-    """A value as JSON, where an object has one key, its type; the bytes of tensors go to ``contents``."""
+    """Return a value as JSON, in which each object has one key, its type; append tensors' bytes to ``contents``."""
     if isinstance(value, Tensor):
         contents.append(as_bytes(value.detach().cpu().contiguous()))
         return {str(value.dtype).removeprefix("torch."): list(value.shape)}
@@ -181,14 +177,14 @@ def _described(value: Any, contents: list[Tensor]) -> Any:
 
 
 def unpack(payload: Tensor) -> dict[str, list[StateByNumber]]:
-    """The inverse of :func:`pack`."""
+    """Invert :func:`pack`."""
     contents = io.BytesIO(payload.numpy().tobytes())
     described = json.loads(contents.readline())
     return {part: [_restored(optimizer, contents) for optimizer in mine] for part, mine in described.items()}
 
 
 def _restored(described: Any, contents: io.BytesIO) -> Any:
-    """The inverse of :func:`_described`."""
+    """Invert :func:`_described`."""
     if isinstance(described, list):
         return [_restored(one, contents) for one in described]
     if not isinstance(described, dict):
@@ -209,7 +205,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _tensors(optimizer: Optimizer, state: State) -> dict[tuple[int, str], Tensor]:
-    """The tensors that are averaged, by the place of the parameter and name."""
+    """Return the tensors that are averaged, by the parameter's place and their name."""
     return {
         (number, name): value
         for number, entry in by_number(optimizer, state).items()

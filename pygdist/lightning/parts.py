@@ -1,7 +1,7 @@
-"""What a step on a part of the graph is given: the whole part, some of its nodes, or nothing.
+"""Loaders over a rank's parts. A training step gets a whole part, a mini-batch of it, or nothing.
 
-Ranks may have different numbers of steps in an epoch, but Lightning makes a collective call in each. So all ranks make
-as many as the one with most, and are idle in those for which they have nothing.
+Ranks may have different numbers of batches in an epoch, but Lightning makes a collective call in each step. So all
+ranks make as many steps as the rank with most batches, and are idle when they have no batch left.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.sampler import BatchLoader
 
-__all__ = ["PartBatch", "PartLoader", "Resumable", "sampled_graph"]
+__all__ = ["FullGraphLoader", "PartBatch", "PartLoader", "Resumable", "sampled_graph"]
 
 
 class PartBatch:
-    """What one step works on.
+    """The input of one step: a part, a mini-batch of it, or nothing.
 
     Args:
-        part: Which part of the graph; ``None`` if the rank is idle.
-        open_part: Gives a part, which may let go of the one before.
+        part: Number of the part; ``None`` if the rank is idle.
+        open_part: Returns a part, and may free the one before.
         sample: A mini-batch of the part; ``None`` for the whole part.
     """
 
-    # no dataclass: Lightning's precision plugins copy those field by field
+    # not a dataclass, as Lightning's precision plugins copy dataclasses field by field
     def __init__(
         self,
         part: int | None = None,
@@ -45,71 +45,71 @@ class PartBatch:
 
     @property
     def shard(self) -> Shard | None:
-        """The part; ``None`` if the rank is idle. It is not held here, as Lightning's loops hold batches for long."""
+        """The part, opened when asked for, as Lightning's loops hold batches for long; ``None`` if the rank is idle."""
         return None if self.part is None or self._open is None else self._open(self.part)
 
-    if not TYPE_CHECKING:  # who checks types sees what there is
+    if not TYPE_CHECKING:  # type checkers report attributes that do not exist
 
         def __getattr__(self, name: str) -> Any:
-            if name in vars(PartBatch):  # opening a part raised it
+            if name in vars(PartBatch):  # the property `shard` raised an AttributeError
                 return object.__getattribute__(self, name)
             raise AttributeError(
-                f"a PartBatch has no '{name}': with backend replica a step is given a part (batch.shard), a mini-batch "
-                "of it (batch.sample) or nothing; for another loss override NodeClassifier.node_losses, not "
-                "training_step",
+                f"a PartBatch has no '{name}': a backend that trains parts by themselves gets a part (batch.shard), a "
+                "mini-batch of it (batch.sample) or nothing in a step; for another loss override "
+                "NodeClassifier.node_losses, not training_step",
                 name=name,
                 obj=self,
             )
 
 
 class Resumable(ABC):
-    """What Lightning asks of a loader so that a run may go on in the middle of an epoch.
+    """Base of loaders with which a run can resume within an epoch.
 
-    Lightning counts the steps itself; a checkpoint says here what they were steps of. Both are the same on all ranks,
-    of which Lightning keeps what rank 0 says.
+    Lightning counts the steps that were made; a checkpoint also holds the layout of the epoch, which must be the same
+    when the run resumes. Both are equal on all ranks, and Lightning saves those of rank 0.
 
     Args:
-        made: Steps that were made of the epoch that goes on; 0 between epochs.
-        dealt: What a step depends on, such as the number of ranks.
+        made: Returns the number of steps made in the epoch that is resumed; 0 between epochs.
+        dealt: Numbers that decide what a step is, such as the number of ranks.
     """
 
     def __init__(self, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None) -> None:
         self._made, self._dealt = made, dict(dealt or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What an epoch is made of here."""
+        """Return the layout of an epoch: its number of steps, and the numbers that decide what a step is."""
         return {"steps": len(self), **self._dealt}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with an epoch that was begun in another run.
+        """Resume an epoch that was begun in another run.
 
         Raises:
-            InputError: On all ranks, if that run dealt parts in another way, so that nobody knows what is left.
+            InputError: On all ranks, if that run had another layout, so the remaining steps are not known.
         """
-        made, own = self._made(), self.state_dict()
-        if made and state != own:
-            then, now = (", ".join(f"{value} {name}" for name, value in one.items()) for one in (state, own))
+        made, layout = self._made(), self.state_dict()
+        if made and state != layout:
+            then, now = (", ".join(f"{value} {name}" for name, value in one.items()) for one in (state, layout))
             raise InputError(
-                f"the checkpoint was made after {made} steps of an epoch with {then}, and here are {now}: resume it "
-                "with the same, or take a checkpoint from the end of an epoch"
+                f"the checkpoint was made after {made} steps of an epoch with {then}, but this run has {now}: resume "
+                "it with the same numbers, or take a checkpoint from the end of an epoch"
             )
 
     @abstractmethod
     def __len__(self) -> int:
-        """Steps of an epoch, the same on all ranks."""
+        """Return the number of steps of an epoch, the same on all ranks."""
 
 
 class PartLoader(Resumable):
-    """Goes over parts, one after the other; one is open at a time.
+    """Yields a rank's parts, or their mini-batches, one part after another; one part is open at a time.
 
-    It is no ``DataLoader``, for the reason that :class:`~pygdist.lightning.datamodule.FullGraphLoader` is none.
+    It is no ``DataLoader``, for the same reason as :class:`FullGraphLoader`.
 
     Args:
-        parts: Which parts.
-        open_part: Gives a part, which may let go of the one before.
-        cut: Gives a part's mini-batches; ``None`` to take each part whole.
-        epoch: The epoch that begins, by which mini-batches differ.
-        made: As for :class:`Resumable`: so many steps of an epoch are passed over.
+        parts: Numbers of the parts.
+        open_part: Returns a part, and may free the one before.
+        cut: Returns a part's mini-batches; ``None`` to take each part whole.
+        epoch: Returns the epoch that begins, on which mini-batches depend.
+        made: As for :class:`Resumable`; so many steps of an epoch are skipped.
         dealt: As for :class:`Resumable`.
     """
 
@@ -127,11 +127,11 @@ class PartLoader(Resumable):
         self._parts = list(parts)
         self._open, self._cut, self._epoch = open_part, cut, epoch
         self._samples: tuple[int, BatchLoader] | None = None  # of the part that is open
-        self.num_steps: int | None = None  # of every rank, where that is more than this one has batches
+        self.num_steps: int | None = None  # of all ranks, if some have more batches than this one
 
     @property
     def num_batches(self) -> int:
-        """Steps of an epoch in which this rank has something to do."""
+        """Number of batches that this rank has in an epoch; in further steps it is idle."""
         return sum(self._batches_by_part.values())
 
     @cached_property
@@ -143,7 +143,7 @@ class PartLoader(Resumable):
         return self.num_batches if self.num_steps is None else self.num_steps
 
     def __iter__(self) -> Iterator[PartBatch]:
-        made = self._made()  # when the first batch is asked for: Lightning makes iterators that it does not use
+        made = self._made()  # not earlier: Lightning makes iterators that it does not use
         for part, count in self._batches_by_part.items():
             if made < count:
                 yield from self._batches_of(part, made)
@@ -161,27 +161,53 @@ class PartLoader(Resumable):
         del samples
         for sample in batches:
             left -= 1
-            if not left and len(self._parts) > 1:  # they hold the part, and this may wait here for long
+            if not left and len(self._parts) > 1:  # they hold the part, and the generator may wait here for long
                 self._samples = batches = None  # type: ignore[assignment]
             yield PartBatch(part, self._open, sample)
 
     def _samples_of(self, part: int) -> BatchLoader:
         if self._samples is None or self._samples[0] != part:
             assert self._cut is not None
-            self._samples = None  # before the next part is opened: it holds the one before
+            self._samples = None  # they hold the part before
             self._samples = (part, self._cut(part, self._open(part)))
         return self._samples[1]
 
 
-def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
-    """A mini-batch as a model is called with it: edges sorted by destination, so that layers take our kernels.
+class FullGraphLoader(Resumable):
+    """Yields the rank's one part, once per epoch: a full-graph epoch is one step.
 
-    ``edge_norm`` of GraphSAINT becomes the edges' weight, or a factor of it; where a layer takes no weights the backend
+    It is no ``DataLoader``, as Lightning would put a distributed sampler into one, and a rank would see another
+    rank's data.
+
+    Args:
+        shard: The part.
+        made: As for :class:`Resumable`.
+        dealt: As for :class:`Resumable`.
+    """
+
+    def __init__(
+        self, shard: Shard, *, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(made, dealt)
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Shard]:
+        yield self.shard
+
+    @override
+    def __len__(self) -> int:
+        return 1
+
+
+def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
+    """Return a mini-batch as the graph and edges of a model's call; edges are sorted by destination, as kernels need.
+
+    GraphSAINT's ``edge_norm`` becomes the edges' weight, or a factor of it. For layers that take no weights the backend
     finds it with the edges.
     """
-    given = (*EDGE_FIELDS, "edge_norm")
-    graph, edges = Data(**{name: value for name, value in sample.items() if name not in given}), sample.edge_index
-    fields = {name: sample[name] for name in given if sample.get(name) is not None}
+    names = (*EDGE_FIELDS, "edge_norm")
+    graph, edges = Data(**{name: value for name, value in sample.items() if name not in names}), sample.edge_index
+    fields = {name: sample[name] for name in names if sample.get(name) is not None}
     num_nodes = int(sample.num_nodes)
     if bool((edges[1, 1:] >= edges[1, :-1]).all()):
         adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)

@@ -1,7 +1,7 @@
-"""What mini-batches need to know of a part beforehand, where a rank has several: found once, kept in files.
+"""Files with the facts about each part that mini-batches need, for ranks with several parts; computed once.
 
-Clusters take 4 bytes for each row, GraphSAINT's norms 4 for each row and edge, as much as the topology itself, and take
-long to find. A rank that goes from part to part in every epoch may hold neither in memory, nor find them anew.
+Clusters take 4 bytes per row, GraphSAINT's norms 4 per row and edge, as much as the topology itself, and they take long
+to compute. A rank that goes through several parts in every epoch can neither hold them in memory nor compute them anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Precomputed:
     """Tensors of each part by name, until :meth:`close`.
 
     Args:
-        folder: Where a folder for the files is made, which goes with this object; by default that for temporary files.
+        folder: A temporary folder for the files is made in it; by default in the system's folder for such.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -29,19 +29,19 @@ class Precomputed:
         self._names: dict[int, list[str]] = {}
 
     def of(self, part: int, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What is known of a part, memory-mapped: nothing is held here.
+        """Return the tensors of a part, memory-mapped.
 
         Args:
-            part: Which part.
-            compute: Finds it, the first time; tensors on the CPU.
+            part: Number of the part.
+            compute: Computes them, the first time; tensors on the CPU.
         """
         place = Path(self._folder.name)
         if part not in self._names:
-            found = compute()
-            for name, value in found.items():
+            tensors = compute()
+            for name, value in tensors.items():
                 np.save(place / f"{name}-{part}.npy", value.numpy())
-            self._names[part] = list(found)
-        # copy-on-write: what a user does to a field stays in this process
+            self._names[part] = list(tensors)
+        # copy-on-write: changes that a user makes to a field stay in this process
         return {
             name: torch.from_numpy(np.load(place / f"{name}-{part}.npy", mmap_mode="c")) for name in self._names[part]
         }

@@ -1,7 +1,7 @@
-"""How ranks keep one model: gradients averaged by DDP, with what a graph in parts needs around it.
+"""Ranks keep one model: DDP averages gradients, with the additions that a partitioned graph needs.
 
-On top of Lightning's DDP: the loss scaling that makes DDP's mean over ranks the true mean over nodes, a process group
-of its own for the exchanges of backends, and a watchdog that names a late or lost rank.
+Lightning's DDP, and besides: a loss scale that turns DDP's mean over ranks into the mean over nodes, a separate
+process group for the exchanges of backends, and a watchdog that names a late or lost rank.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["GraphDDPStrategy"]
 
 log = logging.getLogger(__name__)
 
-# what gloo and nccl say when the other end is gone or silent
+# from messages of gloo and nccl when the other end is gone or silent
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
-# what DDP says of parameters without gradient, and what Lightning makes of it
+# from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
-_OURS = False  # whether the default process group is Lightning's, and not one that the user's script had made before
-_RUNS = itertools.count()  # fits, tests, ... of this process; the same on every rank
+_OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
+_RUNS = itertools.count()  # fits, tests, ... of this process; equal on all ranks
 
 
 class GraphDDPStrategy(DDPStrategy):
-    """Gradient averaging over the parts of one graph; gloo on CPU, nccl on CUDA.
+    """Averages gradients over the parts of one graph; gloo on CPU, nccl on CUDA.
 
     ``--trainer.strategy=graph_ddp``, or ``graph_ddp_notebook`` where processes must be forked. Everything else
     (``devices``, ``num_nodes``, torchrun, SLURM, checkpoints) is as in Lightning's ``ddp``.
@@ -49,13 +49,13 @@ class GraphDDPStrategy(DDPStrategy):
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
-        lost_after_s: Seconds without a heartbeat after which a rank counts as lost, and the others leave even if they
-            wait in a call that no error reaches, as with nccl.
-        check_order: Debugging: before every exchange, check that all ranks are about to make the same call.
-        keep_memory: On CPU, let processes keep the memory of freed tensors for those of the next epoch, from the second
-            epoch of training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
-        start_method: How Lightning starts the processes.
-        find_unused_parameters: As in DDP; needed if some parameters take no part in the loss.
+        lost_after_s: Seconds without a heartbeat after which a rank counts as lost. The other ranks then exit, even
+            if they wait in a call that no error reaches, as with nccl.
+        check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
+        keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
+            training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
+        start_method: The way in which Lightning starts the processes.
+        find_unused_parameters: As in DDP; needed if the loss does not depend on some parameters.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
     """
 
@@ -87,23 +87,28 @@ class GraphDDPStrategy(DDPStrategy):
 
     @property
     def communicator(self) -> Communicator:
-        """What backends exchange rows with, on a process group of its own."""
+        """The communicator for the exchanges of backends, on a process group of its own."""
         if self._communicator is None:
             raise RuntimeError("the communicator exists from setup_environment() on, inside fit, validate, test, ...")
         return self._communicator
 
+    @property
+    def is_open(self) -> bool:
+        """The ranks can communicate: the run has neither ended nor failed."""
+        return self._communicator is not None
+
     def loss_scale(self, num_labelled: int, num_here: int) -> float:
-        """Factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
+        """Return the factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
 
         Args:
-            num_labelled: Labelled training nodes of all ranks.
-            num_here: Of this rank.
+            num_labelled: Number of labelled training nodes of all ranks.
+            num_here: Number of those of this rank.
         """
         return ddp_loss_scale(num_labelled, self.world_size)
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether every step sends its gradients, so that all ranks must make it."""
+        """Gradients are sent in every step, so all ranks must make every step."""
         return True
 
     @override
@@ -134,7 +139,7 @@ class GraphDDPStrategy(DDPStrategy):
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(
-                dist.PrefixStore(f"run-{next(_RUNS)}", store),  # what an earlier run left there must not be read
+                dist.PrefixStore(f"run-{next(_RUNS)}", store),  # entries of an earlier run must not be read
                 self.global_rank,
                 self.world_size,
                 warn_after_s=self._warn_after_s,
@@ -150,8 +155,8 @@ class GraphDDPStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
             rank_zero_info(
-                "sync_batchnorm has no effect: norms over nodes take their statistics over all ranks, but with backend "
-                "'replica' over a part"
+                "sync_batchnorm has no effect: norms over nodes take their statistics over all ranks, or over one part "
+                "if the backend trains each part by itself"
             )
             self._layer_sync = None
         super().setup(trainer)
@@ -166,7 +171,7 @@ class GraphDDPStrategy(DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._epochs_begun += batch_idx == 0
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
-            keep_freed_memory()  # not before: what the first epoch takes for plans that stay is never asked for again
+            keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -174,11 +179,11 @@ class GraphDDPStrategy(DDPStrategy):
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
         of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
         if not of_all_ranks:
-            atexit.unregister(_end_process_group)  # it would wait for calls that a lost rank never answers
+            atexit.unregister(_end_process_group)  # it would wait for a lost rank
         if unused:
             self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
             raise InputError(
-                "some parameters of the model take no part in its loss; freeze or remove them, or use strategy "
+                "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             ) from exception
         if self._watchdog is None:
@@ -186,9 +191,9 @@ class GraphDDPStrategy(DDPStrategy):
         if isinstance(exception, LostRankError):
             self._close(LOST_A_NEIGHBOUR)
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
-            found, place = self._watchdog.diagnose(), self._place
+            diagnosis, place = self._watchdog.diagnose(), self._place
             self._close(LOST_A_NEIGHBOUR)
-            raise LostRankError(f"{place}: a collective call failed; {found}") from exception
+            raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
             self._close(f"{type(exception).__name__}: {exception}")
 
@@ -197,20 +202,20 @@ class GraphDDPStrategy(DDPStrategy):
         method = "" if self._start_method == "popen" else f"_{self._start_method}"
         return f"graph_ddp{method}_find_unused_parameters_true"
 
-    def _leave(self, found: str) -> None:
-        """End this process and those that it launched: its main thread waits for a rank that will not answer."""
-        log.error("%s: %s; leaving", self._place, found)
+    def _leave(self, diagnosis: str) -> None:
+        """End this process and those that it launched, as its main thread waits for a rank that will not answer."""
+        log.error("%s: %s; leaving", self._place, diagnosis)
         if self._launcher is not None:
             self._launcher.kill(signal.SIGKILL)
         os._exit(1)
 
     @property
     def _place(self) -> str:
-        epoch = 0 if self._communicator is None else self._communicator.epoch  # a rank may be lost before there is one
+        epoch = 0 if self._communicator is None else self._communicator.epoch  # a rank may be lost earlier
         return f"rank {self.global_rank}, epoch {epoch}"
 
     def _close(self, farewell: str) -> None:
-        """Leave the other ranks, and say why."""
+        """Tell the other ranks that this one leaves, and why."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.close(farewell)
@@ -241,16 +246,16 @@ class GraphDDPStrategy(DDPStrategy):
 def _end_process_group() -> None:
     """Destroy the default process group while Python still runs; Lightning leaves gloo's to the end of the process.
 
-    A thread of gloo lets go of the tensors of a collective call after the call has returned. If Python ends in between,
-    nobody can free them any more and the process aborts: "terminate called without an active exception".
+    A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
+    they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
-    gc.collect()  # what still refers to the group would keep its threads
+    gc.collect()  # any reference to the group would keep its threads
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _register() -> None:
-    """Make the names known to Lightning, which has no entry point for strategies."""
+    """Register the names with Lightning, which has no entry point for strategies."""
     if "graph_ddp" not in StrategyRegistry:
         GraphDDPStrategy.register_strategies(StrategyRegistry)
 

@@ -1,4 +1,4 @@
-"""When each rank computed, packed, sent and waited: a Chrome trace and a picture of some epochs."""
+"""A timeline of some epochs, as a Chrome trace and a picture: when each rank computed, packed, sent and waited."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Recorder, Span
 from pygdist.lightning.module import GraphModule
+from pygdist.lightning.to_rank_zero import to_rank_zero
 
 __all__ = ["Timeline", "clock_offset"]
 
-_COLOURS = {  # what is shown first may be covered by what comes after it
+_COLOURS = {  # in the order of drawing: later kinds may cover earlier ones
     "travel": "0.6", "compute": "C0", "aggregate": "C9", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5",
     "reduce": "C4",
 }  # fmt: skip
@@ -27,21 +28,21 @@ _PINGS = 9
 
 
 class Timeline(pl.Callback):
-    """Records what every rank did in some training epochs, and writes it as a picture and as a Chrome trace.
+    """Records what every rank does in some training epochs, and writes a Chrome trace and a picture of it.
 
-    A rank *packs* the rows that it sends, *sends* (hands them to the transport), *waits* until all of its own and
-    others' rows are through, and *unpacks* gradients that come back; it *aggregates* what needs no rows or has them;
-    the rest of an epoch is *compute*, DDP's averaging of gradients included. Of a validation only the average of models
-    for it is recorded (strategy ``model_averaging``, between two averages). On a thin line below stands what goes on
-    meanwhile and costs the rank no time: rows *travel*, and in ring order another thread *sends* them. Times are those
-    of each machine's monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host,
-    which runs ahead of the device.
+    A rank *packs* the rows that it sends, *sends* them (hands them to the transport), *waits* until its own and others'
+    rows have arrived, *unpacks* gradients that come back, and *aggregates* rows that are there. The rest of an epoch is
+    *compute*, including DDP's averaging of gradients. A thin line below shows what goes on at the same time and costs
+    the rank nothing: rows *travel*, and in ring order another thread *sends* them. Of a validation only the average of
+    models for it is recorded (strategy ``model_averaging``, between two averages). Times are those of each machine's
+    monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host, which runs ahead of
+    the device.
 
     Args:
-        path: The trace, which Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open; rank 0 writes it when
-            training ends, and beside it the same as ``.png``.
+        path: The trace, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``. Rank 0 writes it when training
+            ends, and the picture beside it as ``.png``.
         first_epoch: The first epoch to record. Epoch 0 does work that later ones do not.
-        epochs: How many to record.
+        epochs: Number of epochs to record.
 
     Example:
         >>> trainer = pl.Trainer(devices=4, strategy="graph_ddp", callbacks=[Timeline("timeline.json")])
@@ -87,13 +88,13 @@ class Timeline(pl.Callback):
         epoch = f"epoch {trainer.current_epoch}"
         self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
 
-    # a strategy averages models between these two
+    # a strategy may average models between the next two hooks
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(pl_module, GraphModule) or trainer.sanity_checking or not self._wants(trainer):
             return
-        self._validates = pl_module.communicator.recorder is None  # else it is in the middle of an epoch
+        self._validates = pl_module.communicator.recorder is None  # otherwise an epoch is being recorded
         if self._validates:
             pl_module.communicator.recorder = Recorder()
 
@@ -111,17 +112,17 @@ class Timeline(pl.Callback):
             dataclasses.replace(one, start=one.start + self._offset, end=one.end + self._offset) for one in self._spans
         ]
         by_rank = _collected(moved, pl_module.communicator)
-        if by_rank is not None and any(by_rank):
+        if any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(chrome_trace(by_rank)), encoding="utf-8")
             draw(by_rank, self.path.with_suffix(".png"))
 
 
 def clock_offset(communicator: Communicator) -> int:
-    """Nanoseconds to add to this rank's monotonic clock to get rank 0's; every rank calls it.
+    """Return the nanoseconds to add to this rank's monotonic clock to get rank 0's; all ranks make the call.
 
-    Each rank in turn asks rank 0 for the time; of several answers the one that came back fastest counts, taken as given
-    halfway.
+    Each rank in turn asks rank 0 for the time, several times. The fastest answer counts, and rank 0 is taken to have
+    read its clock halfway between question and answer.
     """
     offset = 0
     for rank in range(1, communicator.world_size):
@@ -142,23 +143,21 @@ def clock_offset(communicator: Communicator) -> int:
 
 
 def with_compute(spans: Sequence[Span], start: int, end: int, label: str) -> list[Span]:
-    """Spans inside an epoch, and the gaps between them as ``compute``."""
-    found, at = [], start
+    """Return the spans of an epoch, with the gaps between them as ``compute``."""
+    filled, at = [], start
     for span in sorted(spans, key=lambda one: one.start):
-        if span.aside:
-            found.append(span)
-            continue
-        if span.start > at:
-            found.append(Span("compute", label, at, span.start))
-        found.append(span)
-        at = max(at, span.end)
+        if not span.aside:
+            if span.start > at:
+                filled.append(Span("compute", label, at, span.start))
+            at = max(at, span.end)
+        filled.append(span)
     if end > at:
-        found.append(Span("compute", label, at, end))
-    return found
+        filled.append(Span("compute", label, at, end))
+    return filled
 
 
 def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
-    """The spans of each rank in Chrome's trace event format, in microseconds from the first one."""
+    """Return the spans of each rank in Chrome's trace event format, in microseconds since the first one began."""
     first = min(span.start for spans in by_rank for span in spans)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(by_rank):
@@ -175,8 +174,8 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
-    """A line for each rank, a colour for each kind; a thin one below it for what goes on meanwhile."""
-    from matplotlib.figure import Figure  # without pyplot: the user's choice of a window system is not touched
+    """Draw a line for each rank with a colour for each kind, and a thin line below it for what goes on meanwhile."""
+    from matplotlib.figure import Figure  # pyplot would choose a window system
     from matplotlib.patches import Patch
 
     first = min(span.start for spans in by_rank for span in spans)
@@ -185,8 +184,8 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
     for rank, spans in enumerate(by_rank):
         for kind, colour in _COLOURS.items():
             for aside, place in ((False, (rank - 0.4, 0.64)), (True, (rank + 0.28, 0.12))):
-                mine = [one for one in spans if (one.kind, one.aside) == (kind, aside)]
-                bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in mine]
+                drawn = [one for one in spans if (one.kind, one.aside) == (kind, aside)]
+                bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in drawn]
                 axis.broken_barh(bars, place, facecolors=colour)
     kinds = [kind for kind in _COLOURS if any(one.kind == kind for spans in by_rank for one in spans)]
     axis.legend(
@@ -202,17 +201,9 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _collected(spans: Sequence[Span], communicator: Communicator) -> list[list[Span]] | None:
-    """The spans of every rank, on rank 0; ``None`` on the others."""
+def _collected(spans: Sequence[Span], communicator: Communicator) -> list[list[Span]]:
+    """Return the spans of all ranks on rank 0, and nothing on the others; all ranks make the call."""
     text = json.dumps([dataclasses.astuple(one) for one in spans]).encode()
-    sizes = communicator.gather([float(len(text))])[:, 0].long().tolist()
-    if communicator.rank != 0:
-        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(communicator.device)
-        communicator.send_to(0, [raw], label="timeline")
-        return None
-    texts = [text]
-    for rank, size in enumerate(sizes[1:], start=1):
-        raw = torch.empty(size, dtype=torch.uint8, device=communicator.device)
-        communicator.receive_from(rank, [raw], label="timeline")
-        texts.append(bytes(raw.cpu().numpy()))
-    return [[Span(*one) for one in json.loads(one_text)] for one_text in texts]
+    raw = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    _, arriving = to_rank_zero([raw], communicator, label="timeline")
+    return [[Span(*one) for one in json.loads(bytes(text.cpu().numpy()))] for (text,) in arriving]

@@ -1,4 +1,4 @@
-"""For those who write a backend: real ranks in a test, and the exactness suite that our own backends pass."""
+"""Tools to test a backend: real ranks in a test, and the exactness suite that our own backends pass."""
 
 from pygdist.testing.exactness import Difference, Step, assert_exact, supported_layers, without_dropout
 from pygdist.testing.graphs import GRAPHS, random_graph

@@ -1,6 +1,6 @@
 """The exactness suite: one step on N ranks against one step of plain PyG on one process, number by number.
 
-``exact = True`` on a backend means that this passes: same loss, outputs, gradients and updated parameters, for every
+A backend whose abilities say ``exact`` passes it: same loss, outputs, gradients and updated parameters, for every
 world size, with empty parts, isolated nodes and parts without training nodes. :func:`assert_exact` holds any backend
 to it; ``pygdist verify`` runs the same comparison on a user's model and graph.
 """
@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
-from pygdist.backends import Backend, Savings, resolve_backend
+from pygdist.backends import Abilities, Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one training step computed.
+    """Results of one training step.
 
     Attributes:
         loss: The mean loss over all labelled training nodes.
@@ -62,7 +62,7 @@ class Step:
         parameters: By name, after one step of SGD with learning rate 0.1.
         buffers: By name, after the step; running statistics of norms.
         evaluated: Like ``output``, in evaluation mode and after the step.
-        unused: Names of parameters that the backward pass did not come to (on a rank: there, whatever others have).
+        unused: Names of parameters that the backward pass did not reach on this process.
     """
 
     loss: float
@@ -78,9 +78,9 @@ class Step:
 class Difference:
     """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference.
 
-    Gradients are one vector over all parameters, and so are the parameters after the step: their parts are relative to
-    the largest entry. The gradients of some parameters all but cancel by themselves (a bias in front of a norm, one
-    side of an attention score) and hold nothing but rounding on one process already.
+    Gradients count as one vector over all parameters, and so do the parameters after the step: their differences are
+    relative to the largest entry of all. The gradients of some parameters nearly cancel (a bias in front of a norm, one
+    side of an attention score), so that even on one process they hold nothing but rounding.
     """
 
     absolute: float
@@ -88,17 +88,17 @@ class Difference:
 
 
 def reference_step(model: nn.Module, data: Data) -> Step:
-    """One step of plain PyG and PyTorch on the whole graph; ``model`` is changed by it.
+    """Make one step of plain PyG and PyTorch on the whole graph, which changes ``model``.
 
     Raises:
         InputError: If the graph has no labelled training node.
     """
     y, mask = data.get("y"), data.get("train_mask")
     if y is None or mask is None or not bool(labelled(y, mask).any()):
-        raise InputError("the graph has no labelled training nodes (y, train_mask), so there is no step to compare")
+        raise InputError("the graph has no labelled training nodes, so there is no step to compare; set y, train_mask")
     run = partial(model, data.x, data.edge_index, **edge_inputs(model, data))
     output, chosen = run(), labelled(y, mask)
-    # torch's own means, not the sums that the ranks put together
+    # torch's own means, not the sums over ranks
     if y.dim() == 1:
         loss = functional.cross_entropy(output[chosen], y[chosen])
     else:
@@ -109,21 +109,21 @@ def reference_step(model: nn.Module, data: Data) -> Step:
 
 
 def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator, *, static_graph: bool = True) -> Step:
-    """One step of a distributed model on this rank: the classifier's loss, its gradients averaged by torch's DDP.
+    """Make one step of a distributed model on this rank: the classifier's loss, with gradients averaged by DDP.
 
     Args:
         model: As :func:`~pygdist.distribute` returns it.
-        shard: What this rank holds.
+        shard: This rank's part of the graph.
         communicator: The ranks.
-        static_graph: As in DDP: some parameters may get no gradient. Without, as in training, ranks wait for each
+        static_graph: As in DDP: some parameters may get no gradient. Without it, as in training, ranks wait for each
             other's gradient of every parameter, and hang if one of them has none.
     """
     if shard.y is None or shard.train_mask is None:
-        raise InputError("the graph has no labels (y, train_mask), so there is no step to compare")
+        raise InputError("the graph has no labels, so there is no step to compare; set y and train_mask")
     trained = model
     if communicator.world_size > 1:
-        # in the default process group, as under Lightning: exchanges have their own
-        # a static graph may leave parameters without gradient, on some ranks too: _Reached tells which
+        # in the default process group, as under Lightning; exchanges have a group of their own
+        # a static graph allows parameters without gradient, even on some ranks alone: _Reached tells which
         trained = DistributedDataParallel(model, static_graph=static_graph, **DDP_OPTIONS)
     inputs, reached = edge_inputs(model, shard), _Reached(model)
     output = trained(shard.x, shard.adjacency, **inputs)
@@ -135,12 +135,12 @@ def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator,
 
 
 class _Reached:
-    """Which parameters a backward pass comes to on this rank, before gradients are averaged."""
+    """Notes the parameters that a backward pass reaches on this rank, before gradients are averaged."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = dict(model.named_parameters())
         self._missed = set(parameters)
-        # where DDP waits; the nodes must be kept, or autograd makes others
+        # the nodes at which DDP waits; without a reference autograd would make others
         self._nodes = {name: get_gradient_edge(one).node for name, one in parameters.items() if one.requires_grad}
         self._hooks = [node.register_hook(partial(self._note, name)) for name, node in self._nodes.items()]
 
@@ -148,14 +148,14 @@ class _Reached:
         self._missed.discard(name)
 
     def unused(self) -> frozenset[str]:
-        """The names of those that it did not come to; asked once, at the end."""
+        """Return the names of parameters that it did not reach; to be called once, at the end."""
         for hook in self._hooks:
             hook.remove()
         return frozenset(self._missed)
 
 
 def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: float, unused: frozenset[str]) -> Step:
-    """Take the step and note what it did; run the model once more, in evaluation mode."""
+    """Make the optimiser's step, run the model once more in evaluation mode, and return all results."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
@@ -176,14 +176,14 @@ def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: f
 
 
 def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
-    """Largest difference of loss, output, each gradient, updated parameter and buffer, and the output afterwards.
+    """Return the largest difference of the loss, the outputs, and each gradient, updated parameter and buffer.
 
-    A gradient that a rank lacks and one process has is infinitely far off.
+    The difference of a gradient is infinite if a rank has none and one process has one.
 
     Args:
         ours: The step on a rank.
         reference: The step of one process.
-        rows: Which rows of the reference's output ``ours`` holds.
+        rows: The rows of the reference's output that ``ours`` holds.
     """
     pairs = {"loss": (torch.tensor(ours.loss), torch.tensor(reference.loss))}
     pairs["output"] = (ours.output, reference.output[rows])
@@ -191,13 +191,13 @@ def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slic
     for kind in ("gradients", "parameters", "buffers"):
         mine, theirs = getattr(ours, kind), getattr(reference, kind)
         if mine.keys() != theirs.keys():
-            raise AssertionError(f"{kind} differ in name: {sorted(mine.keys() ^ theirs.keys())}")
+            raise AssertionError(f"the names of {kind} differ: {sorted(mine.keys() ^ theirs.keys())}")
         pairs |= {f"{kind} of {name}": (mine[name], theirs[name]) for name in mine}
     scales = {"gradients": _largest(reference.gradients), "parameters": _largest(reference.parameters)}
-    found = {name: _difference(*pair, scale=scales.get(name.split()[0], 0.0)) for name, pair in pairs.items()}
-    # the mean over ranks may be right all the same, but in training the other ranks wait for it for ever
+    differences = {name: _difference(*pair, scale=scales.get(name.split()[0], 0.0)) for name, pair in pairs.items()}
+    # even if the mean over ranks is right: in training the other ranks would wait for this gradient for ever
     missing = [f"gradients of {name}" for name in ours.unused - reference.unused]
-    return found | dict.fromkeys(missing, Difference(float("inf"), float("inf")))
+    return differences | dict.fromkeys(missing, Difference(float("inf"), float("inf")))
 
 
 def _largest(values: Mapping[str, Tensor]) -> float:
@@ -232,63 +232,53 @@ def assert_exact(
     num_hops: int | None = None,
     pool: RankPool | None = None,
 ) -> dict[str, float]:
-    """Hold a backend to the contract: layers x world sizes x graphs, in float64, against plain PyG on one process.
+    """Compare a backend with plain PyG on one process, in float64, over layers, world sizes and graphs.
 
     Args:
         backend: Registered name, class path, or an instance.
         layers: Names of :data:`~pygdist.testing.layers.LAYERS`; all by default.
-        world_sizes: Numbers of ranks; each is launched once.
+        world_sizes: Numbers of ranks.
         graphs: Kinds of :func:`~pygdist.testing.graphs.random_graph`.
         num_nodes: Nodes of each graph.
-        num_features: Width of their rows, and of what the first layer of each model takes.
-        hidden_channels: Width of rows between layers; those of the suite that are whole models have their own.
-        num_layers: Layers of each model; those of the suite that are whole models have as many as they have.
-        seed: Everything is drawn from it.
+        num_features: Width of the nodes' rows, and of the input of each model.
+        hidden_channels: Width of rows between layers; entries of the suite that are whole models have their own.
+        num_layers: Layers of each model; entries of the suite that are whole models have their own.
+        seed: Seed of everything random.
         tolerance: Largest absolute difference allowed.
-        savings: What :func:`~pygdist.distribute` gets.
-        num_hops: The graph is placed as *replicas* of so many hops, for a backend that asks for them.
-        pool: Processes to use; by default they are started for the call.
+        savings: As for :func:`~pygdist.distribute`.
+        num_hops: Hops around its nodes that a part on disk holds; by default as many as the backend asks for.
+        pool: Processes to use; by default they are started for this call.
 
     Returns:
-        The largest difference by layer.
+        The largest difference of each layer.
 
     Raises:
-        AssertionError: Naming the layer, world size, graph, rank and quantity of each difference that is too large.
+        AssertionError: If a difference is too large; the message names the layer, world size, graph, rank and quantity
+            of each that is.
 
     Example:
         >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
     """
-    names = list(LAYERS if layers is None else layers)
+    names, abilities = list(LAYERS if layers is None else layers), resolve_backend(backend).abilities
     sizes = _Sizes(num_nodes, num_features, hidden_channels, num_layers, seed)
-    worst: dict[str, float] = {}
-    wrong: list[str] = []
+    differences: list[tuple[str, str, float]] = []  # layer, text, value
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-exact-")))
         pool = stack.enter_context(RankPool(max(world_sizes))) if pool is None else pool
         for world_size, kind in itertools.product(world_sizes, graphs):
-            data, parts = sizes.graph(kind)
-            store = folder / f"{kind}-{world_size}"
-            write_store(
-                data, parts[world_size], store, num_parts=world_size, method=kind, arguments={}, notes=[],
-                num_hops=num_hops or 1, placement="replicas" if num_hops else "nodes",
-            )  # fmt: skip
-            # a call for each graph: what counts as hung must not depend on how many there are
-            ranks = pool.run(_check_exact, world_size, backend, names, kind, str(store), sizes, savings)
-            for rank, found in enumerate(ranks):
-                for name, (quantity, difference) in found.items():
-                    worst[name] = max(worst.get(name, 0.0), difference)
-                    if not difference <= tolerance:
-                        wrong.append(
-                            f"{name} on {world_size} ranks, graph {kind}: {quantity} of rank {rank} differs by "
-                            f"{difference:.1e}"
-                        )
+            store = sizes.write(folder / f"{kind}-{world_size}", kind, world_size, abilities, num_hops)
+            # one call for each graph, as the time after which ranks count as hung holds for one call
+            for worst in pool.run(_check_exact, world_size, backend, names, kind, store, sizes, savings):
+                for name, (quantity, value) in worst.items():
+                    differences.append((name, f"{name} on {world_size} ranks, graph {kind}: {quantity}", value))
+    wrong = [f"{text} differs by {value:.1e}" for _, text, value in differences if not value <= tolerance]
     if wrong:
         raise AssertionError(f"{len(wrong)} differences beyond {tolerance:.0e}:\n" + "\n".join(wrong))
-    return worst
+    return {name: max(value for other, _, value in differences if other == name) for name in names}
 
 
 class _Sizes(NamedTuple):
-    """What all graphs and models of a call have in common."""
+    """Sizes of all graphs and models of a call of :func:`assert_exact`."""
 
     num_nodes: int
     num_features: int
@@ -298,6 +288,15 @@ class _Sizes(NamedTuple):
 
     def graph(self, kind: str) -> tuple[Data, dict[int, np.ndarray]]:
         return random_graph(kind, num_nodes=self.num_nodes, num_features=self.num_features, seed=self.seed)
+
+    def write(self, folder: Path, kind: str, num_parts: int, abilities: Abilities, num_hops: int | None) -> str:
+        """Write a graph in parts, placed as a backend needs it; return the folder."""
+        data, parts = self.graph(kind)
+        write_store(
+            data, parts[num_parts], folder, num_parts=num_parts, method=kind, arguments={}, notes=[],
+            num_hops=num_hops or abilities.num_hops, placement=abilities.placement,
+        )  # fmt: skip
+        return str(folder)
 
 
 def _check_exact(
@@ -310,10 +309,10 @@ def _check_exact(
     sizes: _Sizes,
     savings: Savings | None,
 ) -> dict[str, tuple[str, float]]:
-    """On one rank: the worst quantity and its difference, by layer."""
+    """Return, by layer, the quantity that differs most on this rank, and its difference."""
     communicator = Communicator(dist.new_group(), check_order=True)
     shard = Shard.load(store, rank)
-    found = {}
+    worst = {}
     for name in names:
         plain, reference = _reference(name, kind, sizes)
         bound = resolve_backend(backend)
@@ -321,14 +320,14 @@ def _check_exact(
         model = distribute(copy.deepcopy(plain), backend=bound, savings=savings)
         differences = largest_differences(distributed_step(model, shard, communicator), reference, shard.owned_id)
         quantity = max(differences, key=lambda key: differences[key].absolute)
-        found[name] = (quantity, differences[quantity].absolute)
+        worst[name] = (f"{quantity} of rank {rank}", differences[quantity].absolute)
         bound.unbind()
-    return found
+    return worst
 
 
 @functools.lru_cache(maxsize=1024)
 def _reference(name: str, kind: str, sizes: _Sizes) -> tuple[nn.Module, Step]:
-    """A model and its step on one process; the same for every backend and number of ranks."""
+    """Return a model and its step on one process; they are the same for all backends and numbers of ranks."""
     data, _ = sizes.graph(kind)
     model = build(
         name, data.x.size(1), int(data.y.max()) + 1, num_layers=sizes.num_layers, hidden_channels=sizes.hidden_channels
@@ -337,18 +336,18 @@ def _reference(name: str, kind: str, sizes: _Sizes) -> tuple[nn.Module, Step]:
 
 
 def supported_layers(backend: str | Backend) -> list[str]:
-    """The names of :data:`~pygdist.testing.layers.LAYERS` that a backend does not refuse."""
-    found = []
+    """Return the names of :data:`~pygdist.testing.layers.LAYERS` that a backend does not refuse."""
+    names = []
     for name in LAYERS:
         with contextlib.suppress(InputError):
             undistribute(distribute(build(name, 5, 3), backend=resolve_backend(backend)))
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
-    """Dropout by torch of any kind does nothing: its numbers depend on the number of ranks, its absence does not."""
+    """Switch off all kinds of torch's dropout, as the numbers that they draw depend on the number of ranks."""
 
     def identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x

@@ -1,4 +1,4 @@
-"""Small graphs that find mistakes: directed, skewed, with isolated nodes, empty parts, parts without training nodes."""
+"""Small graphs that reveal bugs: directed, skewed, with isolated nodes, empty parts, parts without training nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["GRAPHS", "random_graph"]
 def random_graph(
     kind: str = "directed", *, num_nodes: int = 37, num_features: int = 5, num_classes: int = 3, seed: int = 0
 ) -> tuple[Data, dict[int, np.ndarray]]:
-    """A graph and, for each world size up to 5, the part of each node.
+    """Make a graph and, for each world size up to 5, the part of each node.
 
     Args:
         kind: One of :data:`GRAPHS`. ``directed``: uniform random edges with self-loops and duplicates; ``power-law``:
@@ -20,12 +20,12 @@ def random_graph(
             partition owns nothing; ``no-train-part``: the last part owns no training node.
         num_nodes: Number of nodes.
         num_features: Width of ``x``, float64.
-        num_classes: Labels are drawn from these; some nodes are unlabelled (-1).
-        seed: Everything is drawn from it.
+        num_classes: Number of classes of the labels; some nodes are unlabelled (-1).
+        seed: Seed of everything random.
 
     Returns:
-        The graph, with ``edge_weight`` ``(E,)``, ``edge_attr`` ``(E, 4)`` and two edge types, edges sorted by
-        destination as order-dependent aggregations want them, and ``{world_size: part}`` with ``part`` of shape
+        The graph, with ``edge_weight`` ``(E,)``, ``edge_attr`` ``(E, 4)`` and two edge types, its edges sorted by
+        destination, as aggregations that depend on the order need; and ``{world_size: part}`` with ``part`` of shape
         ``(num_nodes,)``.
     """
     rng = np.random.default_rng([seed, GRAPHS.index(kind)])
@@ -66,5 +66,5 @@ def random_graph(
     return data, part
 
 
-#: The kinds that :func:`random_graph` makes.
+#: Kinds of graphs for :func:`random_graph`.
 GRAPHS = ("directed", "power-law", "isolated", "empty-part", "no-train-part")

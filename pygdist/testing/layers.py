@@ -1,7 +1,7 @@
-"""The layers that the exactness suite runs, by name: each makes a small model of unmodified PyG layers.
+"""The layers of the exactness suite, by name: each entry makes a small model of unmodified PyG layers.
 
-Every model is called as ``model(x, edge_index, edge_weight=..., edge_attr=..., edge_type=...)``, as far as it takes
-them. The README's list of supported layers is generated from :data:`LAYERS` and checked by a test.
+A model is called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` and ``edge_type`` if it takes
+them. The README's list of supported layers is generated from :data:`LAYERS`, and a test checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_geometric import nn as pyg
 __all__ = ["HIDDEN", "LAYERS", "LayerCase", "build"]
 
 HIDDEN = 6
-"""How wide rows are between layers."""
+"""Width of rows between layers."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class LayerCase:
     """One entry of the suite.
 
     Args:
-        layer: The PyG class that the entry is about.
+        layer: The PyG class that the entry tests.
         make: ``make(in_channels, out_channels) -> nn.Module``.
         note: A limit that users should know; printed in the list of supported layers.
-        takes: Edge inputs that the layer's forward takes: ``edge_weight``, ``edge_attr``, ``edge_type``, ``x_0``.
-        whole: ``make`` gives a whole model, not one layer to be stacked.
+        takes: Inputs that the layer's forward takes: ``edge_weight``, ``edge_attr``, ``edge_type``, ``x_0``.
+        whole: ``make`` returns a whole model, not one layer to be stacked.
     """
 
     layer: type[nn.Module]
@@ -42,7 +42,7 @@ class LayerCase:
 
 
 class Stack(nn.Module):
-    """Layers with a non-linearity between them, each given the edge inputs that it takes."""
+    """Layers with a non-linearity between them; each gets the edge inputs that it takes."""
 
     def __init__(
         self, case: LayerCase, in_channels: int, out_channels: int, num_layers: int, hidden_channels: int
@@ -66,8 +66,8 @@ class Stack(nn.Module):
         edge_attr: Tensor | None = None,
         edge_type: Tensor | None = None,
     ) -> Tensor:
-        given = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
-        extra = {name: given[name] for name in self.takes if name in given}
+        inputs = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
+        extra = {name: inputs[name] for name in self.takes if name in inputs}
         x = self.lin_in(x)
         first = (x,) if "x_0" in self.takes else ()
         for number, layer in enumerate(self.layers):
@@ -154,7 +154,7 @@ class Normed(nn.Module):
 
 
 class Cached(nn.Module):
-    """A layer that keeps what its hops made, and one that does not."""
+    """A layer that keeps the results of its hops, and one that does not."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _case(
     whole: bool = False,
     **arguments: Any,
 ) -> LayerCase:
-    """A case from the layer's class and arguments, from ``make``, or from a layer of constant width ``around``."""
+    """Make a case from the layer's class and arguments, from ``make``, or from a layer of constant width ``around``."""
     if around is not None:
         return LayerCase(layer, lambda i, o: Around(around(i), i, o), note, takes, whole)
     return LayerCase(layer, make or partial(layer, **arguments), note, takes, whole)
@@ -211,7 +211,7 @@ def _scale_norm(norm: Callable[[], nn.Module]) -> LayerCase:
 
 _WEIGHT, _ATTR, _TYPE = "edge_weight", "edge_attr", "edge_type"
 
-#: Name -> case. A name is a PyG class, with the option that makes it a case of its own after a dash.
+#: Cases by name: the PyG class, and after a dash the option that makes it another case.
 LAYERS: dict[str, LayerCase] = {
     "AGNNConv": _case(pyg.AGNNConv, around=lambda _: pyg.AGNNConv()),
     "APPNP": _case(pyg.APPNP, _WEIGHT, around=lambda _: pyg.APPNP(K=3, alpha=0.2)),
@@ -292,10 +292,10 @@ LAYERS: dict[str, LayerCase] = {
 def build(
     name: str, in_channels: int, out_channels: int, *, num_layers: int = 2, hidden_channels: int = HIDDEN, seed: int = 0
 ) -> nn.Module:
-    """The model of one case in float64, with parameters drawn from ``seed``.
+    """Make the model of one case in float64, with parameters drawn from ``seed``.
 
-    Called as ``model(x, edge_index, edge_weight=..., edge_attr=...)``; gives ``(n, out_channels)``. Cases that are
-    whole models are as they are, whatever the others say.
+    It is called as ``model(x, edge_index, edge_weight=..., edge_attr=...)`` and returns ``(n, out_channels)``. Cases
+    that are whole models ignore ``num_layers`` and ``hidden_channels``.
     """
     case = LAYERS[name]
     torch.manual_seed(seed)
@@ -309,8 +309,8 @@ def build(
         with torch.no_grad():
             model(x, torch.tensor([[0, 1], [0, 1]]), edge_weight=attr[:, 0], edge_attr=attr)
     with torch.no_grad():
-        # zero biases would hide one that is added twice, and some layers leave parameters uninitialised
+        # zero biases would hide a bias that is added twice, and some layers leave parameters uninitialised
         for parameter in model.parameters():
             wide = max(parameter.shape, default=1) if parameter.dim() > 1 else 1
-            parameter.normal_(0.0, min(0.4, wide**-0.5))  # wide products would grow until 1e-10 is less than a rounding
+            parameter.normal_(0.0, min(0.4, wide**-0.5))  # wide products would grow until rounding exceeds 1e-10
     return model

@@ -1,7 +1,7 @@
-"""The lists of layers in the README, written from the suite that runs them: ``python -m pygdist.testing.readme``.
+"""Writes the README's lists of layers from the suite that runs them: ``python -m pygdist.testing.readme``.
 
-A block of the README between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is replaced by what :data:`BLOCKS`
-makes of that name. A test fails while a block is not what it would be.
+The text between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is replaced by the result of ``BLOCKS[NAME]``. A test
+fails if a block is out of date.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def layers_table() -> str:
-    """One row for each layer class: the options it was checked with, the edge inputs it took, limits."""
+    """Return one row for each layer class: the options and edge inputs it is tested with, and its limits."""
     rows = ["| layer | also with | edge inputs | to know |", "| --- | --- | --- | --- |"]
     for layer, cases in _by_class(norms=False).items():
         options = [name.partition("-")[2] for name in cases if "-" in name]
@@ -34,7 +34,7 @@ def layers_table() -> str:
 
 
 def norms_list() -> str:
-    """The norms over nodes, with the options they were checked with."""
+    """Return the norms over nodes, with the options they are tested with."""
     texts = []
     for norm, cases in _by_class(norms=True).items():
         options = [name.partition("-")[2] for name in cases if "-" in name]
@@ -43,17 +43,17 @@ def norms_list() -> str:
 
 
 def refused_table() -> str:
-    """One row for each layer class that is refused, and why."""
+    """Return one row for each layer class that is refused, with the reason."""
     rows = ["| refused | because it |", "| --- | --- |"]
     return "\n".join([*rows, *(f"| {_code([name])} | {reason} |" for name, reason in sorted(REFUSED_LAYERS.items()))])
 
 
-#: Name of a block -> what stands in it.
+#: By name of a block, the function that returns its text.
 BLOCKS: dict[str, Callable[[], str]] = {"layers": layers_table, "norms": norms_list, "refused": refused_table}
 
 
 def update(text: str) -> str:
-    """The text with every generated block as it should be.
+    """Return the text with all generated blocks up to date.
 
     Raises:
         InputError: If a block's name is not known.
@@ -62,19 +62,19 @@ def update(text: str) -> str:
     def block(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         if name not in BLOCKS:
-            raise InputError(f"there is no generated block '{name}'; known are {', '.join(BLOCKS)}")
+            raise InputError(f"there is no generated block '{name}'; use one of {', '.join(BLOCKS)}")
         return f"{begin}{BLOCKS[name]()}\n{end}"
 
     return _BLOCK.sub(block, text)
 
 
 def _by_class(*, norms: bool) -> dict[str, dict[str, LayerCase]]:
-    """The suite's cases by name of the layer's class, sorted."""
-    found: dict[str, dict[str, LayerCase]] = {}
+    """Return the suite's cases by name of the layer's class, sorted."""
+    cases: dict[str, dict[str, LayerCase]] = {}
     for name, case in LAYERS.items():
         if _is_norm(case.layer) == norms:
-            found.setdefault(name.partition("-")[0], {})[name] = case
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+            cases.setdefault(name.partition("-")[0], {})[name] = case
+    return dict(sorted(cases.items(), key=lambda item: item[0].lower()))
 
 
 def _is_norm(layer: type[nn.Module]) -> bool:
@@ -86,11 +86,7 @@ def _code(names: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the blocks into a file.
-
-    Returns:
-        0.
-    """
+    """Bring the blocks of a file up to date; return 0."""
     parser = argparse.ArgumentParser(prog="python -m pygdist.testing.readme", description="Write the README's lists.")
     parser.add_argument("file", nargs="?", type=Path, default=Path("README.md"), help="default: README.md")
     path = parser.parse_args(argv).file

@@ -27,7 +27,7 @@ MISTAKES = {
     "parts of another world size": (["--data.store=STORE"], ["made for 3 parts", "2 ranks"]),
     "too few outputs": (["--model.model.out_channels=3"], ["3 values per node", "out_channels to 4"]),
     "other inputs": (["--model.model.in_channels=5"], ["12 features per node"]),
-    "backend of one process": (["--model.backend=single"], ["backend 'single'", "--model.backend=comm"]),
+    "backend of one process": (["--model.backend=single"], ["backend 'single'", "use backend cache, comm"]),
     "other number of processes": (["--trainer.num_nodes=2"], ["devices=2", "num_nodes=2"]),
     "ddp": (["--trainer.strategy=ddp"], ["'ddp'", "use graph_ddp"]),
     "missing checkpoint": (["--ckpt_path=no.ckpt"], ["no.ckpt: there is no such checkpoint"]),

@@ -13,11 +13,11 @@ from tests.cli.commands import pygdist
 VERIFY = ("verify", "--config=run.yaml", "--world-size=2")
 
 OWN = """
-from pygdist.backends import CommBackend
+from pygdist.backends import Abilities, CommBackend
 
 class Halved(CommBackend):
     name = ""
-    exact = False
+    abilities = Abilities(exact=False)
 
     def __init__(self, factor: float = 0.5):
         super().__init__()

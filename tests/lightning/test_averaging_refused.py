@@ -20,7 +20,7 @@ from torch_geometric.nn import GCN
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.lightning import (
     ModelAveragingStrategy,
-    averaging_checks,
+    checks,
 )
 from pygdist.native import load
 from pygdist.sampler import NeighborBatches
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "statistics-of-parts-with-gradients": (
         2,
         {"averaging": None, "net": "norm"},
-        ["BatchNorm1d: with backend replica a norm takes the statistics of a part", "use strategy model_averaging"],
+        ["BatchNorm1d: with backend 'replica' a norm takes the statistics of a part", "use strategy model_averaging"],
     ),
     "batches-in-turn-by-steps": (
         3,
@@ -84,13 +84,13 @@ def _checked(
         checkpoint_callbacks=[one for one in callbacks if isinstance(one, ModelCheckpoint)],
         datamodule=SimpleNamespace(part_weights=[1] * num_parts), **{**settings, **options},
     )  # fmt: skip
-    averaging_checks.check_run(trainer, world_size, [LRSchedulerConfig(scheduler, interval=interval)])
-    averaging_checks.say_what_is_sent(trainer, sync_every, "epoch")
+    checks.check_averaging(trainer, world_size, [LRSchedulerConfig(scheduler, interval=interval)])
+    checks.say_what_is_sent(trainer, sync_every, "epoch")
 
 
 def test_what_is_sent_beside_the_averages_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(averaging_checks, "rank_zero_info", said.append)
+    monkeypatch.setattr(checks, "rank_zero_info", said.append)
     _checked([ModelCheckpoint()])
     assert said == []
     _checked([ModelCheckpoint()], sync_every=2)
@@ -177,7 +177,7 @@ def _links(rank: int, world_size: int, folder: str, store: str) -> str:
 
 def test_held_out_edges_are_refused(pool: RankPool, tmp_path: Path) -> None:
     for message in pool.run(_links, 2, str(tmp_path), store_of(tmp_path, 2)):
-        assert "edge_split: backend 'replica' classifies nodes" in message
+        assert "edge_split: the model's backend trains parts by themselves" in message
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,11 @@ def test_a_share_that_holds_no_edge(world_size: int, pool: RankPool, tmp_path: P
         assert (logged, said) == ([], "")
     for logged, said in pool.run(_with_split, world_size, str(tmp_path), (0.2, 1e-9)):
         assert "val_auc" in logged
-        assert said.startswith("no edge fell into the share that is held out for test (edge_split)")
+        assert said.startswith("the share of edges held out for test (edge_split) has no edge")
 
 
 def test_parts_by_themselves_learn_no_links() -> None:
-    with pytest.raises(InputError, match="backend 'replica' trains parts by themselves, and pairs have ends in two"):
+    with pytest.raises(InputError, match="backend 'replica' trains parts by themselves, but a pair has nodes in two"):
         LinkPredictor(_encoder(), backend="replica")
 
 

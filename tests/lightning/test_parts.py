@@ -324,7 +324,7 @@ def test_a_loss_must_be_that_of_each_node(pool: RankPool, tmp_path: Path) -> Non
 
 def test_a_step_of_ones_own_is_told_what_a_part_is(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_own_loss, 2, str(tmp_path), OwnStep, *WAYS["parts"]):
-        assert "a PartBatch has no 'train_mask': with backend replica a step is given a part (batch.shard)" in said
+        assert "a PartBatch has no 'train_mask': a backend that trains parts by themselves gets a part" in said
         assert "override NodeClassifier.node_losses, not training_step" in said
     assert not isinstance(pool.run(_own_loss, 1, str(tmp_path), OwnStep, *WAYS["comm"])[0], str)
 

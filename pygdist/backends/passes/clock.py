@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 
 __all__ = ["Clock", "running_s"]
@@ -84,7 +85,7 @@ def _backward(out: Tensor, parameters: list[Tensor]) -> None:
             raise
         raise InputError(
             "activation checkpointing (torch.utils.checkpoint) is not supported by backends that time the model's hops "
-            "or compute rows of neighbours; 'comm' does"
+            f"or compute rows of neighbours; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
         ) from error
 
 

@@ -65,7 +65,7 @@ def _chosen(
     if native is None:
         raise InputError(
             "backend 'hybrid' plans in pygdist's native library, which was not built here: install a C++17 compiler "
-            "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'cache' and 'comm' work without"
+            "(Debian, Ubuntu: apt install g++) and reinstall pygdist, or use a backend that does not plan"
         )
     num_hops = len(row_bytes)
     chosen = np.zeros((num_hops, num_halo), dtype=np.uint8)

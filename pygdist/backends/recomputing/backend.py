@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Backend
+from pygdist.backends.base import Abilities, Backend, names_of
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, norms_refused
 from pygdist.backends.passes.base import Pass
 from pygdist.backends.passes.part import PartPass
@@ -86,6 +86,7 @@ class RecomputingBackend(Backend):
         options: How rows are fetched; ``None`` if none ever is.
     """
 
+    abilities = Abilities(reruns_layers=False)
     per_graph = (*Backend.per_graph, "_fetcher", "_graph", "_pass")
     _fetcher: Fetcher | None = None
     _graph: _OnGraph | None = None
@@ -96,7 +97,7 @@ class RecomputingBackend(Backend):
         self.fetches, self.options = options is not None, options or FetchOptions()
         self._models: dict[int, _Model] = {}  # by the id of the model
         if self.options.approximation:
-            self.exact, self.approximation = False, self.options.approximation
+            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
 
     @override
     def refuse(self, layer: MessagePassing) -> str | None:
@@ -266,7 +267,8 @@ class RecomputingBackend(Backend):
         if self._pass is None:
             raise InputError(
                 f"{what} runs outside a forward pass of the model: backend '{self.name}' does not support activation "
-                "checkpointing, nor layers called by themselves; 'comm' does"
+                "checkpointing, nor layers called by themselves; use backend "
+                f"{names_of(lambda abilities: abilities.reruns_layers)}"
             )
         return self._pass
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.base import names_of
 from pygdist.backends.fetching.fetcher import HopRows
 from pygdist.backends.slicing.chunked_autograd import hop_in_chunks
 from pygdist.backends.slicing.chunked_hop import Ranks, Taken, Waiting
@@ -109,7 +110,8 @@ class SlicedHop:
             if value.size(-1) != 1:
                 raise InputError(
                     f"{layer_name(self.layer)}: argument '{name}' of propagate has {value.size(-1)} columns, the rows "
-                    f"{width}, so ranks cannot share both out alike; 'comm', 'cache' and 'hybrid' run it"
+                    f"{width}, so ranks cannot share both out alike; use backend "
+                    f"{names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
                 )
             kind = "nodes" if kind == "columns" else "edges"  # one column for all of them
         if kind in ("nodes", "columns"):
@@ -203,7 +205,7 @@ class SlicedHop:
             if f"{name}_j" in asked_arguments(layer) and name in as_it_is and not is_pair(value):
                 raise InputError(
                     f"{self.label}: reads '{name}' at the ends of edges and as it is, which a chunk of edges does not "
-                    "have; leave memory_gib out, or use 'comm' with halo_gib"
+                    "have; leave memory_gib out, or use a backend with halo_gib"
                 )
         state = others.state()
         # the rows themselves must not be held for the backward pass

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.hops.hop import Ends, ends_of, is_pair, source_of, with_passed_rows
 from pygdist.hops.layer import BASE, CACHES, asked_arguments, having, own_class
@@ -115,7 +116,7 @@ def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
                     _watched(layer, arguments, training, tried)
                     _watched_with_signs(layer, arguments, training, tried)
             except _RefusedError as error:
-                return f"{error}; 'comm', 'cache' and 'hybrid' run it"
+                return f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
             except Exception as error:  # whatever a layer says of arguments that do not fit
                 failed = failed or str(error).split("\n")[0] or type(error).__name__  # of the most arguments
             else:

@@ -125,8 +125,8 @@ def test_no_more_rows_are_here_than_there_is_memory_for(name: str, tmp_path: Pat
 
 def test_half_the_bytes_are_not_exact_and_say_so(pool: RankPool) -> None:
     backend = CommBackend(wire_dtype="bfloat16")
-    assert not backend.exact
-    assert backend.approximation == "rows and gradients travel as bfloat16"
+    assert not backend.abilities.exact
+    assert backend.abilities.approximation == "rows and gradients travel as bfloat16"
     with pytest.raises(AssertionError, match="differences beyond"):
         assert_exact(backend, layers=["GCNConv"], world_sizes=[2], graphs=["power-law"], pool=pool)
     near = assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool, tolerance=0.05)

@@ -31,7 +31,7 @@ from pygdist.backends.slicing.columns import acts_on_columns, columns_of_hops
 from pygdist.errors import InputError
 from pygdist.routing import distribute, undistribute
 
-MIXES = "mixes columns .*, so ranks cannot share them out; 'comm', 'cache' and 'hybrid' run it"
+MIXES = "mixes columns .*, so ranks cannot share them out; use backend cache, comm.* hybrid"
 DRAWS = r"draws random numbers in its hops while it trains \(propagate\(x\)\), and ranks would draw others"
 NO_TRIAL = mock.patch.object(trials, "_plain_copy", side_effect=AssertionError("another trial"))
 
@@ -255,7 +255,7 @@ def test_each_hop_is_tried() -> None:
     columns_of_hops(TwoHops(second=""))
     with pytest.raises(InputError, match=MIXES):
         columns_of_hops(TwoHops(second="mixed"))
-    said = r"makes hops with the same arguments that are not alike \(propagate\(x\)\); 'comm', 'cache' and 'hybrid' run"
+    said = r"makes hops with the same arguments that are not alike \(propagate\(x\)\); use backend cache, comm.* hybrid"
     with pytest.raises(InputError, match=said):
         columns_of_hops(TwoHops(second="twice"))
 

@@ -1,0 +1,79 @@
+"""The state of a backend in a checkpoint: rows of all nodes, in the order of the graph, whatever ranks there were."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygdist.backends import Backend
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard
+from pygdist.lightning.to_rank_zero import to_rank_zero
+
+__all__ = ["gathered", "scatter"]
+
+
+def gathered(backend: Backend, shard: Shard, communicator: Communicator) -> dict[str, Any] | None:
+    """Return the backend's state for a checkpoint, on rank 0; ``None`` on other ranks. All ranks make the call.
+
+    Raises:
+        InputError: On all ranks, if a rank's state has other than one row per owned node, or ranks differ in the names,
+            dtypes or widths of the rows.
+    """
+    rows = {name: value.detach().contiguous() for name, value in sorted(backend.state_dict().items())}
+    wrong = [name for name, value in rows.items() if value.size(0) != shard.num_owned]
+    communicator.agree(
+        f"{_name(backend)}.state_dict(): {', '.join(wrong)} must have a row for each of the {shard.num_owned} nodes "
+        f"that rank {communicator.rank} owns"
+        if wrong
+        else None
+    )
+    layout = repr([(name, value.dtype, value.shape[1:]) for name, value in rows.items()])
+    if communicator.gather([float(zlib.crc32(layout.encode()))]).unique().numel() > 1:
+        raise InputError(f"{_name(backend)}.state_dict(): names, dtypes or widths of rows differ between ranks")
+    ids = shard.owned_id.contiguous()
+    of_all = {}
+    for name, value in rows.items():
+        of_all[name] = torch.empty(
+            shard.num_nodes if communicator.rank == 0 else 0, *value.shape[1:], dtype=value.dtype
+        )
+        for owned_id, arrived in to_rank_zero([ids, value], communicator, label="backend state")[1]:
+            of_all[name][owned_id.cpu()] = arrived.cpu()
+    return {"backend": _name(backend), "rows": of_all} if communicator.rank == 0 else None
+
+
+def scatter(saved: Mapping[str, Any] | None, backend: Backend, shard: Shard) -> bool:
+    """Give a bound backend the rows of its owned nodes out of a checkpoint; all ranks make the call.
+
+    Args:
+        saved: What :func:`gathered` returned, if the checkpoint has it.
+        backend: The backend.
+        shard: What it is bound to.
+
+    Returns:
+        ``False`` if there is nothing to load: no state was saved, or that of another backend.
+
+    Raises:
+        InputError: If the checkpoint is of a graph with another number of nodes.
+    """
+    if saved is None or saved["backend"] != _name(backend):
+        return False
+    rows: dict[str, Tensor] = saved["rows"]
+    for name, value in rows.items():
+        if value.size(0) != shard.num_nodes:
+            raise InputError(
+                f"the checkpoint has {value.size(0)} rows of {name}, but the graph has {shard.num_nodes} nodes; resume "
+                "on the graph that it was saved on"
+            )
+    owned_id = shard.owned_id.cpu()
+    backend.load_state_dict({name: value[owned_id].to(shard.x.device) for name, value in rows.items()})
+    return True
+
+
+def _name(backend: Backend) -> str:
+    return f"{type(backend).__module__}.{type(backend).__qualname__}"

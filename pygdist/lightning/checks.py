@@ -1,0 +1,149 @@
+"""Runs that would train something else than they seem to are refused; all functions decide alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from pygdist.backends import Backend
+from pygdist.backends.base import names_of
+from pygdist.errors import InputError
+
+__all__ = ["check_accumulation", "check_averaging", "check_limits", "check_strategy", "say_what_is_sent"]
+
+# -- any run -------------------------------------------------------------------------------------------------------
+
+
+def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
+    """Refuse to accumulate gradients over steps.
+
+    Args:
+        trainer: The run.
+        several_steps: An epoch has several steps on a rank, as with mini-batches or several parts.
+    """
+    numbers = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            numbers += callback.scheduling.values()
+    if set(numbers) == {1}:
+        return
+    if several_steps:
+        raise InputError(
+            f"accumulate_grad_batches={max(numbers)}: consecutive steps may train different parts, each with a model "
+            "of its own, or none while other ranks have more; Lightning would add up their gradients all the same. "
+            "Leave it at 1; for fewer and larger steps make the mini-batches larger"
+        )
+    raise InputError(
+        f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to accumulate, "
+        "and Lightning would only divide the loss; leave it at 1"
+    )
+
+
+def check_strategy(
+    strategy: str, backend: Backend, model: nn.Module, *, averages_models: bool, num_parts: int, world_size: int
+) -> None:
+    """Refuse a strategy that does not fit the backend, the model's norms or the number of parts.
+
+    Args:
+        strategy: Its name, for messages.
+        backend: The backend.
+        model: The model, not distributed.
+        averages_models: The strategy trains a model for each part and averages these, in place of gradients.
+        num_parts: Parts of all ranks.
+        world_size: Number of ranks.
+    """
+    trains_parts = backend.abilities.trains_parts
+    if averages_models and not trains_parts and world_size > 1:
+        raise InputError(
+            f"strategy '{strategy}' trains each part by itself, but backend '{backend.name}' lets a part read rows "
+            f"that other ranks' models made; use backend {names_of(lambda abilities: abilities.trains_parts)}"
+        )
+    norms = {type(one).__name__ for one in model.modules() if getattr(one, "running_mean", None) is not None}
+    if norms and trains_parts and not averages_models and world_size > 1:
+        raise InputError(
+            f"{', '.join(sorted(norms))}: with backend '{backend.name}' a norm takes the statistics of a part, and "
+            f"'{strategy}' averages gradients alone; use strategy model_averaging"
+        )
+    if num_parts > world_size and not averages_models:
+        raise InputError(
+            f"{num_parts} parts on {world_size} ranks are models that must be averaged: use strategy "
+            "'model_averaging', or one part for each rank"
+        )
+
+
+# -- model averaging -----------------------------------------------------------------------------------------------
+
+
+def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[Any]) -> None:
+    """Refuse options of a fit that mean something else where each part has a model; warn of those that may."""
+    if not trainer.lightning_module.automatic_optimization:
+        raise InputError(
+            f"{type(trainer.lightning_module).__name__} steps its optimisers itself, but strategy 'model_averaging' "
+            "counts the steps that Lightning makes; set automatic_optimization=True"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise InputError(
+                f"{type(callback).__name__} averages the steps of one model, but strategy 'model_averaging' has one "
+                "for each part; leave one of them out"
+            )
+    num_parts = len(getattr(getattr(trainer, "datamodule", None), "part_weights", ()))
+    if num_parts > world_size and any(config.interval == "step" for config in schedules):
+        raise InputError(
+            "a learning rate that changes with each step would differ between the parts that a rank trains in turn; "
+            "change it by epochs, or use a rank for each part"
+        )
+    counted = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
+    counted += [
+        f"every_n_train_steps={steps}"
+        for callback in trainer.checkpoint_callbacks
+        if (steps := getattr(callback, "_every_n_train_steps", 0))
+    ]
+    if num_parts > world_size and counted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"{', '.join(counted)}: {num_parts} parts on {world_size} ranks are trained in turn, so an epoch has more "
+            "steps than with a rank for each part; max_epochs and every_n_epochs mean the same with any number of ranks"
+        )
+
+
+def check_limits(trainer: pl.Trainer, num_parts: int, world_size: int) -> None:
+    """Refuse a limit that leaves out the same parts in every epoch. A smoke run may have one."""
+    steps, made = len(trainer.train_dataloader), trainer.num_training_batches  # type: ignore[arg-type]
+    if num_parts > world_size and made < steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
+        raise InputError(
+            f"{name}={trainer.limit_train_batches}: {num_parts} parts on {world_size} ranks are trained in turn, in "
+            f"{steps} steps of an epoch, and the first {made} would leave out the same parts in every epoch; leave it "
+            "out, or use a rank for each part (fast_dev_run for a smoke run)"
+        )
+
+
+def say_what_is_sent(trainer: pl.Trainer, sync_every: int, sync_unit: str) -> None:
+    """Log what travels besides the averages that ``sync_every`` asks for, and which option saves it."""
+    epochs = trainer.check_val_every_n_epoch or 1
+    saving = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    if sync_unit == "epoch" and epochs % sync_every and trainer.enable_validation:
+        rank_zero_info(
+            f"models are also averaged for each validation, every {epochs} epochs (sync_every={sync_every}); "
+            f"check_val_every_n_epoch={sync_every} saves that"
+        )
+    elif sync_unit == "epoch" and epochs == 1 and any((one.every_n_epochs or 1) % sync_every for one in saving):
+        rank_zero_info(
+            f"models are also averaged for each checkpoint (sync_every={sync_every}); "
+            f"ModelCheckpoint(every_n_epochs={sync_every}) saves that"
+        )
+    if trainer.world_size > 1 and not all(one.save_weights_only for one in saving):
+        rank_zero_info(
+            "each checkpoint brings the optimisers' state of every part to rank 0 (checkpoint_bytes of "
+            "ExchangeMonitor); ModelCheckpoint(every_n_epochs=...) saves some of that"
+        )

@@ -1,0 +1,43 @@
+"""Tensors of all ranks are brought to rank 0, one rank's after another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from pygdist.comm import Communicator
+
+__all__ = ["to_rank_zero"]
+
+
+def to_rank_zero(
+    tensors: Sequence[Tensor], communicator: Communicator, *, label: str
+) -> tuple[list[int], Iterator[list[Tensor]]]:
+    """Bring tensors of all ranks to rank 0; every rank makes the call.
+
+    Args:
+        tensors: Contiguous, with the same number of rows. Their dtypes, and shapes but for the first dimension, are the
+            same on all ranks.
+        communicator: The ranks.
+        label: Named when something goes wrong.
+
+    Returns:
+        The number of rows of each rank. On rank 0 also the tensors of each rank, its own first; the others arrive when
+        they are asked for. On other ranks no tensors.
+    """
+    counts = communicator.gather([float(tensors[0].size(0))])[:, 0].long().tolist()
+    if communicator.rank != 0:
+        communicator.send_to(0, [value.to(communicator.device) for value in tensors], label=label)
+        return counts, iter(())
+    return counts, _arriving(tensors, counts, communicator, label)
+
+
+def _arriving(
+    tensors: Sequence[Tensor], counts: Sequence[int], communicator: Communicator, label: str
+) -> Iterator[list[Tensor]]:
+    yield list(tensors)
+    for rank, count in enumerate(counts[1:], start=1):
+        arrived = [value.new_empty((count, *value.shape[1:]), device=communicator.device) for value in tensors]
+        communicator.receive_from(rank, arrived, label=label)
+        yield arrived
