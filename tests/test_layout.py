@@ -1,4 +1,4 @@
-"""The house rules: imports run downward, the root exports little, notebooks and experiments are not imported."""
+"""The rules of the house: imports run downward and without circles, systems stand apart, the root exports little."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pygdist
+from pygdist.backends import backends
 
 ROOT = Path(pygdist.__file__).parent
 #: From the ground up; a room may import the ones before it.
@@ -73,6 +74,15 @@ def test_systems_do_not_import_each_other_and_machinery_imports_no_system() -> N
     for path in (ROOT / "backends").rglob("*.py"):
         if path.name != "__init__.py" or path.parent.name != "backends":
             assert not _imports(path) & (names - {f"pygdist.backends.{path.stem}"}), f"{path} imports a system"
+
+
+def test_each_file_of_backends_is_a_system() -> None:
+    assert {path.stem for path in (ROOT / "backends").glob("*.py")} - {"__init__", "base"} == set(backends)
+
+
+def test_hops_know_no_other_rank() -> None:
+    for path in (ROOT / "hops").glob("*.py"):
+        assert not any(module.startswith("pygdist.comm") for module in _imports(path)), f"{path.name} imports comm"
 
 
 def test_no_import_circle() -> None:
