@@ -118,22 +118,19 @@ class ExchangeMonitor(pl.Callback):
                 writer = csv.writer(file)
                 for rank, row in enumerate(table.tolist()):
                     writer.writerow([trainer.current_epoch, rank, *(f"{value:.9g}" for value in row)])
-        low, high, total = table.amin(0).tolist(), table.amax(0).tolist(), table.sum(0).tolist()
-        figures = {
-            "epoch_s": high[0],
-            "sent_bytes_total": total[3],
-            "peak_gib_max": high[5],
-            "peak_gib_total": total[5],
-            "kept_mib_max": high[6],
-            "kept_mib_total": total[6],
-        }
+        low, high, total = (
+            dict(zip(_RANK_COLUMNS, row.tolist(), strict=True)) for row in (table.amin(0), table.amax(0), table.sum(0))
+        )
+        figures = {"epoch_s": high["epoch_s"], "sent_bytes_total": total["sent_bytes"]}
+        for name in ("peak_gib", "kept_mib"):
+            figures |= {f"{name}_max": high[name], f"{name}_total": total[name]}
+        for name in ("compute_s", "exchange_s", "sent_bytes", "sent_messages"):
+            figures |= {f"{name}_min": low[name], f"{name}_max": high[name]}
         if getattr(trainer.strategy, "sends_gradients", True):
             figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
         for name in ("expected_epoch_s", "planning_s"):
             if (planned := getattr(pl_module.backend, name)) is not None:
                 figures[name] = planned
-        for column, name in enumerate(("compute_s", "exchange_s", "sent_bytes", "sent_messages"), start=1):
-            figures |= {f"{name}_min": low[column], f"{name}_max": high[column]}
         self._figures = figures
 
     @override

@@ -355,7 +355,7 @@ def _accumulated(rank: int, world_size: int, folder: str, num_parts: int, batche
 def test_gradients_are_not_accumulated_over_parts_and_mini_batches(pool: RankPool, tmp_path: Path) -> None:
     for num_parts, batches in ((4, None), (2, NeighborBatches([4, 4], 16)), (4, NeighborBatches([4, 4], 16))):
         for said in pool.run(_accumulated, 2, str(tmp_path), num_parts, batches):
-            assert "accumulate_grad_batches=2: steps that follow each other may be on other parts" in said
+            assert "accumulate_grad_batches=2: consecutive steps may train different parts" in said
             assert "make the mini-batches larger" in said
     for said in pool.run(_accumulated, 2, str(tmp_path), 2, None):
         assert "a full-graph epoch is one step" in said
