@@ -1,7 +1,7 @@
-"""Hops that aggregate each group as it arrives, while the next one travels (NeutronStar, Sec. 4.3).
+"""Aggregation of rows as they arrive, one source group while the next one travels (NeutronStar, Sec. 4.3).
 
-What needs no other rank is aggregated first, then group by group in the order of arrival. Sums, means, maxima and
-minima are built up here; attention by softmax in :mod:`~pygdist.backends.fetching.attention`.
+Edges between this rank's rows are aggregated first, then one source group after the other in the order of arrival. This
+file has sums, means, maxima and minima; :mod:`~pygdist.backends.fetching.attention` has attention.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SOURCE_GROUPS = Slot[Memo[SourceGroups]]("source groups")
 
 
 class ArrivingAdjacency(Adjacency):
-    """The adjacency of a hop that fetches what it reads: a layer multiplies it with this rank's rows alone."""
+    """The adjacency of a hop that fetches its source rows: the layer multiplies it with this rank's rows alone."""
 
     _exchange: Exchange
 
     @classmethod
     def over(cls, adjacency: Tensor, exchange: Exchange) -> ArrivingAdjacency:
-        """The same edges and weights, in groups."""
+        """The same edges and weights, with rows that arrive by ``exchange``."""
         assert isinstance(adjacency, Adjacency)
         out = cls.from_csr(adjacency.csr(), adjacency.value)
         assert isinstance(out, ArrivingAdjacency)
@@ -58,7 +58,7 @@ class ArrivingAdjacency(Adjacency):
         reduce: Reduce = "sum",
         transpose: bool = False,
     ) -> Tensor:
-        """Aggregate; ``other`` holds the rows of this rank alone."""
+        """Aggregate; ``other`` holds only this rank's rows."""
         value = self.value if input_value is None else input_value
         plain = value is None or (value.dtype == other.dtype and not value.requires_grad)
         if (
@@ -70,29 +70,29 @@ class ArrivingAdjacency(Adjacency):
             dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
             rows = self._exchange.whole(other.movedim(dim, 0)).movedim(0, dim)
             return self.origin.with_value(value).matmul(rows, reduce=reduce)
-        groups = self._chunks(other.size(0))
+        groups = self._groups(other.size(0))
         if reduce in ("max", "min"):
-            found: Tensor = _Extremum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
+            out: Tensor = _Extremum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
         else:
-            found = _Sum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
-        return found
+            out = _Sum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
+        return out
 
     @override
     def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
-        """Aggregate by attention; ``x`` holds the rows of this rank, ``source`` is there for all rows."""
+        """Aggregate by attention; ``x`` holds only this rank's rows, ``source`` the scores of all source rows."""
         if x.dtype not in (torch.float32, torch.float64):
             return self.origin.attend(self._exchange.whole(x), source, target, negative_slope)
-        return attend(x, source, target, self._chunks(x.size(0)), self._exchange, negative_slope)
+        return attend(x, source, target, self._groups(x.size(0)), self._exchange, negative_slope)
 
     @override
     def attend_by(self, parts: Sequence[Tensor], score: Score, others: Sequence[Tensor]) -> Tensor:
-        """Aggregate by attention; ``parts`` hold the rows of this rank."""
+        """Aggregate by attention; ``parts`` hold only this rank's rows."""
         rows = torch.stack(tuple(parts), dim=1)
         if rows.dtype not in (torch.float32, torch.float64):
             return self.origin.attend_by(self._exchange.whole(rows).unbind(1), score, others)
-        return attend_by(rows, self._chunks(rows.size(0)), self._exchange, score, others)
+        return attend_by(rows, self._groups(rows.size(0)), self._exchange, score, others)
 
-    def _chunks(self, num_local: int) -> SourceGroups:
+    def _groups(self, num_local: int) -> SourceGroups:
         # a layer of several hops fetches other rows in each, over the same edges
         pieces, messages, overflow = self._exchange.pieces, self._exchange.messages, self._exchange.overflow
         return self.slot(SOURCE_GROUPS, Memo).get(
@@ -103,7 +103,7 @@ class ArrivingAdjacency(Adjacency):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums and means."""
+    """Sums and means. The backward pass sends each rank the gradients of the rows that were fetched from it."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Extremum(torch.autograd.Function):
-    """Maxima and minima; the gradient is shared among all edges of a row that attain it, wherever they come from."""
+    """Maxima and minima. Edges of a row that attain its extremum share the gradient, whatever their source group."""
 
     @staticmethod
     def forward(
@@ -149,8 +149,8 @@ class _Extremum(torch.autograd.Function):
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
                 arrived[one.message] = one.rows
-            found = spmm(one.group.csr, one.rows, _flat(one.group.values(value)), reduce)
-            out = torch.where(one.group.filled, torch.where(filled, better(out, found), found), out)
+            part = spmm(one.group.csr, one.rows, _flat(one.group.values(value)), reduce)
+            out = torch.where(one.group.filled, torch.where(filled, better(out, part), part), out)
             filled = filled | one.group.filled
         ctx.messages = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
@@ -161,11 +161,11 @@ class _Extremum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, out, *arrived = ctx.saved_tensors
         groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
-        kept = dict(zip(ctx.messages, arrived, strict=True))
+        by_message = dict(zip(ctx.messages, arrived, strict=True))
         count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
         count += tie_counts(groups.local.csr, x, groups.local.values(value), out)
         for number, remote in enumerate(groups.remote):
-            rows = kept if exchange.at_once else exchange.again(x, number)
+            rows = by_message if exchange.at_once else exchange.again(x, number)
             for message, group in remote.items():
                 count += tie_counts(group.csr, rows[message], group.values(value), out)
         share = grad / count.clamp(min=1)
@@ -175,7 +175,7 @@ class _Extremum(torch.autograd.Function):
         ) -> Tensor:
             return extremum_grad(group.transposed.unpermuted(), part, group.values(value, transposed=True), out, share)
 
-        return exchange.give_back(Gradients(of, exchange, groups, x, kept), grad), None, None, None, None
+        return exchange.give_back(Gradients(of, exchange, groups, x, by_message), grad), None, None, None, None
 
 
 def _flat(values: Tensor | None) -> Tensor | None:

@@ -17,8 +17,8 @@ class Arrival:
     """Rows that are fetched at once, and where they belong.
 
     Attributes:
-        plan: Who sends what.
-        position: Of each row that arrives, among the rows of this rank; ``(h,)`` int64.
+        plan: The rows that each rank sends to each other.
+        position: Place of each row that arrives, among the rows of this rank; ``(h,)`` int64.
     """
 
     plan: ExchangePlan
@@ -26,16 +26,16 @@ class Arrival:
 
     @classmethod
     def nothing(cls, device: torch.device) -> Arrival:
-        """No row, from nobody."""
+        """An arrival of no rows."""
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(plan=ExchangePlan(send_index=none, send_counts=(), recv_counts=()), position=none)
 
     def to(self, device: torch.device) -> Arrival:
-        """The same on ``device``."""
+        """Copy to ``device``."""
         return Arrival(plan=self.plan.to(device), position=self.position.to(device))
 
     def piece(self, first: int, rows: int) -> Arrival:
-        """Of what each rank sends to each other the rows from number ``first`` on, at most so many."""
+        """Cut out, for each pair of ranks, at most ``rows`` rows from number ``first`` on."""
         plan = self.plan
         send, arrive = (
             tuple(min(max(count - first, 0), rows) for count in counts)
@@ -48,6 +48,6 @@ class Arrival:
         return Arrival(plan=cut, position=torch.cat(position))
 
     def positions_of(self, peer: int, part: int = 0, parts: int = 1) -> Tensor:
-        """Where the rows of ``peer`` belong, or those of a part of them."""
+        """Places of the rows that ``peer`` sends, or of those in message ``part`` of ``parts``."""
         start, count = sum(self.plan.recv_counts[:peer]), self.plan.recv_counts[peer]
         return self.position[start : start + count][message_rows(count, part, parts)]

@@ -1,4 +1,4 @@
-"""Attention over groups as they arrive: through the largest score and the sum of exponentials so far."""
+"""Attention over source groups as they arrive: with the largest score and the sum of exponentials so far."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def attend(
 
     Args:
         x: This rank's rows, ``(n, H, C)``.
-        source: Scores of all rows that the hop reads.
+        source: Scores of all source rows.
         target: Scores of the destinations.
         groups: The edges.
         exchange: Fetches other ranks' rows.
-        negative_slope: Of the leaky ReLU.
+        negative_slope: Slope of the leaky ReLU below 0.
     """
     parts = (x.flatten(1), source, target)
     out: Tensor = _Attention.apply(*parts, groups, exchange, negative_slope)  # type: ignore[no-untyped-call]
@@ -43,11 +43,11 @@ def attend_by(rows: Tensor, groups: SourceGroups, exchange: Exchange, score: Sco
     """Attention with any score; see :meth:`pygdist.graph.Adjacency.attend_by`.
 
     Args:
-        rows: What is read of this rank's rows, ``(n, parts, H, C)``.
+        rows: This rank's rows, ``(n, parts, H, C)``: one part for each tensor that the hop reads.
         groups: The edges.
         exchange: Fetches other ranks' rows.
-        score: Of the edges.
-        others: What it reads besides rows.
+        score: Computes the scores of edges.
+        others: Tensors that the score reads beside source rows.
     """
     scored = _Scored(score, *rows.shape[1:])
     out: Tensor = _AttentionBy.apply(rows.flatten(1), groups, exchange, scored, *others)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ def attend_by(rows: Tensor, groups: SourceGroups, exchange: Exchange, score: Sco
 
 
 class _Attention(torch.autograd.Function):
-    """GAT's weighted sums: the softmax over all edges of a row, from the groups so far."""
+    """GAT's weighted sums, with the softmax over all edges of a row, built up group by group."""
 
     @staticmethod
     def forward(
@@ -66,37 +66,37 @@ class _Attention(torch.autograd.Function):
         graded = any(ctx.needs_input_grad)
         transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
         with recorded(exchange.communicator.recorder, "aggregate", "own rows"):
-            found = gat_part(groups.local.csr, x, source[: x.size(0)], target, slope)
+            state = gat_part(groups.local.csr, x, source[: x.size(0)], target, slope)
         arrived = {}
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
                 arrived[one.message] = one.rows
             scores = source.index_select(0, exchange.positions_of(one.piece, one.message))
-            found = gat_part(one.group.csr, one.rows, scores, target, slope, found)
+            state = gat_part(one.group.csr, one.rows, scores, target, slope, state)
         ctx.messages = list(arrived)
         if graded:
-            ctx.save_for_backward(x, source, target, *found, *arrived.values())
-        return found[0].clone() if graded else found[0]
+            ctx.save_for_backward(x, source, target, *state, *arrived.values())
+        return state[0].clone() if graded else state[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, source, target, out, above, facts, *arrived = ctx.saved_tensors
         groups, exchange, slope = ctx.groups, ctx.exchange, ctx.slope
-        kept = dict(zip(ctx.messages, arrived, strict=True))
+        by_message = dict(zip(ctx.messages, arrived, strict=True))
         grad, grad_source = grad.contiguous(), torch.zeros_like(source)
         # of all edges of each row: the gradient of target is made of sums over them
         ends, grad_target = gat_ends(target, slope, (out, above, facts), grad)
 
         def of(piece: int, message: Message | None, group: SourceGroup, part: Tensor, _memory: Tensor | None) -> Tensor:
             places = slice(0, x.size(0)) if message is None else exchange.positions_of(piece, message)
-            found, grad_source[places] = gat_grad(
+            gradient, grad_source[places] = gat_grad(
                 group.transposed.unpermuted(), part, source[places], slope, ends, grad
             )
-            return found
+            return gradient
 
         return (
-            exchange.give_back(Gradients(of, exchange, groups, x, kept), x),
+            exchange.give_back(Gradients(of, exchange, groups, x, by_message), x),
             grad_source,
             grad_target,
             None,
@@ -107,7 +107,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Scored:
-    """How the rows of a group are read; see :meth:`~pygdist.graph.Adjacency.attend_by`."""
+    """Reads the rows of a group; see :meth:`~pygdist.graph.Adjacency.attend_by`."""
 
     score: Score
     num_parts: int
@@ -115,13 +115,13 @@ class _Scored:
     channels: int
 
     def read(self, group: SourceGroup, rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Scores of the group's edges ``(E, H)``, and what is summed of its rows ``(M, H, C)``."""
+        """Return the scores of the group's edges, ``(E, H)``, and the rows that are summed, ``(M, H, C)``."""
         parts = rows.view(-1, self.num_parts, self.heads, self.channels).unbind(1)
         return self.score(group.csr.unpermuted(), parts[0], *others, transposed=group.transposed), parts[-1]
 
 
 class _AttentionBy(torch.autograd.Function):
-    """Attention with any score: the softmax over all edges of a row, by the running maximum and sum."""
+    """Attention with any score, with the softmax over all edges of a row, by the running maximum and sum."""
 
     @staticmethod
     def forward(
@@ -131,14 +131,14 @@ class _AttentionBy(torch.autograd.Function):
         x = x.detach().contiguous()
         transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
         with recorded(exchange.communicator.recorder, "aggregate", "own rows"):
-            found = softmax_part(groups.local.csr.unpermuted(), *scored.read(groups.local, x, others))
+            state = softmax_part(groups.local.csr.unpermuted(), *scored.read(groups.local, x, others))
         arrived = {}
         for one in exchange.arriving(x, groups, transfer, keep=exchange.at_once):
             if exchange.at_once:
                 arrived[one.message] = one.rows
             more = softmax_part(one.group.csr.unpermuted(), *scored.read(one.group, one.rows, others))
-            found = merge_softmax(found, more)
-        out, most, total = found
+            state = merge_softmax(state, more)
+        out, most, total = state
         out = out / total.clamp(min=1).unsqueeze(-1)  # the largest score alone gives 1; without edges there is none
         ctx.messages = list(arrived)
         ctx.save_for_backward(x, out, most, total, *others, *arrived.values())
@@ -150,7 +150,7 @@ class _AttentionBy(torch.autograd.Function):
         x, out, most, total, *rest = ctx.saved_tensors
         groups, exchange, scored = ctx.groups, ctx.exchange, ctx.scored
         others = rest[: len(rest) - len(ctx.messages)]
-        kept = dict(zip(ctx.messages, rest[len(others) :], strict=True))
+        by_message = dict(zip(ctx.messages, rest[len(others) :], strict=True))
         grad, shared = grad.contiguous(), (grad * out).sum(-1)
         totals = [torch.zeros_like(other) for other in others]
 
@@ -165,9 +165,9 @@ class _AttentionBy(torch.autograd.Function):
                 weights = (scores.detach() - most[row]).exp() / total[row]
                 summed = spmm(csr, values, weights, transposed=group.transposed)
             towards = weights * (sddmm(csr, values.detach(), grad) - shared[row])
-            found, *more = torch.autograd.grad([scores, summed], leaves, [towards, grad])
+            gradient, *more = torch.autograd.grad([scores, summed], leaves, [towards, grad])
             for one, part in zip(totals, more, strict=True):
                 one += part
-            return found
+            return gradient
 
-        return exchange.give_back(Gradients(of, exchange, groups, x, kept), x), None, None, None, *totals
+        return exchange.give_back(Gradients(of, exchange, groups, x, by_message), x), None, None, None, *totals

@@ -1,7 +1,8 @@
-"""How the rows of a hop travel: forward to who reads them, group by group, and their gradients back to their owners.
+"""The exchange of one hop: rows travel to the ranks that read them, and their gradients back to their owners.
 
-Backward, the gradients of each rank's rows are computed and sent, one rank after the other, and the gradients of this
-rank's own rows while they travel (NeutronStar, Sec. 4.3).
+The rows of each source group are aggregated while those of the next one travel. In the backward pass a rank computes
+and sends the gradients of other ranks' rows, one rank after the other, and those of its own rows while they travel
+(NeutronStar, Sec. 4.3).
 """
 
 from __future__ import annotations
@@ -21,23 +22,27 @@ from pygdist.memory.overflow import Overflow
 
 __all__ = ["ArrivedGroup", "Exchange", "Gradients"]
 
-Whole: TypeAlias = Callable[[Tensor], Tensor]
+GradientOf: TypeAlias = Callable[[int, Message | None, SourceGroup, Any, Tensor | None], Tensor]
+"""Called with the piece, the message (``None`` for own rows), the group, its rows if they are needed, and memory.
+
+Returns the gradient of the rows, in the memory if that is given.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One hop of a layer on this rank, and how its rows travel.
+    """Options and plan of the exchange of one hop on this rank.
 
     Attributes:
         communicator: The ranks.
-        pieces: What arrives: all at once, or piece by piece if the device is to hold no more than that at a time.
-        label: Named when something goes wrong.
-        ring: One peer after the other.
-        overlap: Aggregate while rows travel; without, wait for all of them first.
+        pieces: Rows that arrive: all in one piece, or one piece after the other to limit the memory.
+        label: Names the hop in messages.
+        ring: Exchange with one peer after the other.
+        overlap: Aggregate while rows travel; otherwise wait for all of them first.
         wire: The dtype in which rows and gradients travel; ``None`` for their own.
-        messages: In how many messages the rows of a rank travel, and are aggregated.
-        overflow: Where edges wait until their group is computed with; ``None`` for the device.
-        whole: All rows that the hop reads, from those of this rank; for what cannot be done in groups.
+        messages: Number of messages in which the rows of one rank travel; each is aggregated by itself.
+        overflow: Holds the edges of a group until its rows are here; ``None`` for the device.
+        whole: Returns all source rows of the hop, from this rank's rows; for aggregations that need all at once.
     """
 
     communicator: Communicator
@@ -48,19 +53,19 @@ class Exchange:
     wire: torch.dtype | None
     messages: int
     overflow: Overflow | None
-    whole: Whole
+    whole: Callable[[Tensor], Tensor]
 
     @property
     def at_once(self) -> bool:
-        """Whether all rows may be here at a time."""
+        """True if all rows arrive in one piece."""
         return len(self.pieces) == 1
 
     def positions_of(self, piece: int, message: Message) -> Tensor:
-        """Where rows belong that come with a message."""
+        """Places of the rows in a message, among the rows of this rank."""
         return self.pieces[piece].positions_of(message.rank, message.number, self.messages)
 
     def fetch(self, x: Tensor, piece: Arrival, *, keep: bool) -> Transfer:
-        """Begin to fetch rows; ``keep`` where they are needed beyond the exchange."""
+        """Begin to fetch the rows of a piece; ``keep`` if the backward pass needs them."""
         plan, label = piece.plan, f"{self.label}, forward, {describe_rows(x)}"
         packed = self.communicator.pack(x, plan.send_index, self.label, self.wire).split(list(plan.send_counts))
         buffers = self.communicator.buffers
@@ -78,22 +83,22 @@ class Exchange:
         return transfer
 
     def again(self, x: Tensor, number: int) -> dict[Message, Tensor]:
-        """By message, the rows of a piece, fetched once more; until the next are."""
+        """Fetch the rows of a piece once more; they stay until the next piece is fetched."""
         transfer = self.fetch(x, self.pieces[number], keep=False)
-        found = {message: transfer.take(message).to(x.dtype) for message in transfer.sources}
+        rows = {message: transfer.take(message).to(x.dtype) for message in transfer.sources}
         transfer.finish()
-        return found
+        return rows
 
     def _rows_in(self, by_rank: Sequence[Tensor], message: Message) -> Tensor:
         rows = by_rank[message.rank]
         return rows[message_rows(rows.size(0), message.number, self.messages)]
 
     def give_back(self, gradients: Gradients, like: Tensor) -> Tensor:
-        """Send gradients to the owners of the rows that were fetched; returns those of this rank's rows.
+        """Send the gradients of fetched rows to their owners, and return those of this rank's rows.
 
         Args:
-            gradients: Computes them.
-            like: Rows of their width and dtype.
+            gradients: Computes the gradients.
+            like: A tensor with their width and dtype.
         """
         out = None
         for number, piece in enumerate(self.pieces):
@@ -102,7 +107,7 @@ class Exchange:
         assert out is not None
         return out
 
-    def _give_back(self, piece: Arrival, gradients: Gradients, like: Tensor, known: Tensor | None) -> Tensor:
+    def _give_back(self, piece: Arrival, gradients: Gradients, like: Tensor, local: Tensor | None) -> Tensor:
         plan, buffers = piece.plan, self.communicator.buffers
         label = f"{self.label}, backward, {describe_rows(like)}"
         arrived = buffers.get("gradients received", plan.num_sent, like, self.wire).split(list(plan.send_counts))
@@ -111,8 +116,8 @@ class Exchange:
         if self.wire is not None:
             sent = buffers.get("gradients sent", plan.num_received, like, self.wire).split(list(plan.recv_counts))
         transfer = Transfer(self.communicator, arrived, label, ring=self.ring, back=True, messages=self.messages)
-        if known is None and not self.overlap:
-            known = self._computed(gradients.own)
+        if local is None and not self.overlap:
+            local = self._computed(gradients.local)
         for message in transfer.targets:
             memory, rows = self._rows_in(computed, message), self._rows_in(sent, message)
             if rows.size(0):
@@ -122,7 +127,7 @@ class Exchange:
                         rows.copy_(memory)
             if self.overlap:
                 transfer.give(message, rows)
-        out = self._computed(gradients.own) if known is None else known
+        out = self._computed(gradients.local) if local is None else local
         if not self.overlap:
             for message in transfer.targets:
                 transfer.give(message, self._rows_in(sent, message))
@@ -141,13 +146,13 @@ class Exchange:
             return gradient()
 
     def arriving(self, x: Tensor, groups: SourceGroups, first: Transfer, *, keep: bool) -> Iterator[ArrivedGroup]:
-        """SourceGroups and their rows, in the order of arrival; the time until the next is noted as aggregation.
+        """Yield source groups with their rows, in the order of arrival; the recorder notes the caller's time.
 
         Args:
             x: This rank's rows.
             groups: The edges.
-            first: The first piece, under way.
-            keep: Whether rows are needed beyond the exchange.
+            first: The transfer of the first piece, already begun.
+            keep: The backward pass needs the rows.
         """
         for number, piece in enumerate(self.pieces):
             transfer = first if number == 0 else self.fetch(x, piece, keep=keep)
@@ -162,7 +167,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ArrivedGroup:
-    """A group and the rows that it reads: of which piece, and how they came."""
+    """A source group whose rows are here, the number of their piece, and their message."""
 
     piece: int
     message: Message
@@ -171,42 +176,41 @@ class ArrivedGroup:
 
 
 class Gradients:
-    """Computes the gradients of a exchange: of each rank's rows, piece by piece, and of this rank's own.
+    """Computes the gradients of the rows that a hop read: other ranks' rows, piece by piece, and this rank's.
 
     Args:
-        of: From the piece and the message (``None`` for own rows), the group, and its rows if ``x`` is given: their
-            gradient, which may be written into the memory given. It must not know of this object: what holds each
-            other stays until Python looks for such circles.
+        of: Computes the gradient of one group's rows. It must not refer to this object: Python frees a reference cycle
+            late.
         exchange: The exchange.
         groups: Its edges.
-        x: This rank's rows, where their values are needed.
-        kept: By message, the rows that arrived, if they are all still here.
+        x: This rank's rows, if their values are needed.
+        arrived: The rows that arrived, if all of them are still here.
     """
 
     def __init__(
         self,
-        of: Callable[[int, Message | None, SourceGroup, Any, Tensor | None], Tensor],
+        of: GradientOf,
         exchange: Exchange,
         groups: SourceGroups,
         x: Tensor | None = None,
-        kept: dict[Message, Tensor] | None = None,
+        arrived: dict[Message, Tensor] | None = None,
     ) -> None:
-        self._of, self._exchange, self._chunks, self._x, self._rows = of, exchange, groups, x, kept
+        self._of, self._exchange, self._groups, self._x, self._rows = of, exchange, groups, x, arrived
         self._piece = 0
 
     def turn_to(self, number: int) -> None:
-        """The piece that comes next."""
+        """Go on to piece ``number``."""
         self._piece = number
         if self._x is not None and not self._exchange.at_once:
             self._rows = self._exchange.again(self._x, number)
 
     def remote(self, message: Message, memory: Tensor) -> None:
-        """Writes the gradient of a rank's rows into memory."""
+        """Write the gradient of the rows in a message into ``memory``."""
         rows = None if self._rows is None else self._rows[message]
-        found = self._of(self._piece, message, self._chunks.remote[self._piece][message], rows, memory)
-        if found is not memory:
-            memory.copy_(found)
+        gradient = self._of(self._piece, message, self._groups.remote[self._piece][message], rows, memory)
+        if gradient is not memory:
+            memory.copy_(gradient)
 
-    def own(self) -> Tensor:
-        """What this rank's own edges add to the gradient of its rows."""
-        return self._of(self._piece, None, self._chunks.local, self._x, None)
+    def local(self) -> Tensor:
+        """Gradient of this rank's rows by the edges between them."""
+        return self._of(self._piece, None, self._groups.local, self._x, None)

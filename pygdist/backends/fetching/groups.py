@@ -1,8 +1,8 @@
-"""A hop's edges in groups by where their sources come from, so that each is aggregated when its rows are here.
+"""A hop's edges in groups by the rank that sends their sources, so that each is aggregated when its rows are here.
 
-The in-edges whose sources arrive from rank *j* are one group (NeutronStar, Sec. 4.3), those whose sources this rank
-holds are another, which needs nothing to arrive. Columns of a group count the rows of its rank as they arrive, so that
-rows are aggregated where they lie, and gradients are written where they leave from.
+The in-edges whose sources arrive from rank *j* are one source group (a chunk of NeutronStar, Sec. 4.3); those whose
+sources this rank holds are another. Columns of a group count the rows of its rank in the order of arrival, so that rows
+are aggregated where they lie, and gradients are written where they are sent from.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _EDGES_AT_A_TIME = 1 << 20  # to sort
 
 
 class EdgeMemory:
-    """What a hop holds for each of its edges: one array of a kind, of which each group has its part.
+    """Arrays with one value for each edge of a hop, shared by its groups: each group has a range of every array.
 
     Args:
-        num_edges: Of all groups.
-        device: Where edges are computed with.
-        overflow: Where they wait for that, if there is no memory for them on the device.
+        num_edges: Edges of all groups.
+        device: The device that computes with them.
+        overflow: Holds the arrays until then; on the device by default.
     """
 
     def __init__(self, num_edges: int, device: torch.device, overflow: Overflow | None = None) -> None:
@@ -42,17 +42,17 @@ class EdgeMemory:
 
     @property
     def waits(self) -> bool:
-        """Whether edges are elsewhere until they are computed with."""
+        """True if the arrays are not on the device."""
         return self._overflow is not None
 
     def part(self, kind: str, dtype: torch.dtype, among: slice) -> Tensor:
-        """Of one kind, the values of some edges; what is written there stays."""
+        """Return the range ``among`` of an array, as a view; the array is made when it is first asked for."""
         if (kind, dtype) not in self._arrays:
             self._arrays[kind, dtype] = self.empty((self._num_edges,), dtype)
         return self._arrays[kind, dtype][among]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory where edges wait, or on the device."""
+        """Allocate memory where the arrays are."""
         if self._overflow is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         small = math.prod(shape) * dtype.itemsize < self._overflow.small
@@ -60,18 +60,18 @@ class EdgeMemory:
 
 
 class SourceGroup:
-    """Some of the edges of a hop.
+    """Edges of a hop whose sources one rank sends, or holds.
 
     Args:
-        memory: Holds the column of each edge (``index``) and its place among all edges of the hop (``perm``).
-        among: Which of them these are.
-        row: The row of each; kept if ``tight``.
+        memory: Holds the column of each edge (``index``), and its place among all edges of the hop (``perm``).
+        among: The range of this group in the arrays.
+        row: The destination of each edge.
         num_rows: Destinations of the hop.
-        num_cols: Rows that arrive.
-        tight: Hold the row of each edge where that takes less memory than a pointer for each row of the hop.
+        num_cols: Rows that the sender sends.
+        tight: Hold the destination of each edge, if that takes less memory than a pointer for each row of the hop.
 
     Attributes:
-        perm: The place of each edge of :attr:`csr` among all edges of the hop; it waits with them.
+        perm: Place of each edge of :attr:`csr` among all edges of the hop.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class SourceGroup:
 
     @property
     def csr(self) -> CSR:
-        """The edges by destination: destinations by the rows that arrive."""
+        """The edges by destination: destinations by rows of the sender."""
         return self._on(self._memory.device)
 
     @property
     def filled(self) -> Tensor:
-        """Which destinations have an edge here; ``(n, 1)`` bool."""
+        """True for destinations that have an edge here; ``(n, 1)`` bool."""
         rows = self._rows.to(self._memory.device, non_blocking=True)
         if not self._by_entry:
             return (rows.diff() > 0).unsqueeze(-1)
@@ -104,33 +104,33 @@ class SourceGroup:
 
     @property
     def transposed(self) -> CSR:
-        """The edges by source; computed once, where they wait."""
+        """The edges by source; computed once."""
         back, device = self._backwards(), self._memory.device
         assert back.perm is not None
         indptr, index, perm = (part.to(device, non_blocking=True) for part in (back.indptr, back.index, back.perm))
         return CSR(indptr, index, back.num_cols, perm)
 
     def values(self, value: Tensor | None, *, transposed: bool = False) -> Tensor | None:
-        """Those of the edges' values that belong here, ``(edges, 1)``; kept while ``value`` stays the same."""
+        """Select these edges' values from the hop's, ``(edges, 1)``; kept while ``value`` stays the same."""
         if value is None:
             return None
-        known = self._values.get(transposed)
-        if known is not None and known[1] == identity_of(value):
-            return known[2].to(value.device, non_blocking=True)
+        entry = self._values.get(transposed)
+        if entry is not None and entry[1] == identity_of(value):
+            return entry[2].to(value.device, non_blocking=True)
         order = self.perm
         if transposed:
             perm = self._backwards().perm
             assert perm is not None
             order = order.index_select(0, perm)
         with torch.inference_mode(False):
-            found = value.detach().index_select(0, order.to(value.device)).unsqueeze(1)
+            selected = value.detach().index_select(0, order.to(value.device)).unsqueeze(1)
             if fixable(value):
-                kept = found
+                held = selected
                 if self._memory.waits:
                     kind = "value by source" if transposed else "value"
-                    kept = self._memory.part(kind, found.dtype, self._among).unsqueeze(1).copy_(found)
-                self._values[transposed] = (value.detach(), identity_of(value), kept)
-        return found
+                    held = self._memory.part(kind, selected.dtype, self._among).unsqueeze(1).copy_(selected)
+                self._values[transposed] = (value.detach(), identity_of(value), held)
+        return selected
 
     def _on(self, device: torch.device) -> CSR:
         rows, index = (part.to(device, non_blocking=True) for part in (self._rows, self._index))
@@ -149,13 +149,13 @@ class SourceGroup:
 
 @dataclass(frozen=True)
 class SourceGroups:
-    """The edges of a hop.
+    """The edges of a hop, in groups.
 
     Attributes:
         num_rows: Destinations.
         degree: In-edges of each destination, 1 if it has none; ``(n, 1)``.
         local: Edges whose sources this rank holds; columns are its rows.
-        remote: For each piece in which rows arrive, by message: edges whose sources arrive with it, where any do.
+        remote: For each piece, by message: edges whose sources arrive in the message, if there are any.
     """
 
     num_rows: int
@@ -167,14 +167,14 @@ class SourceGroups:
 def group_by_source(
     csr: CSR, num_local: int, pieces: Sequence[Arrival], parts: int = 1, overflow: Overflow | None = None
 ) -> SourceGroups:
-    """Sort the edges of a hop into groups; their order within a destination stays.
+    """Sort the edges of a hop into source groups; their order within a destination stays.
 
     Args:
         csr: Destinations by sources; ``csr.perm`` is not used.
-        num_local: Rows that this rank holds; all other columns that occur arrive.
-        pieces: What arrives, one after the other.
-        parts: Of what comes from each rank.
-        overflow: Where edges wait until their group is computed with, and are sorted; the device by default.
+        num_local: Rows that this rank holds; all other sources arrive.
+        pieces: Rows that arrive, one piece after the other.
+        parts: Number of messages in which the rows of one rank travel.
+        overflow: Holds the edges until their rows are here; the device by default. Sorting happens there, too.
     """
     memory = EdgeMemory(csr.num_entries, csr.index.device, overflow)
     degree = csr.indptr.diff().clamp(min=1).unsqueeze(-1)
@@ -207,11 +207,11 @@ def group_by_source(
 
 
 class _Sorted:
-    """Edges by group, written into memory; some rows at a time, as no more may be held than that.
+    """Edges sorted by group, written into memory some rows at a time: no more is held than that.
 
     Attributes:
-        parts: The edges of each group.
-        row: The row of each edge.
+        parts: The range of each group.
+        row: The destination of each edge.
     """
 
     def __init__(
@@ -223,18 +223,18 @@ class _Sorted:
             counts += torch.bincount(group_of[csr.index[edges].long()], minlength=num_groups)
         ends = counts.cumsum(0)
         self.parts = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
-        every, place = slice(None), ends - counts
+        whole, place = slice(None), ends - counts
         # rows, columns and edges are counted in one type
         dtype = torch.promote_types(csr.index.dtype, narrowest(max(csr.num_entries, csr.num_rows)))
-        index, perm = (memory.part(kind, dtype, every) for kind in ("index", "perm"))
-        self.row = memory.part("row", dtype, every) if keep_rows else torch.empty_like(index)
+        index, perm = (memory.part(kind, dtype, whole) for kind in ("index", "perm"))
+        self.row = memory.part("row", dtype, whole) if keep_rows else torch.empty_like(index)
         for rows, edges in blocks:
             source = csr.index[edges].long()
             order = torch.argsort(group_of[source], stable=True)
             kind = group_of[source[order]].long()
-            found = torch.bincount(kind, minlength=num_groups)
+            in_block = torch.bincount(kind, minlength=num_groups)
             # each goes behind those of its group that were there before
-            at = torch.arange(kind.numel(), device=kind.device) + (place - (found.cumsum(0) - found))[kind]
+            at = torch.arange(kind.numel(), device=kind.device) + (place - (in_block.cumsum(0) - in_block))[kind]
             row = torch.repeat_interleave(
                 torch.arange(rows.start, rows.stop, dtype=dtype, device=kind.device),
                 csr.indptr[rows.start : rows.stop + 1].diff(),
@@ -243,7 +243,7 @@ class _Sorted:
             index[at] = column[source[order]].to(dtype)
             perm[at] = (order + edges.start).to(dtype)
             self.row[at] = row[order]
-            place += found
+            place += in_block
 
 
 def _blocks(indptr: Tensor, most: int) -> Iterator[tuple[slice, slice]]:
