@@ -218,6 +218,8 @@ class Hop:
             arguments = self.arguments if rows is None else self._with_sources(rows, size)
             edges = self.edge_index if edge_index is None else edge_index
             hop = replace(self, edge_index=edges, arguments=arguments, size=self.size if size is None else size)
+            if isinstance(edges, Adjacency):
+                vars(hop)["is_product"] = self.is_product  # asked once: rows of other ranks do not change it
         if size is not None and hop.edge_index.size(1) == 0 and hop.kernel is None:
             return hop._on_phantom_edge(size)
         return hop._computed()

@@ -403,7 +403,7 @@ def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]
         return spmm(csr, x, *rest, **options)
 
     with contextlib.ExitStack() as stack:
-        for module in ("pipeline", "overlap"):
+        for module in ("slicing.sums", "fetching.adjacency"):
             stack.enter_context(mock.patch(f"pygdist.backends.{module}.spmm_into", counted))
         stack.enter_context(mock.patch("pygdist.graph.adjacency.spmm", counted_too))
         for name, width in itertools.product(["comm", "tensor"], [40, 41, 128]):
