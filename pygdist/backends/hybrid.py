@@ -1,28 +1,27 @@
-"""``hybrid``: each remote row is computed again or fetched, whichever costs less (NeutronStar, Sec. 3).
+"""``hybrid``: compute a remote row here, or fetch it, whichever costs less (NeutronStar, Sec. 3).
 
-Exact, whatever is chosen. For every hop and every node of another rank that it reads, the cost of computing the node's
-row here, with all that it needs from the features on and is not here yet (Eq. 1), stands against that of fetching it
-(Eq. 2); the cheapest to compute are taken first, as long as there is memory (Eq. 3, Algorithm 4).
+Exact, whatever is chosen. A hop reads halo rows: nodes of other ranks. A rank fetches a halo row (Eq. 2 is the cost)
+or computes it, with all rows below it that are not here yet, down to the features (Eq. 1). Algorithm 4 goes through the
+halo rows, the cheapest to compute first, and computes those that cost less to compute than to fetch, as long as there
+is memory (Eq. 3).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype
-from pygdist.backends.planning.expected import Expected, computed_shares, expected_epoch
-from pygdist.backends.planning.greedy import Costs, _chosen
+from pygdist.backends.fetching.fetcher import FetchOptions
+from pygdist.backends.planning.expected import EpochCosts, Expected, computed_shares, expected_epoch
+from pygdist.backends.planning.greedy import Costs, Halo, greedy_choice
 from pygdist.backends.planning.hop_costs import HopCosts, Timed, time_hops
-from pygdist.backends.planning.kept_plans import load_plan, plan_key, save_plan
+from pygdist.backends.planning.kept_plans import Plan, load_plan, plan_key, save_plan, structure_of
 from pygdist.backends.planning.network import Network, probe_exchange, probe_reduce
 from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
 from pygdist.errors import InputError
@@ -32,38 +31,32 @@ __all__ = ["HybridBackend"]
 
 log = logging.getLogger(__name__)
 
-_COPIES = 3  # of a row: itself, its gradient and what the layer keeps for it
-_FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost, congestion adds to it
-
-
-_EVEN = Costs(vertex=1.0, edge=1.0, value=0.0)  # the cheapest are those with the fewest edges below them
+_FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost to fetch, congestion adds to it
+_EVEN = Costs(vertex=1.0, edge=1.0, value=0.0)  # by these the cheapest rows are those with the fewest edges below them
 
 
 class HybridBackend(RecomputingBackend):
-    """Compute some remote rows again and fetch the others (NeutronStar, SIGMOD 2022, Sec. 3, Algorithm 4).
+    """Compute some remote rows and fetch the others (NeutronStar, SIGMOD 2022, Sec. 3, Algorithm 4).
 
-    With neither share nor costs given they are measured at the first forward pass: what the model's hops cost on some
-    of the rank's own rows and edges, and what rows cost on the network. Of the greedy choices by these costs, and by
-    half and twice what rows cost, of ``comm`` and of ``cache``, the one with the shortest expected epoch is taken. It
-    is kept beside the partitioned graph, in ``plans``; a run with the same model, device and ranks takes it from there,
-    as long as the network is as fast as it was.
+    With neither ``cache_ratio`` nor ``costs``, the first forward pass measures costs: those of the model's hops on some
+    of the rank's rows and edges, and those of rows on the network. Five choices are compared: the greedy one by these
+    costs, by half and by twice the cost of fetching, all rows fetched (``comm``), and all rows computed (``cache``).
+    The one with the shortest expected epoch is taken, and kept beside the partitioned graph in ``plans``: a later run
+    with the same model, device and ranks takes it from there, if the network is about as fast as it was.
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
             ``comm``, 1 is ``cache``. Rows with very many edges below them count as equally expensive.
-        costs: What decides where no share is given, instead of what is measured.
-        memory_gib: Most memory that replicas may take on a rank; no limit by default. To choose, a rank looks at the
-            in-edges of all hops below its nodes, which are held meanwhile and are not counted; with ``cache_ratio=0``
-            it looks at none.
-        replan: Measure and choose anew even if a plan is kept.
-        ring: As for ``comm``, and so the next two.
-        overlap: Aggregate while rows travel.
-        wire_dtype: ``"bfloat16"`` to halve the bytes.
-        halo_gib: Most memory that other ranks' rows may take at a time.
+        costs: Choose by these costs instead of measured ones; ``cache_ratio`` goes first.
+        memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
+            holds the in-edges of all hops below its nodes, which are not counted; with ``cache_ratio=0`` it does not.
+        replan: Measure and choose again even if a plan is kept.
+        fetching: ``ring``, ``overlap``, ``wire_dtype`` and ``halo_gib``, see
+            :class:`~pygdist.backends.fetching.fetcher.FetchOptions`.
 
     Attributes:
-        expected: What an epoch is expected to take, once that is known; not where a share is given. By given costs it
-            knows of nothing else: no latency, no averaging of gradients.
+        expected: The time that an epoch is expected to take, once it is planned; ``None`` with ``cache_ratio``. By
+            ``costs`` it counts nothing else: no latency, no averaging of gradients.
     """
 
     name = "hybrid"
@@ -74,164 +67,145 @@ class HybridBackend(RecomputingBackend):
         costs: Costs | None = None,
         memory_gib: float | None = None,
         replan: bool = False,
-        *,
-        ring: bool = True,
-        overlap: bool = True,
-        wire_dtype: WireDtype | None = None,
-        halo_gib: float | None = None,
+        **fetching: Any,
     ) -> None:
-        super().__init__(FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib))
-
+        super().__init__(FetchOptions(**fetching))
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:
-            raise InputError(f"cache_ratio is {cache_ratio}, expected a share from 0 to 1")
+            raise InputError(f"cache_ratio is {cache_ratio}, expected a number from 0 (fetch all) to 1 (compute all)")
         if memory_gib is not None and memory_gib < 0:
-            raise InputError(f"memory_gib is {memory_gib}, expected no negative number")
+            raise InputError(f"memory_gib is {memory_gib}, expected a number of GiB, 0 or more")
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
-
-    @override
-    def hops_around(self, num_hops: int) -> int:
-        return 1 if self.cache_ratio == 0 else num_hops
-
-    @override
-    def choose(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
-        if self.communicator.world_size == 1 or not widths:
-            return [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
-        if self.cache_ratio is None and self.costs is None:
-            return self._measured(found, widths, probe)
-        shard, communicator = self.shard, self.communicator
-        if self.cache_ratio is not None:
-            chosen = self._greedy(found, widths, _EVEN.by_hop(widths), self.cache_ratio)
-            said = _shares(computed_shares(communicator, shard.num_halo, chosen))
-        else:
-            assert self.costs is not None
-            costs = self.costs.by_hop(widths)
-            chosen = self._greedy(found, widths, costs, None)
-            self.expected = expected_epoch(
-                communicator, found, shard.num_owned, shard.num_halo, chosen, costs,
-                network=Network(value_s=self.costs.value, latency_s=0.0, busy=0.0), other_s=0.0,
-                overlap=self.options.overlap,
-            )  # fmt: skip
-            said = _described(self.expected)
-        if communicator.rank == 0:
-            log.info("by the %s given: %s", "costs" if self.cache_ratio is None else "share", said)
-        return chosen
 
     @property
     @override
     def expected_epoch_s(self) -> float | None:
         return None if self.expected is None else self.expected.epoch_s
 
-    def _measured(self, found: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
-        shard, communicator = self.shard, self.communicator
-        start = time.perf_counter()
-        like = next((one for one in probe.call.model.parameters() if one.is_floating_point()), shard.x).detach()
-        network = probe_exchange(
-            communicator, shard.plan, like.new_empty(0, 1), ring=self.options.ring, wire=self.options.wire
-        )
-        facts = self._facts(widths, probe.call.model)
-        key, folder = plan_key(facts), None if shard.folder is None else shard.folder / "plans"
-        kept = None
-        if not self.replan:
-            kept = load_plan(communicator, folder, key, len(widths), found.n_id.numel(), network.value_s)
-        timed = self._time(probe) if kept is None else Timed.from_dict(kept[1]["timed"])
-        # a value's seconds are those of two passes; a hop that did not run is kept: its rows are fetched once
-        fetch = tuple(
-            network.value_s * width * passes / 2 if seconds > 0 else 0.0
-            for width, passes, seconds in zip(widths, timed.passes, timed.edge, strict=True)
-        )
-        expect = partial(
-            expected_epoch, communicator, found, shard.num_owned, shard.num_halo,
-            costs=(costs := HopCosts(row=timed.row, edge=timed.edge, fetch=fetch)),
-            # who waits for a processor does not wait for the network
-            network=replace(network, busy=min(1.0, network.busy * timed.contention)),
-            other_s=timed.fixed
-            + probe_reduce(communicator, sum(one.nbytes for one in probe.call.model.parameters() if one.requires_grad)),
-            overlap=self.options.overlap, shrinks=probe.facts.shrinks, exchanges=timed.exchanges, passes=timed.passes,
-        )  # fmt: skip
-        communicator.buffers.clear()  # what was measured needs no memory any more
-        if kept is not None:
-            self.expected = expect(kept[0])
-            if communicator.rank == 0:
-                log.info("plan of an earlier run, %s: %s", folder, _described(self.expected))
-            return kept[0]
+    @override
+    def hops_around(self, num_hops: int) -> int:
+        return 1 if self.cache_ratio == 0 else num_hops
 
-        probed = time.perf_counter()
-        candidates = self._candidates(found, widths, costs)
-        expected = {name: expect(chosen) for name, chosen in candidates.items()}
-        name = min(expected, key=lambda one: expected[one].epoch_s)
-        self.expected, chosen, planned = expected[name], candidates[name], time.perf_counter()
-        if communicator.rank == 0:
-            log.info(
-                "measured in %.2g s, planned in %.2g s: %s (%s)",
-                probed - start, planned - probed, _described(self.expected), name,
-            )  # fmt: skip
-            for other, figures in expected.items():
-                log.info("  %s: %.3g s an epoch", other, figures.epoch_s)
-        if folder is not None:
-            measured = {
-                **asdict(network), "timed": asdict(timed), "costs": costs.to_dict(), "choice": name,
-                "measured_in_s": probed - start, "planned_in_s": planned - probed,
+    @override
+    def choose(self, around: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
+        halo = Halo(around, self.shard.num_owned, self.shard.num_halo, widths)
+        if self.communicator.world_size == 1 or not widths:
+            return list(halo.choice(False))
+        if self.cache_ratio is not None:
+            return list(self._by_share(halo, self.cache_ratio))
+        if self.costs is not None:
+            return list(self._by_costs(halo, self.costs))
+        return list(self._by_measurement(halo, probe))
+
+    def _by_share(self, halo: Halo, share: float) -> Tensor:
+        chosen = self._greedy(halo, _EVEN.by_hop(halo.widths), share)
+        self._log("by the given share: %s", _percentages(computed_shares(self.communicator, halo, chosen)))
+        return chosen
+
+    def _by_costs(self, halo: Halo, costs: Costs) -> Tensor:
+        hops = costs.by_hop(halo.widths)
+        chosen = self._greedy(halo, hops)
+        network = Network(value_s=costs.value, latency_s=0.0, busy=0.0)
+        epoch = EpochCosts(hops=hops, network=network, overlap=self.options.overlap)
+        self.expected = expected_epoch(self.communicator, halo, chosen, epoch)
+        self._log("by the given costs: %s", _described(self.expected))
+        return chosen
+
+    def _by_measurement(self, halo: Halo, probe: Probe) -> Tensor:
+        """Measure the costs and take the choice with the shortest expected epoch; or take a kept plan."""
+        start = time.perf_counter()
+        model, folder = probe.call.model, self.shard.folder
+        facts = self._facts(halo.widths, model)
+        path = None if folder is None else folder / "plans" / plan_key(facts)
+        like = next((one for one in model.parameters() if one.is_floating_point()), self.shard.x).detach()
+        ring, wire = self.options.ring, self.options.wire
+        network = probe_exchange(self.communicator, self.shard.plan, like, ring=ring, wire=wire)
+        plan = None
+        if not self.replan:
+            plan = load_plan(path, self.communicator, len(halo.widths), halo.around.n_id.numel(), network.value_s)
+        timed = self._time(probe) if plan is None else Timed.from_dict(plan.facts["timed"])
+        epoch = self._epoch_costs(halo, probe, network, timed)
+        self.communicator.buffers.clear()  # only the measurements needed these
+        if plan is not None:
+            self.expected = expected_epoch(self.communicator, halo, plan.chosen, epoch)
+            self._log("plan of an earlier run, %s: %s", path, _described(self.expected))
+            return plan.chosen
+
+        measured_s, start = time.perf_counter() - start, time.perf_counter()
+        chosen, name, self.expected = self._shortest(halo, epoch)
+        planned_s, described = time.perf_counter() - start, _described(self.expected)
+        self._log("measured in %.2g s, planned in %.2g s: %s (%s)", measured_s, planned_s, described, name)
+        if path is not None:
+            facts |= {
+                **asdict(network), "timed": asdict(timed), "costs": asdict(epoch.hops), "choice": name,
+                "measured_in_s": measured_s, "planned_in_s": planned_s, "expected": asdict(self.expected),
             }  # fmt: skip
-            save_plan(folder, key, communicator.rank, chosen, {**facts, **measured}, self.expected)
+            save_plan(path, self.communicator.rank, Plan(chosen, facts))
         return chosen
 
     def _time(self, probe: Probe) -> Timed:
-        """Time the model on some of this rank's rows and edges; every rank makes the call."""
-        call, facts = probe.call, probe.facts
-        return time_hops(call, probe.rehearse, probe.begin_pass, self.shard.adjacency, self.communicator, facts.widths)
+        """Time the model on some of this rank's rows and edges."""
+        widths, edges = probe.facts.widths, self.shard.adjacency
+        return time_hops(probe.call, probe.rehearse, probe.begin_pass, edges, self.communicator, widths)
 
-    def _facts(self, widths: tuple[int, ...], model: nn.Module) -> dict[str, Any]:
-        """What a plan depends on; the same on all ranks, as the name of what is kept is made of it."""
-        threads = int(self.communicator.gather([float(torch.get_num_threads())]).max())
-        return {
-            "widths": list(widths), "ranks": self.communicator.world_size, "device": _device(self.shard.n_id.device),
-            "threads": threads, "memory_gib": self.memory_gib,
-            **asdict(self.options),
-            "savings": asdict(self.savings),
-            "model": _structure(model),
-        }  # fmt: skip
+    def _epoch_costs(self, halo: Halo, probe: Probe, network: Network, timed: Timed) -> EpochCosts:
+        # a value's seconds are those of two passes; a hop whose result is kept fetches its rows once
+        fetch = tuple(
+            network.value_s * width * passes / 2 if seconds > 0 else 0.0
+            for width, passes, seconds in zip(halo.widths, timed.passes, timed.edge, strict=True)
+        )
+        num_bytes = sum(one.nbytes for one in probe.call.model.parameters() if one.requires_grad)
+        return EpochCosts(
+            hops=HopCosts(row=timed.row, edge=timed.edge, fetch=fetch),
+            # a rank that waits for a processor does not wait for the network
+            network=replace(network, busy=min(1.0, network.busy * timed.contention)),
+            other_s=timed.fixed + probe_reduce(self.communicator, num_bytes),
+            overlap=self.options.overlap, shrinks=probe.facts.shrinks, exchanges=timed.exchanges, passes=timed.passes,
+        )  # fmt: skip
 
-    def _candidates(self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts) -> dict[str, list[Tensor]]:
-        """Choices to compare, by what they are."""
-        candidates: dict[str, list[Tensor]] = {}
+    def _shortest(self, halo: Halo, epoch: EpochCosts) -> tuple[Tensor, str, Expected]:
+        """The candidate with the shortest expected epoch, its name, and what it is expected to take."""
+        candidates = self._candidates(halo, epoch.hops)
+        expected = {name: expected_epoch(self.communicator, halo, chosen, epoch) for name, chosen in candidates.items()}
+        for name, figures in expected.items():
+            self._log("  %s: %.3g s an epoch", name, figures.epoch_s)
+        best = min(expected, key=lambda name: expected[name].epoch_s)
+        return candidates[best], best, expected[best]
+
+    def _candidates(self, halo: Halo, costs: HopCosts) -> dict[str, Tensor]:
+        """Choices to compare, by their names."""
+        candidates = {}
         for factor in _FACTORS:
             scaled = replace(costs, fetch=tuple(seconds * factor for seconds in costs.fetch))
-            candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(found, widths, scaled, None)
-        candidates["all fetched"] = [torch.zeros(found.n_id.numel(), dtype=torch.bool) for _ in widths]
+            candidates[f"greedy, rows at {factor:g} x their cost"] = self._greedy(halo, scaled)
+        candidates["all fetched"] = halo.choice(False)
         if self.memory_gib is None:
-            candidates["all computed"] = self._greedy(found, widths, costs, 1.0)
+            candidates["all computed"] = halo.choice(True)
         return candidates
 
-    def _greedy(
-        self, found: Neighbourhood, widths: tuple[int, ...], costs: HopCosts, share: float | None
-    ) -> list[Tensor]:
-        own, halo = self.shard.num_owned, self.shard.num_halo
-        if share == 1 and self.memory_gib is None:
-            masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
-            masks[:, own : own + halo] = True
-            return list(masks)
-        row_bytes = [_COPIES * self.shard.x.element_size() * width for width in widths]
-        chosen = _chosen(found, own, halo, row_bytes, costs, share, self.memory_gib)
-        masks = torch.zeros((len(widths), found.n_id.numel()), dtype=torch.bool)
-        masks[:, own : own + halo] = torch.from_numpy(chosen.astype(bool))
-        return list(masks)
+    def _greedy(self, halo: Halo, costs: HopCosts, share: float | None = None) -> Tensor:
+        value_bytes = self.shard.x.element_size()
+        return greedy_choice(halo, costs, value_bytes=value_bytes, share=share, memory_gib=self.memory_gib)
+
+    def _facts(self, widths: tuple[int, ...], model: nn.Module) -> dict[str, Any]:
+        """All that a plan depends on; equal on all ranks, as the name of the kept plan is made of it."""
+        threads = int(self.communicator.gather([float(torch.get_num_threads())]).max())
+        device = self.shard.n_id.device
+        return {
+            "widths": list(widths), "ranks": self.communicator.world_size,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": threads, "memory_gib": self.memory_gib, **asdict(self.options),
+            "savings": asdict(self.savings), "model": structure_of(model),
+        }  # fmt: skip
+
+    def _log(self, message: str, *values: Any) -> None:
+        if self.communicator.rank == 0:
+            log.info(message, *values)
 
 
 def _described(expected: Expected) -> str:
-    return f"{_shares(expected.computed)}; {expected.epoch_s:.3g} s an epoch expected"
+    return f"{_percentages(expected.computed)}; {expected.epoch_s:.3g} s an epoch expected"
 
 
-def _shares(computed: tuple[float, ...]) -> str:
-    return "remote rows computed again, " + ", ".join(f"hop {hop}: {one:.0%}" for hop, one in enumerate(computed, 1))
-
-
-def _structure(model: nn.Module) -> str:
-    """The same for models that take the same time, on all ranks and in all runs: no address of a function is in it."""
-    modules = [f"{name} {type(one).__qualname__} {one}" for name, one in model.named_modules()]
-    parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters()]
-    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(modules + parameters))
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _percentages(computed: tuple[float, ...]) -> str:
+    return "remote rows computed here, " + ", ".join(f"hop {hop}: {share:.0%}" for hop, share in enumerate(computed, 1))

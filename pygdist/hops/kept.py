@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -72,5 +72,4 @@ class Kept:
         arguments: dict[str, Any] = {
             name: value.weights() if isinstance(value, Unweighted) else value for name, value in hop.arguments.items()
         }
-        whole = partial(hop.written, hop.layer)
-        return self.blocks.run(hop.layer, whole, hop.updates_edges, hop.plain_edges, size=hop.size, **arguments)
+        return self.blocks.run(replace(hop, edge_index=hop.plain_edges, arguments=arguments))

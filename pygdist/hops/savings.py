@@ -1,4 +1,4 @@
-"""Which work is left undone: switches for what a distributed model skips, and how much memory that may take."""
+"""Shortcuts of a distributed model: switches, and the memory that each may take."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _BLOCK_BYTES = 256 * _MIB  # smaller blocks are faster, as they stay in the cach
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
-    """What a distributed model need not do. Everything here is exact, so all of it is on; each part can be turned off.
+    """Shortcuts to take. All are on by default. None changes a result.
 
     Attributes:
-        first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again, and
-            with it the exchange that fetched its halo rows.
-        first_hop_mib: Memory that one rank may keep for that, in MiB; ``None`` stands for a quarter of the memory that
-            is free when the model is distributed. A result that does not fit is computed anew each time.
+        first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again. Its
+            halo rows are then fetched only once.
+        first_hop_mib: Memory that one rank may use for that, in MiB; ``None`` stands for a quarter of the memory that
+            is free when the model is distributed. A result that does not fit is computed in every pass.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
         fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`, which has first
             derivatives only.
-        block_mib: Memory that the messages of one ``propagate`` may take, in MiB, where a layer's own ``message`` runs;
-            more than that is done in blocks of destinations, which are computed a second time in the backward pass.
-            ``None`` stands for 256 MiB, or a quarter of the free memory if that is less; 0 for no blocks at all.
+        block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
+            A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.
+            ``None`` stands for 256 MiB, or a quarter of the free memory if that is less; 0 turns blocks off.
 
     Raises:
         InputError: If a limit is negative.
@@ -47,10 +47,10 @@ class Savings:
         for name in ("first_hop_mib", "block_mib"):
             limit = getattr(self, name)
             if limit is not None and limit < 0:
-                raise InputError(f"savings.{name} is {limit}: expected a number of MiB, 0 or more")
+                raise InputError(f"savings.{name} is {limit}, expected a number of MiB, 0 or more")
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
-        """Bytes that one of ``ranks`` ranks may keep on ``device``."""
+        """Bytes of results that one of ``ranks`` ranks may keep on ``device``."""
         return _limit(self.first_hop_mib, device, ranks)
 
     def block_bytes(self, device: torch.device, ranks: int) -> int | None:
@@ -66,5 +66,5 @@ def _limit(mib: float | None, device: torch.device, ranks: int) -> int:
         return int(mib * _MIB)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
-    # ranks may share the machine; nobody tells how many do, so all of them are taken to
+    # assume that all ranks share this machine: how many do is not known
     return int(psutil.virtual_memory().available) // 4 // ranks

@@ -1,4 +1,4 @@
-"""Layers that are alike: what was found of one of them need not be found of the others."""
+"""Keeps what trials tell about a layer, for all layers that were made alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class TrialCache(Generic[T]):
-    """What trials found, of each layer; layers that were made alike share it.
+    """The result of ``find``, which tries a layer, by layer; layers that were made alike share it.
 
-    A distributed layer keeps what was found when it was distributed, though its attributes change while it trains; but
-    not if hooks on its hops are others.
+    A layer keeps the result of its first trial although its attributes change while it trains, but is tried again if
+    the hooks on its hops change.
     """
 
     def __init__(self, find: Callable[[MessagePassing], T]) -> None:
@@ -30,55 +30,55 @@ class TrialCache(Generic[T]):
         self.of_class: WeakKeyDictionary[type, dict[str | None, T]] = WeakKeyDictionary()
 
     def of(self, layer: MessagePassing) -> T:
-        """What is known of a layer, found if it is not."""
-        hooks, known = hooks_of(layer), self.of_layer.get(layer)
-        if known is None or known[0] != hooks:
+        """The result for ``layer``, which is tried if neither it nor a layer like it was."""
+        hooks, tried = hooks_of(layer), self.of_layer.get(layer)
+        if tried is None or tried[0] != hooks:
             key = _key(layer)
             alike = {} if key is None else self.of_class.setdefault(own_class(layer), {})
             if key not in alike:
                 with torch.device("cpu"), torch.inference_mode(False):  # gradients tell what a hop reads
                     alike[key] = self.find(layer)
-            known = self.of_layer[layer] = hooks, alike[key]
-        return known[1]
+            tried = self.of_layer[layer] = hooks, alike[key]
+        return tried[1]
 
 
 _LIBRARIES = ("torch", "torch_geometric", "pygdist")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# what PyG's base class notes for itself; a layer of it would change the class
+# attributes that PyG's base class sets; read off its code, as making a layer of that class would change the class
 _NOTED = (name for name in MessagePassing.__init__.__code__.co_names if name.startswith("_"))
 _OF_BASE = {*vars(nn.Module()), *_NOTED, "inspector"}
 
 
 def _key(layer: MessagePassing) -> str | None:
-    """The same for layers that differ in nothing but the numbers in their parameters; ``None`` if that is not known."""
+    """A text that is equal for layers that differ only in the numbers in their parameters; ``None`` if none can be."""
     if hooked(layer):
         return None
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-    said = [str(shapes)]
-    for name, one in layer.named_modules():
-        options = _options(one)
-        known = one is layer or (_of_library(one) and not (one._forward_hooks or one._forward_pre_hooks))
-        if options is None or not known:
+    lines = [str([(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()])]
+    for name, module in layer.named_modules():
+        options = _options(module)
+        hooks = module is not layer and (module._forward_hooks or module._forward_pre_hooks)
+        if options is None or hooks or not (module is layer or _of_library(module)):
             return None
-        said.append(f"{name}: {own_class(one).__module__}.{own_class(one).__qualname__} {sorted(options.items())}")
-    return "\n".join(said)
+        cls = own_class(module)
+        lines.append(f"{name}: {cls.__module__}.{cls.__qualname__} {sorted(options.items())}")
+    return "\n".join(lines)
 
 
 def _options(module: nn.Module) -> dict[str, Any] | None:
-    """What a module was made with, if all of that is plain."""
+    """The options that a module was made with; ``None`` if some are not plain values."""
     library = _of_library(module)
     if module._buffers and not library:
         return None
-    found = {}
+    options = {}
     for name, value in vars(module).items():
         if name in _OF_BASE or name.startswith("_pygdist") or (library and name.startswith("_")):
             continue
-        if library and isinstance(value, Tensor):  # libraries' layers keep degrees and the like, but no options in it
+        if library and isinstance(value, Tensor):  # libraries keep degrees and the like in tensors, but no options
             continue
         if not _is_plain(value):
             return None
-        found[name] = value
-    return found
+        options[name] = value
+    return options
 
 
 def _is_plain(value: Any) -> bool:

@@ -21,10 +21,10 @@ from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 
 from pygdist.backends import CommBackend, Costs, HybridBackend, Savings
 from pygdist.backends.planning import kept_plans as plans
-from pygdist.backends.planning.expected import Expected, _followed, expected_epoch
-from pygdist.backends.planning.greedy import _chosen
+from pygdist.backends.planning.expected import EpochCosts, _followed, expected_epoch
+from pygdist.backends.planning.greedy import Halo, greedy_choice
 from pygdist.backends.planning.hop_costs import HopCosts
-from pygdist.backends.planning.kept_plans import _similar, load_plan, save_plan
+from pygdist.backends.planning.kept_plans import Plan, _similar, load_plan, save_plan
 from pygdist.backends.planning.network import Network
 from pygdist.backends.recomputing.rows import replicas_of
 from pygdist.comm import Communicator
@@ -66,9 +66,9 @@ def _near(rng: np.random.Generator, owned: int, halo: int, beyond: int) -> Neigh
     )
 
 
-def _plainly(found: Neighbourhood, owned: int, halo: int, widths: tuple[int, ...], costs: Costs) -> np.ndarray:
+def _plainly(halo: Halo, costs: Costs) -> Tensor:
     """Algorithm 4 as it is written, with sets."""
-    indptr, index = found.indptr.tolist(), found.index.tolist()
+    indptr, index, owned, widths = halo.around.indptr.tolist(), halo.around.index.tolist(), halo.num_owned, halo.widths
     replicas: list[set[int]] = [set() for _ in widths]
 
     def below(row: int, level: int) -> list[set[int]]:
@@ -88,11 +88,11 @@ def _plainly(found: Neighbourhood, owned: int, halo: int, widths: tuple[int, ...
             for row in rows[at]
         )
 
-    chosen = np.zeros((len(widths), halo), dtype=bool)
+    chosen = torch.zeros(len(widths), halo.num_halo, dtype=torch.bool)
     for hop, width in enumerate(widths):
         fetch = costs.value * width
-        first = {row: cost(below(owned + row, hop)) for row in range(halo)}
-        for row in sorted(range(halo), key=lambda row: first[row]):
+        first = [cost(below(owned + row, hop)) for row in range(halo.num_halo)]
+        for row in sorted(range(halo.num_halo), key=first.__getitem__):
             rows = below(owned + row, hop)
             if cost(rows) < fetch:
                 chosen[hop, row] = True
@@ -101,28 +101,34 @@ def _plainly(found: Neighbourhood, owned: int, halo: int, widths: tuple[int, ...
     return chosen
 
 
+def _greedy(halo: Halo, costs: Costs, share: float | None = None, memory_gib: float | None = None) -> Tensor:
+    """The halo rows that are chosen, ``(hops, num_halo)``; rows beyond them never are."""
+    chosen = greedy_choice(halo, costs.by_hop(halo.widths), value_bytes=1, share=share, memory_gib=memory_gib)
+    assert chosen.sum() == chosen[:, halo.rows].sum()
+    return chosen[:, halo.rows]
+
+
 @needs_native
 @pytest.mark.parametrize("widths", [(4,), (4, 3), (2, 5, 3)])
 def test_the_choice_is_that_of_the_greedy_algorithm(widths: tuple[int, ...]) -> None:
     rng = np.random.default_rng(len(widths))
     some = 0
     for value in (0.0, 3.0, 10.0, 40.0, 1e9):
-        found = _near(rng, owned=9, halo=17, beyond=12)
+        halo = Halo(_near(rng, owned=9, halo=17, beyond=12), 9, 17, widths)
         costs = Costs(vertex=1.0, edge=0.5, value=value)
-        chosen = _chosen(found, 9, 17, widths, costs.by_hop(widths), None, None)
-        plain = _plainly(found, 9, 17, widths, costs)
+        chosen = _greedy(halo, costs)
         # rows of equal cost may be taken in another order where costs beyond the limit are not told apart
-        assert (chosen.astype(bool) == plain).all()
+        assert torch.equal(chosen, _plainly(halo, costs))
         some += 0 < chosen[-1].sum() < 17
     assert some or len(widths) == 1
 
 
 @needs_native
 def test_a_share_takes_the_cheapest() -> None:
-    found = _near(np.random.default_rng(5), owned=9, halo=20, beyond=12)
-    chosen = _chosen(found, 9, 20, (3, 3), Costs(vertex=1.0, edge=1.0, value=0.0).by_hop((3, 3)), 0.25, None)
-    assert chosen.sum(axis=1).tolist() == [5, 5]
-    degree = found.indptr.diff()[9:29].numpy()
+    halo = Halo(_near(np.random.default_rng(5), owned=9, halo=20, beyond=12), 9, 20, (3, 3))
+    chosen = _greedy(halo, Costs(vertex=1.0, edge=1.0, value=0.0), share=0.25)
+    assert chosen.sum(1).tolist() == [5, 5]
+    degree = halo.around.indptr.diff()[halo.rows]
     assert degree[chosen[1] == 1].max() <= degree[chosen[1] == 0].min()
 
 
@@ -131,7 +137,7 @@ def test_a_share_of_a_dense_graph_is_chosen_without_walking_all_of_it_for_each_r
     rng = np.random.default_rng(0)
     owned, halo, degree = 10, 4000, 300  # 3 hops below a row: 1.2 M edges, and that 4000 times
     num_rows = owned + halo
-    found = Neighbourhood(
+    around = Neighbourhood(
         n_id=torch.arange(num_rows),
         owner=torch.zeros(num_rows, dtype=torch.int64),
         num_hops=3,
@@ -140,26 +146,24 @@ def test_a_share_of_a_dense_graph_is_chosen_without_walking_all_of_it_for_each_r
         start=torch.arange(num_rows) * degree,
     )
     costs = Costs(vertex=1.0, edge=1.0, value=0.0)
-    chosen = _chosen(found, owned, halo, (3, 3, 3), costs.by_hop((3, 3, 3)), 0.5, None)
-    assert chosen.sum(axis=1).tolist() == [2000, 2000, 2000]
+    chosen = _greedy(Halo(around, owned, halo, (3, 3, 3)), costs, share=0.5)
+    assert chosen.sum(1).tolist() == [2000, 2000, 2000]
 
 
 @needs_native
 def test_no_more_than_the_memory_holds() -> None:
-    found = _near(np.random.default_rng(5), owned=9, halo=20, beyond=12)
+    halo = Halo(_near(np.random.default_rng(5), owned=9, halo=20, beyond=12), 9, 20, (12, 12))
     costs = Costs(vertex=0.0, edge=0.0, value=1.0)
-    every = _chosen(found, 9, 20, (3, 3), costs.by_hop((3, 3)), None, None)
-    some = _chosen(found, 9, 20, (36, 36), costs.by_hop((3, 3)), None, 20 * 36 / 2**30)
-    assert (every.sum(), some.sum()) == (40, 20)
-    none = _chosen(found, 9, 20, (3, 3), costs.by_hop((3, 3)), None, 0.0)
-    assert none.sum() == 0
+    row_bytes = 3 * 12  # the row, its gradient and what a layer keeps for it
+    for memory_gib, count in ((None, 40), (20 * row_bytes / 2**30, 20), (0.0, 0)):
+        assert _greedy(halo, costs, memory_gib=memory_gib).sum() == count
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"cache_ratio": 1.5}, "cache_ratio is 1.5, expected a share"),
-        ({"cache_ratio": 0.5, "memory_gib": -1}, "memory_gib is -1"),
+        ({"cache_ratio": 1.5}, r"cache_ratio is 1.5, expected a number from 0 \(fetch all\)"),
+        ({"cache_ratio": 0.5, "memory_gib": -1}, "memory_gib is -1, expected a number of GiB, 0 or more"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, float], complaint: str) -> None:
@@ -168,7 +172,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, float], complaint: st
 
 
 def test_costs_that_make_no_sense() -> None:
-    with pytest.raises(InputError, match="costs: expected seconds"):
+    with pytest.raises(InputError, match="costs: vertex, edge and value must be finite numbers of seconds"):
         Costs(vertex=-1.0, edge=0.0, value=0.0)
 
 
@@ -180,7 +184,7 @@ def _plan(
     if same_network:  # so few rows tell little of how fast it is
         plans._similar = lambda before, now: True
     shard = Shard.load(folder, rank)
-    outputs, found = [], {}
+    outputs, expected = [], {}
     for backend in (HybridBackend(**arguments), CommBackend()):
         backend.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
@@ -198,51 +202,49 @@ def _plan(
         outputs.append(out)
         if isinstance(backend, HybridBackend):
             assert backend.expected is not None
-            found = asdict(backend.expected)
+            expected = asdict(backend.expected)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-10)
     torch.set_num_threads(1)
     plans._similar = _similar
-    return found
+    return expected
 
 
 def test_a_kept_plan_is_taken_on_a_network_as_fast_as_it_was(tmp_path: Path) -> None:
-    alone = Communicator()
-    chosen = [torch.arange(19) % 3 == 0, torch.arange(19) % 2 == 0]
-    expected = Expected(epoch_s=1.0, compute_s=0.5, exchange_s=0.5, other_s=0.0, computed=(0.3, 0.5))
-    save_plan(tmp_path / "plans", "key", 0, chosen, {"value_s": 2e-9}, expected)
+    path, alone = tmp_path / "plans" / "key", Communicator()
+    chosen = torch.stack([torch.arange(19) % 3 == 0, torch.arange(19) % 2 == 0])
+    save_plan(path, 0, Plan(chosen, {"value_s": 2e-9, "choice": "the best"}))
     for value_s, taken in ((2e-9, True), (3e-9, True), (1.1e-9, True), (5e-9, False), (0.9e-9, False)):
-        found = load_plan(alone, tmp_path / "plans", "key", 2, 19, value_s)
-        assert (found is not None) == taken
-    found = load_plan(alone, tmp_path / "plans", "key", 2, 19, 2e-9)
-    assert found is not None
-    assert all(torch.equal(one, other) for one, other in zip(found[0], chosen, strict=True))
-    assert found[1]["expected"]["epoch_s"] == 1.0
+        assert (load_plan(path, alone, 2, 19, value_s) is not None) == taken
+    plan = load_plan(path, alone, 2, 19, 2e-9)
+    assert plan is not None
+    assert torch.equal(plan.chosen, chosen)
+    assert plan.facts == {"value_s": 2e-9, "choice": "the best"}
     # not what was made for another model, nor what broke off
-    assert load_plan(alone, tmp_path / "plans", "key", 3, 19, 2e-9) is None
-    assert load_plan(alone, tmp_path / "plans", "other", 2, 19, 2e-9) is None
-    assert load_plan(alone, tmp_path / "plans", "key", 2, 20, 2e-9) is None
+    assert load_plan(path, alone, 3, 19, 2e-9) is None
+    assert load_plan(path.with_name("other"), alone, 2, 19, 2e-9) is None
+    assert load_plan(path, alone, 2, 20, 2e-9) is None
     whole = (tmp_path / "plans" / "key.0.npz").read_bytes()
     for broken in (b"half", whole[: len(whole) // 2]):
         (tmp_path / "plans" / "key.0.npz").write_bytes(broken)
-        assert load_plan(alone, tmp_path / "plans", "key", 2, 19, 2e-9) is None
+        assert load_plan(path, alone, 2, 19, 2e-9) is None
 
 
 @needs_native
 @given(seed=st.integers(0, 2**16), hops=st.integers(1, 3))
 def test_what_is_planned_for_is_what_is_made(seed: int, hops: int) -> None:
     rng = np.random.default_rng(seed)
-    found = _near(rng, owned=9, halo=17, beyond=12)
-    chosen = [
-        torch.from_numpy((np.arange(38) >= 9) & (np.arange(38) < 26) & (rng.random(38) < 0.4)) for _ in range(hops)
-    ]
-    needed, edges = _followed(found, 9, 17, chosen)
-    made = replicas_of(found, 9, chosen)
-    assert torch.equal(torch.from_numpy(needed).bool(), torch.stack(made))
+    around = _near(rng, owned=9, halo=17, beyond=12)
+    halo = Halo(around, 9, 17, (1,) * hops)
+    chosen = halo.choice(torch.from_numpy(rng.random((hops, 17)) < 0.4))
+    needed, edges, edges_from_here = _followed(halo, chosen)
+    made = replicas_of(around, 9, list(chosen))
+    assert torch.equal(needed, torch.stack(made))
     for hop in range(1, hops + 1):
         computed = (torch.arange(38) < 9) | made[hop]
-        target = torch.repeat_interleave(torch.arange(38), found.indptr.diff())
-        here = (found.index < 9) | made[hop - 1][found.index]
-        assert edges[hop - 1] == [int(computed[target].sum()), int((computed[target] & here).sum())]
+        target = torch.repeat_interleave(torch.arange(38), around.indptr.diff())
+        here = (around.index < 9) | made[hop - 1][around.index]
+        assert edges[hop - 1] == int(computed[target].sum())
+        assert edges_from_here[hop - 1] == int((computed[target] & here).sum())
 
 
 @needs_native
@@ -332,7 +334,7 @@ def test_hops_have_as_many_exchanges_as_they_make(
 @needs_native
 def test_the_expected_epoch_follows_the_costs() -> None:
     """Worked out by hand for one rank beside another that wants nothing."""
-    found = Neighbourhood(  # 2 own rows, 2 of the halo; row 3 reads row 2
+    around = Neighbourhood(  # 2 owned rows, 2 of the halo; row 3 reads row 2
         n_id=torch.arange(4),
         owner=torch.tensor([0, 0, 0, 0]),
         num_hops=2,
@@ -340,32 +342,35 @@ def test_the_expected_epoch_follows_the_costs() -> None:
         index=torch.tensor([2, 3, 0, 2]),
         start=torch.tensor([0, 2, 3, 3]),
     )
-    costs = HopCosts(row=(1.0, 10.0, 100.0), edge=(2.0, 20.0), fetch=(3.0, 30.0))
-    nothing, third = torch.zeros(4, dtype=torch.bool), torch.tensor([False, False, False, True])
-    network = Network(value_s=0.1, latency_s=0.5, busy=0.0)
-    arguments: dict[str, Any] = {"network": network, "other_s": 1000.0, "overlap": False}
-    fetched = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **arguments)
+    halo = Halo(around, 2, 2, (1, 1))
+    costs = EpochCosts(
+        hops=HopCosts(row=(1.0, 10.0, 100.0), edge=(2.0, 20.0), fetch=(3.0, 30.0)),
+        network=Network(value_s=0.1, latency_s=0.5, busy=0.0),
+        other_s=1000.0,
+        overlap=False,
+    )
+    nothing, third = halo.choice(False), halo.choice(torch.tensor([[False, False], [False, True]]))
+    fetched = expected_epoch(Communicator(), halo, nothing, costs)
     assert fetched.compute_s == 2 * (1 + 10 + 100) + 3 * (2 + 20)
     assert fetched.exchange_s == 2 * (3 + 30) + 2 * 0.5
     assert fetched.epoch_s == fetched.compute_s + fetched.exchange_s + 1000
     # row 3 is computed after hop 1: it, its edge, and below it rows 2 and 3 of features
-    again = expected_epoch(Communicator(), found, 2, 2, [nothing, third], costs, **arguments)
+    again = expected_epoch(Communicator(), halo, third, costs)
     assert again.compute_s == fetched.compute_s + 2 * 1 + 10 + 2
     assert again.exchange_s == 30 + 0.5
     assert again.computed == (0.0, 0.5)
     # below row 3 are two more rows, on which the model works after hop 2 too where rows of several depths meet
-    meeting = expected_epoch(Communicator(), found, 2, 2, [nothing, third], costs, **arguments, shrinks=False)
+    meeting = expected_epoch(Communicator(), halo, third, replace(costs, shrinks=False))
     assert meeting.compute_s == again.compute_s + 1 * 10 + 2 * 100
     # of hop 1 one edge, of hop 2 one needs nothing to arrive
-    hidden = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **{**arguments, "overlap": True})
+    overlapping = replace(costs, overlap=True)
+    hidden = expected_epoch(Communicator(), halo, nothing, overlapping)
     assert hidden.epoch_s == fetched.epoch_s - min(2, 6.5) - min(20, 60.5)
     # nor does anything hide what a hop exchanges before its rows
-    both = {**arguments, "overlap": True, "exchanges": (2, 1)}
-    before = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **both)
+    before = expected_epoch(Communicator(), halo, nothing, replace(overlapping, exchanges=(2, 1)))
     assert before.epoch_s == hidden.epoch_s + 0.5
     # what the exchange computes itself is in nothing's shadow
-    arguments = {**arguments, "network": replace(network, busy=0.9), "overlap": True}
-    busy = expected_epoch(Communicator(), found, 2, 2, [nothing, nothing], costs, **arguments)
+    busy = expected_epoch(Communicator(), halo, nothing, replace(overlapping, network=replace(costs.network, busy=0.9)))
     assert busy.epoch_s == pytest.approx(fetched.epoch_s - 0.65 - 6.05)
 
 
@@ -377,9 +382,9 @@ def _traffic(rank: int, world_size: int, folder: str, ratio: float) -> tuple[int
     chosen: list[list[int]] = []
     choose = backend.choose
 
-    def noted(found: Neighbourhood, widths: tuple[int, ...], probe: Any) -> list[torch.Tensor]:
-        masks = choose(found, widths, probe)
-        chosen.extend(found.n_id[mask].tolist() for mask in masks)
+    def noted(around: Neighbourhood, widths: tuple[int, ...], probe: Any) -> list[torch.Tensor]:
+        masks = choose(around, widths, probe)
+        chosen.extend(around.n_id[mask].tolist() for mask in masks)
         return masks
 
     backend.choose = noted  # type: ignore[method-assign]
@@ -400,19 +405,19 @@ def test_bytes_are_those_of_the_rows_that_are_fetched(ratio: float, tmp_path: Pa
     sources: dict[int, set[int]] = {}
     for source, target in data.edge_index.t().tolist():
         sources.setdefault(target, set()).add(source)
-    found = pool.run(_traffic, 3, str(tmp_path / "parts"), ratio)
+    ranks = pool.run(_traffic, 3, str(tmp_path / "parts"), ratio)
     expected = 0
-    for rank, (_, chosen) in enumerate(found):
-        own = set((parts[3] == rank).nonzero()[0].tolist())
-        halo = set().union(*(sources.get(node, set()) for node in own)) - own
+    for rank, (_, chosen) in enumerate(ranks):
+        owned = set((parts[3] == rank).nonzero()[0].tolist())
+        halo = set().union(*(sources.get(node, set()) for node in owned)) - owned
         needed: set[int] = set()  # of others' rows, after the hop
         for hop, width in zip((3, 2, 1), (4, 6, 5), strict=True):  # on the narrower side of each weight
-            needed |= {*chosen[hop - 1]}.union(*(sources.get(node, set()) for node in needed)) - own
+            needed |= {*chosen[hop - 1]}.union(*(sources.get(node, set()) for node in needed)) - owned
             # gradients of what was fetched go back, but for features
             expected += len(halo - needed) * width * 8 * (2 if hop > 1 else 1)
         if ratio == 0.4:
             assert 0 < len(chosen[2]) < len(halo)
-    assert sum(sent for sent, _ in found) == expected
+    assert sum(sent for sent, _ in ranks) == expected
     assert (expected > 0) == (ratio < 1)
 
 

@@ -53,15 +53,15 @@ WHOLE = {
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The bounds of the blocks of each hop that runs in blocks."""
-    found: list[list[int]] = []
+    bounds: list[list[int]] = []
     cut = blocks.destination_blocks
 
     def spy(*args: Any) -> list[int]:
-        found.append(cut(*args))
-        return found[-1]
+        bounds.append(cut(*args))
+        return bounds[-1]
 
     monkeypatch.setattr(blocks, "destination_blocks", spy)
-    return found
+    return bounds
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def _blocked(model: nn.Module, shard: Shard | None = None, savings: Savings = TI
 
 def _gradients(model: nn.Module, loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(loss, [*inputs, *parameters], allow_unused=True)
-    return [torch.zeros(()) if gradient is None else gradient for gradient in found]
+    gradients = torch.autograd.grad(loss, [*inputs, *parameters], allow_unused=True)
+    return [torch.zeros(()) if gradient is None else gradient for gradient in gradients]
 
 
 def _same(ours: list[Tensor], theirs: list[Tensor]) -> None:

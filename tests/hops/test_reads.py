@@ -20,9 +20,9 @@ from tests.backends.training import epoch, one_rank_in_little_memory, same
 
 def test_leaves_are_those_where_gradients_end() -> None:
     first, second, third = (torch.ones(2, requires_grad=True) for _ in range(3))
-    found = leaves_of(first.exp() * second + second.sum() + third.detach())
-    assert {id(one) for one in found} == {id(first), id(second)}
-    assert len(found) == 2
+    leaves = leaves_of(first.exp() * second + second.sum() + third.detach())
+    assert {id(one) for one in leaves} == {id(first), id(second)}
+    assert len(leaves) == 2
     assert leaves_of(third.detach()) == []
 
 

@@ -1,47 +1,49 @@
-"""Tells the time that a model spends in each hop from that between hops."""
+"""A clock that separates the time that a model spends in each hop from the time between hops."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
+from pygdist.hops.hop import each_end
 
-__all__ = ["Clock", "running_s"]
+__all__ = ["Clock", "running_s", "wall_s"]
 
 
 class Clock:
-    """Tells the time that a model spends in each hop from that between hops, forward and backward.
+    """Separates the time that a model spends in each hop from the time between hops, forward and backward.
 
     Args:
-        device: Where the model runs.
+        device: The device that the model runs on.
 
     Attributes:
-        graded: The hops that have a backward pass: not those over features, which need no gradient.
+        graded: The hops that have a backward pass. Hops over features have none, as these need no gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.graded: set[int] = set()
-        # when, the hop that runs from then on, if any, and after which hop that is
+        # (seconds, the hop that runs from then on or None, the last hop before that moment)
         self._marks: list[tuple[float, int | None, int]] = []
 
     def begin(self, hop: int) -> None:
-        """A hop begins, which may be kept and so take no time: what follows comes after it."""
+        """Note that a hop begins. The time that follows counts as after it; a hop whose result is kept takes none."""
         self._mark(None, hop)
 
     def timed(self, hop: int, run: Callable[..., Tensor], kwargs: Mapping[str, Any]) -> Tensor:
-        """``run(**kwargs)`` as (a part of) hop number ``hop``, from 1."""
-        inside = {name: self._leaving(value, hop) for name, value in kwargs.items()}
+        """Run ``run(**kwargs)`` and count it as a part of hop number ``hop``, from 1."""
+        inside = {name: each_end(value, partial(self._leaving, hop)) for name, value in kwargs.items()}
         self._mark(hop, hop)
         out = run(**inside)
         self._mark(None, hop)
-        if isinstance(out, Tensor) and out.requires_grad:  # not where attention's weights are left to the hop
+        if isinstance(out, Tensor) and out.requires_grad:  # not where an edge_updater leaves its work to the hop
             self.graded.add(hop)
             out.register_hook(lambda _: self._mark(hop, hop))  # a layer may write into it
         return out
@@ -64,10 +66,8 @@ class Clock:
                     inside[hop - 1] += end - start
         return between, inside
 
-    def _leaving(self, value: Any, hop: int) -> Any:
-        """Marks where the gradient leaves a hop: by what the hop reads, apart from its other uses."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._leaving(one, hop) for one in value)
+    def _leaving(self, hop: int, value: Any) -> Any:
+        """The argument of a hop, so that its gradient marks when it leaves the hop; other uses of it mark nothing."""
         if isinstance(value, Tensor) and value.requires_grad:
             return _Mark.apply(value, self, hop - 1)  # type: ignore[no-untyped-call]
         return value
@@ -83,8 +83,8 @@ def _backward(out: Tensor, parameters: list[Tensor]) -> None:
         if "torch.utils.checkpoint" not in str(error):
             raise
         raise InputError(
-            "activation checkpointing (torch.utils.checkpoint) is not supported by backends that time the model's hops "
-            "or compute rows of neighbours; 'comm' does"
+            "the model uses activation checkpointing (torch.utils.checkpoint), which does not work while its hops are "
+            "timed: remove the checkpoints, or use a backend that recomputes no rows"
         ) from error
 
 
@@ -101,16 +101,15 @@ class _Mark(torch.autograd.Function):
 
 
 def running_s(device: torch.device) -> float:
-    """Seconds for which this thread ran.
+    """Seconds for which this thread ran; on CUDA, seconds on the wall clock (:func:`wall_s`).
 
-    Ranks that share a processor stop each other, and would count that to what is short by itself. On CUDA seconds on a
-    clock, once the device has done what it was asked to.
+    Ranks that share a processor interrupt each other, which must not count as work.
     """
-    return _now(device) if device.type == "cuda" else time.thread_time()
+    return wall_s(device) if device.type == "cuda" else time.thread_time()
 
 
-def _now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what it was asked to."""
+def wall_s(device: torch.device) -> float:
+    """Seconds on the wall clock, once the device has done all the work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,1 +1,1 @@
-"""Measures what hops cost here and predicts what an epoch takes."""
+"""Measures what hops and exchanges cost, and plans by it which rows a rank computes."""

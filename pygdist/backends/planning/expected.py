@@ -1,4 +1,4 @@
-"""What an epoch of a plan is expected to take."""
+"""Predicts the time of an epoch from a choice of rows to compute and from measured costs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,40 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pygdist.backends.planning.greedy import Halo
 from pygdist.backends.planning.hop_costs import HopCosts
 from pygdist.backends.planning.network import Network
 from pygdist.comm import Communicator
-from pygdist.graph.neighbourhood import Neighbourhood
-from pygdist.native import NativeDependencies, load
+from pygdist.native import load
 
-__all__ = ["Expected", "computed_shares", "expected_epoch"]
+__all__ = ["EpochCosts", "Expected", "computed_shares", "expected_epoch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochCosts:
+    """All that the time of an epoch depends on, apart from the choice.
+
+    Attributes:
+        hops: Seconds of rows and edges, by hop.
+        network: Latency of an exchange, and the share of it that cannot be hidden.
+        overlap: True if edges from rows that are here are aggregated while other rows travel.
+        other_s: Seconds that no choice changes.
+        shrinks: True if layers work only on the rows that are still needed; else on all rows.
+        exchanges: Exchanges that each hop makes, one by default. Only the last, that of its rows, can be hidden.
+        passes: Passes in which the rows of each hop travel: forward, and backward if they need a gradient; both by
+            default.
+    """
+
+    hops: HopCosts
+    network: Network
+    overlap: bool
+    other_s: float = 0.0
+    shrinks: bool = True
+    exchanges: Sequence[int] = ()
+    passes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +50,8 @@ class Expected:
         epoch_s: All of it.
         compute_s: Computing, replicas included.
         exchange_s: Exchanging, whether it is hidden behind computing or not.
-        other_s: What does not depend on the plan: averaging gradients over ranks, and what takes as long on any graph.
-        computed: Share of the remote rows that are computed again, by hop; over all ranks.
+        other_s: Time that no choice changes: averaging gradients over ranks, and what takes as long on any graph.
+        computed: Share of the halo rows that are computed, by hop; over all ranks.
     """
 
     epoch_s: float
@@ -38,96 +61,74 @@ class Expected:
     computed: tuple[float, ...]
 
 
-def expected_epoch(
-    communicator: Communicator,
-    found: Neighbourhood,
-    num_owned: int,
-    num_halo: int,
-    chosen: Sequence[Tensor],
-    costs: HopCosts,
-    *,
-    network: Network,
-    other_s: float,
-    overlap: bool,
-    shrinks: bool = True,
-    exchanges: Sequence[int] | None = None,
-    passes: Sequence[int] | None = None,
-) -> Expected:
-    """What a choice costs; every rank makes the call and gets the same.
+def expected_epoch(communicator: Communicator, halo: Halo, chosen: Tensor, costs: EpochCosts) -> Expected:
+    """Predict the time of an epoch. Every rank makes the call and gets the same result.
 
     Args:
         communicator: The ranks.
-        found: The nodes around this rank.
-        num_owned: The first so many are its own.
-        num_halo: After them, the sources of its edges.
-        chosen: Which of these are computed here, by hop; see :func:`~pygdist.backends.recomputing.rows.replicas_of`.
-        costs: Of rows and edges.
-        network: Of it the latency, and what of an exchange cannot be hidden.
-        other_s: What does not depend on the choice.
-        overlap: Whether edges from this rank's own rows are aggregated while others' travel.
-        shrinks: Whether what stands between hops works on the rows that are needed there; on all of them otherwise.
-        exchanges: How many exchanges each hop makes; nothing hides those before that of its rows. One by default.
-        passes: In how many passes its rows travel, forward and backward. Two by default.
+        halo: The rows of this rank.
+        chosen: Those that are computed, as :meth:`~.greedy.Halo.choice` describes them.
+        costs: What they cost.
     """
-    num_hops = len(chosen)
-    needed, edges = _followed(found, num_owned, num_halo, chosen)
-    halo = slice(num_owned, num_owned + num_halo)
-    replicas = [int(needed[hop if shrinks else 0].sum()) for hop in range(num_hops + 1)]
-    compute = sum(cost * (num_owned + count) for cost, count in zip(costs.row, replicas, strict=True))
-    compute += sum(costs.edge[hop] * edges[hop][0] for hop in range(num_hops))
-    # a rank is as busy as what it receives or what others want of it
-    size = communicator.world_size
-    wants = [np.bincount(found.owner[halo].numpy()[needed[hop, halo] == 0], minlength=size) for hop in range(num_hops)]
-    everyone = communicator.gather([float(count) for part in wants for count in part]).view(size, num_hops, size)
-    received, sent = everyone.sum(2), everyone.sum(0).t()
-    moved = torch.maximum(received, sent).amax(0).tolist()  # of the busiest rank, by hop
-    # rows that cost nothing do not travel in every epoch
-    latency = [network.latency_s * count / 2 for count in passes or (2,) * num_hops]
-    exchange = [
-        rows * cost + (wait if rows > 0 and cost > 0 else 0.0)
-        for rows, cost, wait in zip(moved, costs.fetch, latency, strict=True)
-    ]
-    before = sum(
-        wait * (count - 1)
-        for count, seconds, wait in zip(exchanges or (), exchange, latency, strict=False)
-        if seconds > 0
+    needed, edges, edges_from_here = _followed(halo, chosen)
+    replicas = needed.sum(1).tolist() if costs.shrinks else [int(needed[0].sum())] * len(needed)
+    compute_s = sum(row_s * (halo.num_owned + count) for row_s, count in zip(costs.hops.row, replicas, strict=True))
+    compute_s += sum(edge_s * count for edge_s, count in zip(costs.hops.edge, edges, strict=True))
+    exchange, before, num_hops = [], 0.0, len(halo.widths)
+    for rows, fetch_s, passes, exchanges in zip(
+        _moved(communicator, halo, needed), costs.hops.fetch, costs.passes or (2,) * num_hops,
+        costs.exchanges or (1,) * num_hops, strict=True,
+    ):  # fmt: skip
+        # rows that cost nothing do not travel in every epoch
+        latency_s = costs.network.latency_s * passes / 2 if rows > 0 and fetch_s > 0 else 0.0
+        exchange.append(rows * fetch_s + latency_s)
+        before += latency_s * (exchanges - 1)
+    exchange_s = sum(exchange) + before
+    idle = 1 - costs.network.busy if costs.overlap else 0.0
+    hidden_s = sum(
+        min(edge_s * count, idle * seconds)
+        for edge_s, count, seconds in zip(costs.hops.edge, edges_from_here, exchange, strict=True)
     )
-    total, busy = compute, sum(exchange) + before
-    idle = 1 - network.busy if overlap else 0.0
-    hidden = sum(min(costs.edge[hop] * edges[hop][1], idle * exchange[hop]) for hop in range(num_hops))
-    figures = communicator.gather([total + busy - hidden, total]).amax(0).tolist()
+    slowest = communicator.gather([compute_s + exchange_s - hidden_s, compute_s]).amax(0).tolist()
     return Expected(
-        epoch_s=figures[0] + other_s,
-        compute_s=figures[1],
-        exchange_s=busy,
-        other_s=other_s,
-        computed=computed_shares(communicator, num_halo, chosen),
+        epoch_s=slowest[0] + costs.other_s,
+        compute_s=slowest[1],
+        exchange_s=exchange_s,
+        other_s=costs.other_s,
+        computed=computed_shares(communicator, halo, chosen),
     )
 
 
-def computed_shares(communicator: Communicator, num_halo: int, chosen: Sequence[Tensor]) -> tuple[float, ...]:
-    """Of the remote rows that each hop reads, the share that is computed again; over all ranks, all of which call."""
-    counts = communicator.gather([float(mask.sum()) for mask in chosen] + [float(num_halo)]).sum(0)
-    return tuple((counts[:-1] / max(float(counts[-1]), 1.0)).tolist())
+def computed_shares(communicator: Communicator, halo: Halo, chosen: Tensor) -> tuple[float, ...]:
+    """Share of all ranks' halo rows that each hop computes. Every rank makes the call."""
+    *computed, num_halo = communicator.gather([*chosen.sum(1).tolist(), halo.num_halo]).sum(0).tolist()
+    return tuple(count / max(num_halo, 1.0) for count in computed)
 
 
-def _followed(
-    found: Neighbourhood, num_owned: int, num_halo: int, chosen: Sequence[Tensor]
-) -> tuple[np.ndarray, list[list[int]]]:
-    """Replicas whose rows are needed after each hop, ``(hops + 1, N)``; edges of each hop, and those from rows here."""
+def _moved(communicator: Communicator, halo: Halo, needed: Tensor) -> list[float]:
+    """Rows that each hop moves on the busiest rank, which is as busy as its rows or as the rows others want of it."""
+    size, owner = communicator.world_size, halo.around.owner[halo.rows]
+    wanted = [torch.bincount(owner[~computed[halo.rows]], minlength=size) for computed in needed[:-1]]
+    everyone = communicator.gather(torch.cat(wanted).tolist()).view(size, len(halo.widths), size)
+    received, sent = everyone.sum(2), everyone.sum(0).t()
+    moved: list[float] = torch.maximum(received, sent).amax(0).tolist()
+    return moved
+
+
+def _followed(halo: Halo, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Follow a choice down to the features.
+
+    Returns:
+        The replicas whose row after each hop is needed, ``(hops + 1, N)`` bool; the edges of each hop on this rank; and
+        those of them whose source row is here.
+    """
     native = load()
-    assert native is not None, "who plans has looked"
-    indptr, index = found.indptr.numpy(), found.index.numpy()
-    num_rows, num_hops = found.n_id.numel(), len(chosen)
-    mine = np.ascontiguousarray(torch.stack(list(chosen))[:, num_owned : num_owned + num_halo].numpy(), dtype=np.uint8)
-    needed, edges = np.empty((num_hops + 1, num_rows), dtype=np.uint8), np.empty((num_hops, 2), dtype=np.int64)
-    given = NativeDependencies(
-        num_rows=num_rows,
-        num_owned=num_owned,
-        num_halo=num_halo,
-        indptr=indptr.ctypes.data,
-        index=index.ctypes.data,
-        num_hops=num_hops,
+    assert native is not None, "greedy_choice() needs the library, too"
+    computed = chosen[:, halo.rows].to(torch.uint8).contiguous()
+    needed = torch.empty(len(halo.widths) + 1, halo.around.n_id.numel(), dtype=torch.uint8)
+    edges = torch.empty(len(halo.widths), 2, dtype=torch.int64)
+    native.pygdist_follow_dependencies(
+        ctypes.byref(halo.native()), computed.data_ptr(), needed.data_ptr(), edges.data_ptr()
     )
-    native.pygdist_follow_dependencies(ctypes.byref(given), mine.ctypes.data, needed.ctypes.data, edges.ctypes.data)
-    return needed, edges.tolist()
+    on_rank, from_here = edges.t().tolist()
+    return needed.bool(), on_rank, from_here

@@ -1,32 +1,78 @@
-"""Chooses greedily which rows are computed here and which are fetched (NeutronStar, Algorithm 4)."""
+"""The greedy choice of rows to compute, by the costs of computing and fetching them (NeutronStar, Algorithm 4)."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from pygdist.backends.planning.hop_costs import HopCosts
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, load
 
-__all__ = ["Costs"]
-
+__all__ = ["Costs", "Halo", "greedy_choice"]
 
 _GIB = 2**30
-
-
-# in both orders, with a value of eight bytes in each, and where its own value comes from here and goes to at its owner
+_COPIES = 3  # of a replica's row: itself, its gradient and what the layer keeps for the backward pass
+# both orders of the edges, with a value of eight bytes in each, and the edge's value here and at its owner
 _BYTES_PER_EDGE = 4 * 4 + 2 * 8 + 2 * 8
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The halo rows of a rank, each of which a hop reads and the rank computes or fetches.
+
+    Attributes:
+        around: The nodes around the rank: owned nodes first, then halo rows, then the nodes that these read.
+        num_owned: Owned nodes.
+        num_halo: Halo rows.
+        widths: Values of a source row that each hop reads.
+    """
+
+    around: Neighbourhood
+    num_owned: int
+    num_halo: int
+    widths: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        """Positions of the halo rows in ``around``."""
+        return slice(self.num_owned, self.num_owned + self.num_halo)
+
+    def choice(self, computed: Tensor | bool) -> Tensor:
+        """A choice in the form that :func:`~pygdist.backends.recomputing.rows.replicas_of` takes.
+
+        Args:
+            computed: ``(hops, num_halo)``, true for the halo rows that the rank computes for the hop; or one for all.
+
+        Returns:
+            ``(hops, N)`` bool, over all rows of ``around``; false but for halo rows.
+        """
+        chosen = torch.zeros(len(self.widths), self.around.n_id.numel(), dtype=torch.bool)
+        chosen[:, self.rows] = computed
+        return chosen
+
+    def native(self, **costs: Any) -> NativeDependencies:
+        """These rows and edges for the native library, which reads their memory while this object lives."""
+        return NativeDependencies(
+            num_rows=self.around.n_id.numel(),
+            num_owned=self.num_owned,
+            num_halo=self.num_halo,
+            indptr=self.around.indptr.data_ptr(),
+            index=self.around.index.data_ptr(),
+            num_hops=len(self.widths),
+            **costs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one value costs, in seconds, forward and backward together; NeutronStar's T_v, T_e and T_c.
+    """Seconds for one value, forward and backward together: NeutronStar's T_v, T_e and T_c.
 
     Args:
         vertex: To compute one value of a row, apart from its edges.
@@ -38,58 +84,56 @@ class Costs:
     edge: float
     value: float
 
+    def __post_init__(self) -> None:
+        if not all(0 <= cost < math.inf for cost in (self.vertex, self.edge, self.value)):
+            raise InputError(f"costs: vertex, edge and value must be finite numbers of seconds, 0 or more; got {self}")
+
     def by_hop(self, widths: tuple[int, ...]) -> HopCosts:
-        """The same for hops of these widths, as Eqs. 1 and 2 have it: nothing for features, which are there."""
+        """The costs of hops of these widths by Eqs. 1 and 2. Features cost nothing to compute, as they are there."""
         return HopCosts(
             row=(0.0, *(self.vertex * width for width in widths)),
             edge=tuple(self.edge * width for width in widths),
             fetch=tuple(self.value * width for width in widths),
         )
 
-    def __post_init__(self) -> None:
-        if not all(0 <= cost < math.inf for cost in (self.vertex, self.edge, self.value)):
-            raise InputError(f"costs: expected seconds, no negative numbers, got {self}")
 
+def greedy_choice(
+    halo: Halo, costs: HopCosts, *, value_bytes: int, share: float | None = None, memory_gib: float | None = None
+) -> Tensor:
+    """Choose the halo rows that each hop computes: the cheapest first, as long as fetching them would cost more.
 
-def _chosen(
-    found: Neighbourhood,
-    num_owned: int,
-    num_halo: int,
-    row_bytes: Sequence[int],
-    costs: HopCosts,
-    share: float | None,
-    memory_gib: float | None,
-) -> np.ndarray:
-    """Which halo rows each hop computes again, ``(hops, halo)``."""
+    Args:
+        halo: The rows to choose from.
+        costs: Seconds to compute and to fetch them.
+        value_bytes: Bytes of one value of a row.
+        share: Compute this share of the halo rows for each hop, the cheapest, whatever fetching them would cost.
+        memory_gib: Most memory that replicas and their edges may take (Eq. 3); no limit by default.
+
+    Returns:
+        The choice, as :meth:`Halo.choice` describes it.
+    """
+    if share == 1 and memory_gib is None:
+        return halo.choice(True)
     native = load()
     if native is None:
         raise InputError(
-            "backend 'hybrid' plans in pygdist's native library, which was not built here: install a C++17 compiler "
-            "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'cache' and 'comm' work without"
+            "choosing which rows to compute needs pygdist's native library, which was not built here: install a C++17 "
+            "compiler (Debian, Ubuntu: apt install g++) and reinstall pygdist, or use a backend that makes no choice"
         )
-    num_hops = len(row_bytes)
-    chosen = np.zeros((num_hops, num_halo), dtype=np.uint8)
-    indptr, index = found.indptr.numpy(), found.index.numpy()
-    row, edge, fetch = (
-        np.array(part, dtype=np.float64) for part in (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch))
-    )
-    by_level = np.array([*row_bytes, 0], dtype=np.float64)
-    given = NativeDependencies(
-        num_rows=found.n_id.numel(),
-        num_owned=num_owned,
-        num_halo=num_halo,
-        indptr=indptr.ctypes.data,
-        index=index.ctypes.data,
-        row_s=row.ctypes.data,
-        edge_s=edge.ctypes.data,
-        fetch_s=fetch.ctypes.data,
-        row_bytes=by_level.ctypes.data,
+    # by level: features are level 0, which has no edges
+    levels = (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch), (*halo.widths, 0))
+    row_s, edge_s, fetch_s, widths = (torch.tensor(values, dtype=torch.float64) for values in levels)
+    row_bytes = _COPIES * value_bytes * widths
+    computed = torch.zeros(len(halo.widths), halo.num_halo, dtype=torch.uint8)
+    dependencies = halo.native(
+        row_s=row_s.data_ptr(),
+        edge_s=edge_s.data_ptr(),
+        fetch_s=fetch_s.data_ptr(),
+        row_bytes=row_bytes.data_ptr(),
         bytes_per_edge=_BYTES_PER_EDGE,
         max_bytes=math.inf if memory_gib is None else memory_gib * _GIB,
         share=-1.0 if share is None else share,
-        num_hops=num_hops,
     )
-    status = native.pygdist_choose_dependencies(ctypes.byref(given), chosen.ctypes.data)
-    if status != 0:
-        raise MemoryError("not enough memory to choose what is computed again")
-    return chosen
+    if native.pygdist_choose_dependencies(ctypes.byref(dependencies), computed.data_ptr()) != 0:
+        raise MemoryError("out of memory while choosing which rows to compute: use more ranks, or cache_ratio=0")
+    return halo.choice(computed.bool())

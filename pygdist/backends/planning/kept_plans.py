@@ -1,4 +1,4 @@
-"""What a hybrid plan says, what it is expected to cost, and where it is kept for the next run."""
+"""Keeps a choice, and what it was made from, beside the partitioned graph for the next run."""
 
 from __future__ import annotations
 
@@ -7,85 +7,103 @@ import hashlib
 import json
 import logging
 import os
+import re
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pygdist.backends.planning.expected import Expected
 from pygdist.comm import Communicator
 
-__all__ = ["load_plan", "plan_key", "save_plan"]
+__all__ = ["Plan", "load_plan", "plan_key", "save_plan", "structure_of"]
 
 log = logging.getLogger(__name__)
 
 _VERSION = 7
-_SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value, less than which no network tells apart
+_SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value; a measurement cannot tell networks apart below that
 
 
 def plan_key(facts: dict[str, Any]) -> str:
-    """A name for what a plan was made for: the model's hops, the device, the ranks and the arguments."""
+    """The name of the plan for these facts: the model's hops, the device, the ranks and the arguments."""
     text = json.dumps({"version": _VERSION, **facts}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def save_plan(
-    folder: Path, key: str, rank: int, chosen: Sequence[Tensor], facts: dict[str, Any], expected: Expected
-) -> None:
-    """Keep a plan beside the partitioned graph; where that cannot be written, say so and go on."""
+def structure_of(model: nn.Module) -> str:
+    """A text that is equal for models that take equal time, on all ranks and in all runs: it holds no addresses."""
+    modules = [f"{name} {type(one).__qualname__} {one}" for name, one in model.named_modules()]
+    parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters()]
+    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(modules + parameters))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice, and all that is kept with it.
+
+    Attributes:
+        chosen: The choice of this rank, as :meth:`~.greedy.Halo.choice` describes it.
+        facts: What it was made for, measured with and expected to take, for JSON; equal on all ranks.
+    """
+
+    chosen: Tensor
+    facts: dict[str, Any]
+
+
+def save_plan(path: Path, rank: int, plan: Plan) -> None:
+    """Write a rank's plan to ``path`` with suffixes; if that is not possible, log a warning and go on."""
     try:
-        folder.mkdir(exist_ok=True)
-        masks = torch.stack(list(chosen)).numpy()
-        with _replaced(folder / f"{key}.{rank}.npz", rank) as path, path.open("wb") as file:
-            np.savez(file, bits=np.packbits(masks, axis=1), num_rows=masks.shape[1])
-        text = json.dumps({**facts, "expected": asdict(expected)}, indent=1) + "\n"
-        with _replaced(folder / f"{key}.json", rank) as path:  # by each, as hosts need not share a folder
-            path.write_text(text, encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
+        with _replacing(f"{path}.{rank}.npz", rank) as written, written.open("wb") as file:
+            np.savez(file, bits=np.packbits(plan.chosen.numpy(), axis=1), num_rows=plan.chosen.size(1))
+        with _replacing(f"{path}.json", rank) as written:  # by each rank, as hosts need not share a folder
+            written.write_text(json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        log.warning("the plan could not be kept for the next run: %s: %s", folder, error.strerror or error)
+        log.warning("%s: cannot keep the plan for the next run: %s", path.parent, error.strerror or error)
 
 
 def load_plan(
-    communicator: Communicator, folder: Path | None, key: str, num_hops: int, num_rows: int, value_s: float
-) -> tuple[list[Tensor], dict[str, Any]] | None:
-    """What :func:`save_plan` kept, if all ranks have it and find the network as fast; every rank makes the call."""
-    found: tuple[list[Tensor], dict[str, Any]] | None = None
-    if folder is not None:
-        try:
-            with np.load(folder / f"{key}.{communicator.rank}.npz") as kept:
-                masks = np.unpackbits(kept["bits"], axis=1, count=num_rows).astype(bool)
-                fits = (len(masks), int(kept["num_rows"])) == (num_hops, num_rows)
-            facts = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    path: Path | None, communicator: Communicator, num_hops: int, num_rows: int, value_s: float
+) -> Plan | None:
+    """Read this rank's plan, if all ranks have theirs. Every rank makes the call.
+
+    Args:
+        path: As in :func:`save_plan`; ``None`` if no plan is kept.
+        communicator: The ranks.
+        num_hops: Hops of the choice.
+        num_rows: Rows that it is about.
+        value_s: Seconds for a value on the network. A plan for a slower or faster network is not taken.
+    """
+    plan = None
+    try:
+        if path is not None:
+            with np.load(f"{path}.{communicator.rank}.npz") as file:
+                chosen = np.unpackbits(file["bits"], axis=1, count=num_rows).astype(bool)
+                fits = (len(chosen), int(file["num_rows"])) == (num_hops, num_rows)
+            facts = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
             if fits and _similar(facts["value_s"], value_s):
-                found = (list(torch.from_numpy(masks)), facts)
-        except (
-            OSError,
-            ValueError,
-            EOFError,
-            KeyError,
-            zipfile.BadZipFile,
-        ):  # none yet, or one that broke off: it is made anew
-            found = None
-    everywhere = bool(communicator.gather([float(found is not None)]).min() > 0)
-    return found if everywhere else None
+                plan = Plan(torch.from_numpy(chosen), facts)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:  # none yet, or half of one
+        log.debug("no plan %s: %s: %s", path, type(error).__name__, error)
+    everywhere = bool(communicator.gather([float(plan is not None)]).all())
+    return plan if everywhere else None
 
 
 def _similar(before: float, now: float) -> bool:
-    """Whether a network is as fast as it was, as far as a short measurement can tell."""
+    """True if a network is as fast as it was, as far as a short measurement can tell."""
     return max(before, now) <= _SIMILAR * min(before, now) + _NEGLIGIBLE_S
 
 
 @contextlib.contextmanager
-def _replaced(path: Path, rank: int) -> Iterator[Path]:
-    """Where a file is written before it takes its place, so that half of one is never taken for whole."""
-    before = path.with_name(f"{path.name}.{rank}.{os.getpid()}.tmp")
+def _replacing(path: str, rank: int) -> Iterator[Path]:
+    """A file to write, which then takes the place of ``path``: nobody ever reads half of a file."""
+    written = Path(f"{path}.{rank}.{os.getpid()}.tmp")
     try:
-        yield before
-        before.replace(path)
+        yield written
+        written.replace(path)
     finally:
-        before.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)

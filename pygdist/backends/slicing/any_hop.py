@@ -21,9 +21,9 @@ from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.hops.blocks import read_names
 from pygdist.hops.hop import Ends, Hop, ends_of, is_pair
 from pygdist.hops.layer import arguments_of_messages, asked_arguments, having, hooked, layer_name
+from pygdist.hops.reads import read_names
 from pygdist.memory.overflow import Overflow
 
 __all__ = ["SlicedHop", "gathered"]
