@@ -140,14 +140,14 @@ class Blocks:
         return _whole(hop)
 
     def _budget(self, device: torch.device) -> int | None:
-        """Bytes for the messages of a hop, looked up once per graph: the memory in use by then is used again."""
+        """Bytes for the messages of a hop; looked up once per graph, as earlier hops hold memory later."""
         key = (self._host.savings, device)
         if key not in self._budgets:
             self._budgets[key] = self._host.block_bytes(device)
         return self._budgets[key]
 
     def _result(self, cuttable: _Cuttable) -> _Result | None:
-        """Try the hop, once for each kind of arguments that a layer gets."""
+        """The result of trying the hop, which is done once for each kind of arguments that a layer gets."""
         hop = cuttable.hop
         kinds = tuple(
             (name, *(_widths(value, argument.rows.dim) for value in (argument.value, argument.source)))
