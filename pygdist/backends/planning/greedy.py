@@ -12,7 +12,7 @@ import numpy as np
 from pygdist.backends.planning.hop_costs import HopCosts
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
-from pygdist.native import NativeDependencies, load
+from pygdist.native import NativeDependencies, require
 
 __all__ = ["Costs"]
 
@@ -61,12 +61,7 @@ def _chosen(
     memory_gib: float | None,
 ) -> np.ndarray:
     """Which halo rows each hop computes again, ``(hops, halo)``."""
-    native = load()
-    if native is None:
-        raise InputError(
-            "backend 'hybrid' plans in pygdist's native library, which was not built here: install a C++17 compiler "
-            "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'cache' and 'comm' work without"
-        )
+    native = require("backend 'hybrid'", "; 'cache' and 'comm' work without")
     num_hops = len(row_bytes)
     chosen = np.zeros((num_hops, num_halo), dtype=np.uint8)
     indptr, index = found.indptr.numpy(), found.index.numpy()
