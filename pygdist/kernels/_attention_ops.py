@@ -1,4 +1,4 @@
-"""The torch operators behind :mod:`pygdist.kernels.attention`, as in :mod:`pygdist.kernels._spmm_ops`.
+"""The torch operators behind :mod:`pygdist.kernels.attention`; conventions as in :mod:`pygdist.kernels._spmm_ops`.
 
 ==============================  ====================================  ==========================
 operator                        result                                gradient
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.transpose import transpose
+from pygdist.kernels.transpose import transposed_from
 
 __all__ = ["edge_softmax_op", "gatv2_scores_op"]
 
@@ -38,7 +38,7 @@ def edge_softmax_op(
     transposed_index: Tensor | None = None,
     transposed_perm: Tensor | None = None,
 ) -> Tensor:
-    """Softmax over each row's entries of the leaky ReLU of ``source[j] + target[i] + edge``."""
+    """Compute, over the entries of each row, the softmax of the leaky ReLU of ``source[j] + target[i] + edge``."""
     return kernels_for(indptr).edge_softmax(CSR(indptr, index, num_cols), source, target, edge, slope)
 
 
@@ -54,14 +54,14 @@ def edge_softmax_grad_op(
     alpha: Tensor,
     grad_alpha: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the scores by entry, and summed by row."""
+    """Compute the gradients of the scores by entry, and summed by row."""
     csr = CSR(indptr, index, num_cols)
     return kernels_for(alpha).edge_softmax_grad(csr, source, target, edge, slope, alpha, grad_alpha)
 
 
 @torch.library.custom_op("pygdist::sum_edges", mutates_args=())
 def sum_edges_op(indptr: Tensor, index: Tensor, num_cols: int, perm: Tensor | None, values: Tensor) -> Tensor:
-    """The sum of the edge values of each row."""
+    """Sum the edge values of each row."""
     return kernels_for(values).sum_edges(CSR(indptr, index, num_cols, perm), values)
 
 
@@ -78,7 +78,7 @@ def gatv2_scores_op(
     transposed_index: Tensor | None = None,
     transposed_perm: Tensor | None = None,
 ) -> Tensor:
-    """Per head, ``<attention, leaky_relu(source[j] + target[i])>``."""
+    """Compute ``<attention, leaky_relu(source[j] + target[i])>`` for each entry and head."""
     csr = CSR(indptr, index, source.shape[0])
     return kernels_for(source).gatv2_scores(csr, source, target, attention, slope, heads)
 
@@ -95,7 +95,7 @@ def gatv2_grad_op(
     grad_scores: Tensor,
     both: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
+    """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
     csr = CSR(indptr, index, source.shape[0], perm)
     return kernels_for(source).gatv2_grad(csr, source, target, attention, slope, grad_scores, both=both)
 
@@ -161,7 +161,7 @@ def _softmax_backward(ctx: Any, grad_alpha: Tensor) -> tuple[Tensor | None, ...]
     _, _, _, needs_source, needs_target, needs_edge, *_ = ctx.needs_input_grad
     grad_source = None
     if needs_source:
-        back = _transposed(csr, transposed)
+        back = transposed_from(csr, transposed)
         grad_source = sum_edges_op(back.indptr, back.index, back.num_cols, back.perm, grad_score)
     wanted = (grad_source, grad_target if needs_target else None, grad_score if needs_edge else None)
     return None, None, None, *wanted, *[None] * 4
@@ -181,15 +181,10 @@ def _gatv2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_target, by_row = gatv2_grad_op(indptr, index, source, target, attention, ctx.slope, None, grad, True)
         grad_attention = by_row.sum(dim=0)
     if needs_source:
-        back = _transposed(CSR(indptr, index, source.shape[0]), transposed)
-        given = (target, source, attention, ctx.slope, back.perm, grad)
-        grad_source, _ = gatv2_grad_op(back.indptr, back.index, *given, False)
+        back = transposed_from(CSR(indptr, index, source.shape[0]), transposed)
+        swapped = (target, source, attention, ctx.slope, back.perm, grad)
+        grad_source, _ = gatv2_grad_op(back.indptr, back.index, *swapped, False)
     return None, None, grad_source, grad_target, grad_attention, *[None] * 5
-
-
-def _transposed(csr: CSR, given: list[Tensor | None]) -> CSR:
-    indptr, index, perm = given
-    return transpose(csr) if indptr is None or index is None else CSR(indptr, index, csr.num_rows, perm)
 
 
 edge_softmax_op.register_autograd(_softmax_backward, setup_context=_setup_softmax)

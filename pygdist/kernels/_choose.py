@@ -1,4 +1,4 @@
-"""Who computes: the native library for tensors on the CPU, torch's operators for all others and where it is missing."""
+"""Chooses the kernels: the native library for tensors on the CPU if it was built, torch's operators otherwise."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["kernels_for"]
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """:mod:`_native` or :mod:`_torch`; what the operators call, both offer."""
+    """Return :mod:`_native` or :mod:`_torch`, which define the same functions."""
     return _native if x.device.type == "cpu" and library.load() is not None else _torch

@@ -1,9 +1,9 @@
-"""The torch operators behind :func:`pygdist.kernels.gat`, as in :mod:`pygdist.kernels._spmm_ops`.
+"""The torch operators behind :func:`pygdist.kernels.gat`; conventions as in :mod:`pygdist.kernels._spmm_ops`.
 
 =====================  ===================================================  =======================
 operator               result                                               gradient
 =====================  ===================================================  =======================
-``pygdist::gat``       ``(N, H C)``, and what the gradient needs            ``pygdist::gat_grad``
+``pygdist::gat``       ``(N, H C)``, and two inputs of the gradient         ``pygdist::gat_grad``
 ``pygdist::gat_grad``  ``(M, H C)``, ``(M, H)`` and ``(N, H)``              none
 =====================  ===================================================  =======================
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.transpose import transpose
+from pygdist.kernels.transpose import transposed_from
 
 __all__ = ["gat_op"]
 
@@ -34,10 +34,10 @@ def gat_op(
     transposed_indptr: Tensor | None = None,
     transposed_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sums; with ``graded`` also the part with positive scores, and three numbers per row and head."""
+    """Compute the weighted sums; with ``graded`` also those over positive scores, and three numbers by row and head."""
     csr = CSR(indptr, index, x.shape[0])
-    found: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat(csr, x, source, target, slope, graded)
-    return found
+    out: tuple[Tensor, Tensor, Tensor] = kernels_for(x).gat(csr, x, source, target, slope, graded)
+    return out
 
 
 @torch.library.custom_op("pygdist::gat_grad", mutates_args=())
@@ -53,7 +53,7 @@ def gat_grad_op(
     facts: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``x``, ``source`` and ``target``; the matrix is the transposed one."""
+    """Compute the gradients of ``x``, ``source`` and ``target``; the matrix is the transpose."""
     kernels, transposed = kernels_for(x), CSR(indptr, index, out.shape[0])
     ends, grad_target = kernels.gat_ends(target, slope, out, above, facts, grad)
     grad_x, grad_source = kernels.gat_grad(transposed, x, source, slope, ends, grad)
@@ -83,10 +83,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     indptr, index, x, source, target, *output, back_indptr, back_index = ctx.saved_tensors
-    if back_indptr is None:
-        back = transpose(CSR(indptr, index, x.shape[0]))
-        back_indptr, back_index = back.indptr, back.index
-    gradients = gat_grad_op(back_indptr, back_index, x, source, target, ctx.slope, *output, grad)
+    back = transposed_from(CSR(indptr, index, x.shape[0]), (back_indptr, back_index, None))
+    gradients = gat_grad_op(back.indptr, back.index, x, source, target, ctx.slope, *output, grad)
     wanted = [one if needed else None for one, needed in zip(gradients, ctx.needs_input_grad[2:5], strict=True)]
     return None, None, *wanted, *[None] * 4
 

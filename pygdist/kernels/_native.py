@@ -1,7 +1,7 @@
-"""The kernels on the CPU by the native library: tensors become pointers here.
+"""The kernels by the native library, for tensors on the CPU; :mod:`pygdist.kernels._torch` defines the same functions.
 
-Nothing is checked beyond what the doors (:mod:`pygdist.kernels.spmm`, :mod:`pygdist.kernels.attention`) have checked.
-Dense tensors of one call are two-dimensional and of one dtype. The C++ side uses as many threads as torch does.
+Arguments are not checked again: :mod:`pygdist.kernels.spmm` and :mod:`pygdist.kernels.attention` have done that. Dense
+tensors of one call are two-dimensional and of one dtype. The library uses as many threads as torch does.
 """
 
 from __future__ import annotations
@@ -13,29 +13,10 @@ import torch
 from torch import Tensor
 
 from pygdist.kernels.csr import CSR
-from pygdist.native import NativeCsr, library
-
-__all__ = [
-    "edge_softmax",
-    "edge_softmax_grad",
-    "extremum_grad",
-    "extremum_value_grad",
-    "gat",
-    "gat_ends",
-    "gat_grad",
-    "gatv2_grad",
-    "gatv2_scores",
-    "sddmm",
-    "share_ties",
-    "spmm",
-    "spmm_into",
-    "sum_edges",
-    "transpose",
-]
+from pygdist.native import Status, library
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _ONTO = 4
-_NO_MEMORY = 3
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
 
@@ -67,21 +48,21 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, ou
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
-    """The gradient of the edge values, from the shares of the extrema that each entry attains."""
+    """Sum, for each edge value, the shares of the extrema that its entry attains."""
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     _call("pygdist_sddmm", csr, weight, x, x, share, out, grad_weight, op=op)
     return grad_weight
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """Dot products of source and destination rows, entry by entry and head by head."""
+    """Compute the dot product of source and destination row for each entry and head."""
     out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
     _call("pygdist_sddmm", csr, None, x, x, y, None, out, heads=heads)
     return out
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
-    """Softmax of additive scores over the entries of each row."""
+    """Compute the softmax of additive scores over the entries of each row."""
     like = next(part for part in (edge, source, target) if part is not None)
     alpha = like.new_empty(csr.num_entries, like.shape[1])
     _call("pygdist_edge_softmax", csr, None, like, source, target, edge, slope, alpha, heads=like.shape[1])
@@ -97,7 +78,7 @@ def edge_softmax_grad(
     alpha: Tensor,
     grad_alpha: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the scores, by entry and summed by row."""
+    """Compute the gradients of the scores, by entry and summed by row."""
     heads = alpha.shape[1]
     grad_score, grad_target = torch.empty_like(alpha), alpha.new_empty(csr.num_rows, heads)
     parts = (source, target, edge, slope, alpha, grad_alpha, grad_score, grad_target)
@@ -106,14 +87,14 @@ def edge_softmax_grad(
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    """The sum of the edge values of each row."""
+    """Sum the edge values of each row."""
     out = values.new_empty(csr.num_rows, values.shape[1])
     _call("pygdist_sum_edges", csr, values, values, out)
     return out
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
-    """Scores of GATv2, entry by entry and head by head."""
+    """Compute the scores of GATv2 for each entry and head."""
     scores = source.new_empty(csr.num_entries, heads)
     _call("pygdist_gatv2_scores", csr, None, source, source, target, attention, slope, scores, heads=heads)
     return scores
@@ -122,7 +103,7 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
+    """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
     grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
     grad_attention = target.new_empty(target.shape if both else (0, 0))
     parts = (source, target, attention, slope, grad_target, grad_attention if both else None)
@@ -139,11 +120,11 @@ def gat(
     graded: bool,
     onto: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``.
+    """Sum rows weighted by the softmax of additive scores; the inputs of the gradient are empty unless ``graded``.
 
-    With ``onto`` the results over other entries of the same rows, which are overwritten by those over all.
+    ``onto``, the results over other entries of the same rows, is overwritten by the results over all.
     """
-    assert graded or onto is None, "only what the gradient needs can be gone on from"
+    assert graded or onto is None, "results are merged by the inputs of the gradient"
     rows, heads = target.shape
     out, above, facts = onto or (
         x.new_empty(rows, x.shape[1]),
@@ -158,9 +139,9 @@ def gat(
 def gat_ends(
     target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`gat_grad` needs of each row, and the gradient of ``target``; no edge is read."""
+    """Compute the values of each row that :func:`gat_grad` needs, and the gradient of ``target``; no edge is read."""
     indptr = torch.zeros(target.shape[0] + 1, dtype=torch.int64)
-    csr = CSR(indptr, indptr[:0], 0)  # tells how many rows there are
+    csr = CSR(indptr, indptr[:0], 0)  # passes the number of rows
     ends, grad_target = out.new_empty(target.shape[1], target.shape[0], 4), target.new_empty(target.shape)
     parts = (target, slope, out, above, facts, grad, ends, grad_target)
     _call("pygdist_gat_ends", csr, None, out, *parts, heads=target.shape[1])
@@ -170,14 +151,14 @@ def gat_ends(
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the part of the scores that belongs to them."""
-    found = (x.new_empty(x.shape), source.new_empty(source.shape))
-    _call("pygdist_gat_grad", transposed, None, x, x, source, slope, ends, grad, *found, heads=source.shape[1])
-    return found
+    """Compute the gradients of ``x`` and ``source``."""
+    gradients = x.new_empty(x.shape), source.new_empty(source.shape)
+    _call("pygdist_gat_grad", transposed, None, x, x, source, slope, ends, grad, *gradients, heads=source.shape[1])
+    return gradients
 
 
 def transpose(csr: CSR, memory: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> CSR:
-    """Swap rows and columns of a matrix whose ids all fit int32."""
+    """Transpose a matrix whose ids all fit int32."""
     indptr = csr.indptr.new_empty(csr.num_cols + 1)
     memory = memory or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
     index, perm = (memory((csr.num_entries,), csr.index.dtype) for _ in range(2))
@@ -194,34 +175,24 @@ def _call(
     op: str = "copy",
     heads: int = 1,
 ) -> None:
-    """Call a function of the library; ``like`` tells width and dtype of the dense tensors.
+    """Call a function of the library; ``like`` has the width and dtype of the dense tensors.
 
-    The contiguous copies live until the call returns. A result among the arguments is contiguous already, so it is
-    written in place. Edge values are ``(E, heads)``, at ``csr.perm`` if there is one.
+    A result among the arguments is contiguous already, so it is written in place; contiguous copies of the others live
+    until the call returns. Edge values are ``(E, heads)``, at ``csr.perm`` if there is one.
     """
-    native = library.load()
-    assert native is not None, "the caller has looked"
-    held = [part if part is None else part.contiguous() for part in (csr.indptr, csr.index, csr.perm, values)]
-    indptr, index, perm, values = held
-    assert indptr is not None
-    assert index is not None
-    matrix = NativeCsr(
-        num_rows=csr.num_rows,
-        num_cols=csr.num_cols,
+    values = None if values is None else values.contiguous()
+    matrix, _held = csr.native(
         num_features=like.shape[1],
         num_heads=heads if values is None else values.shape[1],
-        indptr=indptr.data_ptr(),
-        index=index.data_ptr(),
         weight=None if values is None else values.data_ptr(),
-        perm=None if perm is None else perm.data_ptr(),
-        index_bits=8 * index.element_size(),
-        perm_bits=0 if perm is None else 8 * perm.element_size(),
         value_bits=8 * like.element_size(),
         op=_OP_CODES[op],
         num_threads=torch.get_num_threads(),
     )
     dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
     pointers = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in dense]
-    status = getattr(native, name)(ctypes.byref(matrix), *pointers)
-    if status != 0:
-        raise MemoryError(name) if status == _NO_MEMORY else RuntimeError(f"{name} refused its arguments: {status}")
+    status = getattr(library.require("this kernel"), name)(ctypes.byref(matrix), *pointers)
+    if status == Status.NO_MEMORY:
+        raise MemoryError(f"not enough memory for {name}")
+    if status != Status.OK:
+        raise RuntimeError(f"{name} refused its arguments: {Status(status).name}")

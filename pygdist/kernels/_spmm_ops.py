@@ -1,18 +1,18 @@
 """The torch operators behind :func:`pygdist.kernels.spmm` and :func:`pygdist.kernels.sddmm`: shapes and gradients.
 
-Registered as custom operators so that autograd, ``torch.compile`` and the profiler see one opaque step each. Dense
-tensors are two-dimensional, edge values are ``(E, H)``; the doors see to that. A sparse matrix arrives as its tensors,
-since operators take no objects; ``perm`` tells where the edge values of each entry are.
+Each is a custom operator, so that autograd, ``torch.compile`` and the profiler see one opaque step. Dense tensors are
+two-dimensional and edge values are ``(E, H)``; the callers see to that. A sparse matrix is passed as its tensors, since
+operators take no objects; ``perm`` holds the position of each entry's value.
 
 ================================  ==============================================  =======================
 operator                          result                                          gradient
 ================================  ==============================================  =======================
 ``pygdist::spmm``                 ``(N, F)``                                      by the operators below
-``pygdist::spmm_into``            none: ``(N, F)`` is there already               none
+``pygdist::spmm_into``            none, it writes into ``(N, F)``                 none
 ``pygdist::sddmm``                ``(E, H)``, also the gradient of edge values    two ``pygdist::spmm``
 ``pygdist::share_ties``           ``(N, F)``, max and min only                    none
 ``pygdist::extremum_grad``        ``(M, F)``, gradient of ``x`` for max and min   none
-``pygdist::extremum_value_grad``  ``(E, H)``, the same for the edge values        none
+``pygdist::extremum_value_grad``  ``(E, H)``, gradient of edge values             none
 ================================  ==============================================  =======================
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pygdist.kernels._choose import kernels_for
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.transpose import transpose
+from pygdist.kernels.transpose import transposed_from
 
 __all__ = ["sddmm_op", "spmm_into_op", "spmm_op"]
 
@@ -44,7 +44,7 @@ def spmm_op(
     transposed_perm: Tensor | None = None,
     transposed_weight: Tensor | None = None,
 ) -> Tensor:
-    """Multiply; what is transposed is only for the gradient of ``x``, which makes its own where it is missing."""
+    """Multiply. Only the gradient of ``x`` uses the transpose, and makes it if it is not given."""
     return kernels_for(x).spmm(CSR(indptr, index, x.shape[0], perm), x, weight, op, reduce)
 
 
@@ -52,7 +52,7 @@ def spmm_op(
 def spmm_into_op(
     out: Tensor, indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, onto: bool = False
 ) -> None:
-    """Write the sums into memory that is there, or add them to it."""
+    """Write the sums into ``out``, or add them to it."""
     kernels_for(x).spmm_into(out, CSR(indptr, index, x.shape[0]), x, weight, onto=onto)
 
 
@@ -68,7 +68,7 @@ def sddmm_op(
     transposed_index: Tensor | None = None,
     transposed_perm: Tensor | None = None,
 ) -> Tensor:
-    """Dot products ``<x[j], y[i]>`` for each entry and head, in float32 at least."""
+    """Compute ``<x[j], y[i]>`` for each entry and head, in float32 at least."""
     return kernels_for(x).sddmm(CSR(indptr, index, x.shape[0], perm), x, y, heads)
 
 
@@ -98,7 +98,7 @@ def extremum_grad_op(
     out: Tensor,
     share: Tensor,
 ) -> Tensor:
-    """Give each source the shares of the maxima or minima that it attains."""
+    """Sum, for each source, its shares of the maxima or minima that it attains."""
     transposed = CSR(transposed_indptr, transposed_index, out.shape[0], transposed_perm)
     return kernels_for(x).extremum_grad(transposed, x, weight, op, out, share)
 
@@ -107,7 +107,7 @@ def extremum_grad_op(
 def extremum_value_grad_op(
     indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor, perm: Tensor | None, op: str, out: Tensor, share: Tensor
 ) -> Tensor:
-    """Give each edge value the shares of the maxima or minima that its entry attains."""
+    """Sum, for each edge value, its shares of the maxima or minima that its entry attains."""
     return kernels_for(x).extremum_value_grad(CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share)
 
 
@@ -141,8 +141,8 @@ def _setup_spmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     extremum = ctx.reduce in ("max", "min")
     # A plain sum of rows does not need the rows again: they may be freed.
     weight_needs_x = weight is not None and weight.requires_grad and ctx.op == "mul"
-    kept = x if extremum or weight_needs_x else None
-    ctx.save_for_backward(indptr, index, kept, weight, perm, output if extremum else None, *transposed)
+    saved_x = x if extremum or weight_needs_x else None
+    ctx.save_for_backward(indptr, index, saved_x, weight, perm, output if extremum else None, *transposed)
     ctx.num_cols, ctx.width = x.shape
 
 
@@ -166,13 +166,12 @@ def _grad_x(
     weight: Tensor | None,
     out: Tensor | None,
     grad: Tensor,
-    given: list[Tensor | None],
+    transposed: list[Tensor | None],
 ) -> Tensor:
     """Carry the gradient of each row back to the columns that it was made of."""
-    indptr, index, perm, permuted_weight = given
-    if indptr is None or index is None:
-        made = transpose(csr)
-        indptr, index, perm = made.indptr, made.index, made.perm
+    *tensors, permuted_weight = transposed
+    back = transposed_from(csr, tensors)
+    indptr, index, perm = back.indptr, back.index, back.perm
     if weight is not None and permuted_weight is not None:
         weight, perm = permuted_weight, None
     elif csr.perm is not None and perm is not None:

@@ -1,7 +1,8 @@
-r"""The kernels by torch's own operators: on CUDA, and on a CPU without the native library.
+r"""The kernels by torch's own operators, for CUDA, and for the CPU without the native library.
 
-Sums and means are CSR products, one for each head. What has to lift rows to edges does so for a block of edges at a
-time, except for maxima and minima, which hold :math:`E \times F` values; the native library never does.
+The functions are those of :mod:`pygdist.kernels._native`. Sums and means are CSR products, one for each head. Kernels
+that copy rows to edges do so for a block of edges at a time, except for maxima and minima, which hold
+:math:`E \times F` values; the native library never does.
 """
 
 from __future__ import annotations
@@ -14,25 +15,8 @@ from torch import Tensor
 
 from pygdist.kernels.csr import CSR
 
-__all__ = [
-    "edge_softmax",
-    "edge_softmax_grad",
-    "extremum_grad",
-    "extremum_value_grad",
-    "gat",
-    "gat_ends",
-    "gat_grad",
-    "gatv2_grad",
-    "gatv2_scores",
-    "sddmm",
-    "share_ties",
-    "spmm",
-    "spmm_into",
-    "sum_edges",
-]
-
 _INT32_MAX = 2**31 - 1
-_BLOCK_VALUES = 2**25  # values that are lifted to edges at a time
+_BLOCK_VALUES = 2**25  # values copied to edges at a time
 
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
@@ -60,8 +44,8 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
 
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
     """Write the sums of the messages of each row into ``out``, or add them to it."""
-    found = spmm(csr, x, weight, "copy" if weight is None else "mul", "sum")
-    _ = out.add_(found) if onto else out.copy_(found)
+    sums = spmm(csr, x, weight, "copy" if weight is None else "mul", "sum")
+    _ = out.add_(sums) if onto else out.copy_(sums)
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
@@ -86,7 +70,7 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, ou
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
-    """The gradient of the edge values, from the shares of the extrema that each entry attains."""
+    """Sum, for each edge value, the shares of the extrema that its entry attains."""
     row, source = csr.row_index(), x.index_select(0, csr.index)
     gradient = share.index_select(0, row)
     if op == "mul":
@@ -97,7 +81,7 @@ def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tenso
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """Dot products of source and destination rows, entry by entry and head by head."""
+    """Compute the dot product of source and destination row for each entry and head."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     row = csr.row_index()
     out = x.new_zeros(csr.num_entries, heads, dtype=dtype)
@@ -108,7 +92,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
-    """Softmax of additive scores over the entries of each row."""
+    """Compute the softmax of additive scores over the entries of each row."""
     row = csr.row_index().long()
     alpha, _, total = _softmax(csr, row, _additive(csr, row, source, target, edge), slope)
     return alpha / total.index_select(0, row)
@@ -123,7 +107,7 @@ def edge_softmax_grad(
     alpha: Tensor,
     grad_alpha: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the scores, by entry and summed by row."""
+    """Compute the gradients of the scores, by entry and summed by row."""
     row = csr.row_index()
     dot = alpha.new_zeros(csr.num_rows, alpha.shape[1]).index_add_(0, row, alpha * grad_alpha)
     gradient = alpha * (grad_alpha - dot.index_select(0, row))
@@ -132,7 +116,7 @@ def edge_softmax_grad(
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    """The sum of the edge values of each row."""
+    """Sum the edge values of each row."""
     ordered = _values(csr, values)
     assert ordered is not None
     return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), ordered)
@@ -147,11 +131,11 @@ def gat(
     graded: bool,
     onto: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Sums weighted by the softmax of additive scores; what the gradient needs is empty unless ``graded``.
+    """Sum rows weighted by the softmax of additive scores; the inputs of the gradient are empty unless ``graded``.
 
-    With ``onto`` the results over other entries of the same rows, to which these are added.
+    With ``onto``, the results over other entries of the same rows, the results are those over all.
     """
-    assert graded or onto is None, "only what the gradient needs can be gone on from"
+    assert graded or onto is None, "results are merged by the inputs of the gradient"
     row = csr.row_index().long()
     scores = _additive(csr, row, source, target, None)
     weights, largest, total = _softmax(csr, row, scores, slope)
@@ -162,20 +146,20 @@ def gat(
     alpha_above = alpha * (scores > 0)
     filled = (csr.indptr.diff() > 0).unsqueeze(-1)  # a row without edges has no largest score
     facts = [largest.where(filled, 0), filled / total, torch.zeros_like(total).index_add_(0, row, alpha_above)]
-    found = out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
-    return found if onto is None else _merged(onto, found)
+    part = out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
+    return part if onto is None else _merged(onto, part)
 
 
 def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The result over the edges of both, by the running maximum and sum of exponentials (softmax piece by piece)."""
+    """Merge the results over two sets of edges into that over both, by the running maximum and sum of exponentials."""
     (out, above, facts), (out2, above2, facts2) = first, second
     # facts are the largest score, one over the sum of exponentials (0 without edges), and the share of positive scores
     shift, shift2 = (part[..., 0].where(part[..., 1] > 0, float("-inf")) for part in (facts, facts2))
     largest = torch.maximum(shift, shift2)
     weights = []
-    for part, own in ((facts, shift), (facts2, shift2)):
+    for part, part_largest in ((facts, shift), (facts2, shift2)):
         total = torch.where(part[..., 1] > 0, 1 / part[..., 1], 0)
-        weights.append(torch.where(total > 0, total * (own - largest).exp(), 0))
+        weights.append(torch.where(total > 0, total * (part_largest - largest).exp(), 0))
     scale = 1 / (weights[0] + weights[1])
     share, share2 = (torch.where(scale.isinf(), 0, weight * scale) for weight in weights)
     heads = share.shape[1]
@@ -198,7 +182,7 @@ def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tens
 def gat_ends(
     target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`gat_grad` needs of each row, and the gradient of ``target``; no edge is read."""
+    """Compute the values of each row that :func:`gat_grad` needs, and the gradient of ``target``; no edge is read."""
     heads = target.shape[1]
     dot = _head_sums(grad * out, heads)
     ends = torch.stack([target, facts[..., 0], facts[..., 1], dot], dim=-1).transpose(0, 1)
@@ -208,7 +192,7 @@ def gat_ends(
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the part of the scores that belongs to them."""
+    """Compute the gradients of ``x`` and ``source``."""
     row, column = transposed.row_index(), transposed.index
     target, shift, scale, dot = ends.transpose(0, 1).index_select(0, column).unbind(-1)
     scores = source.index_select(0, row) + target
@@ -219,7 +203,7 @@ def gat_grad(
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
-    """Scores of GATv2, entry by entry and head by head."""
+    """Compute the scores of GATv2 for each entry and head."""
     row = csr.row_index()
     scores = source.new_zeros(csr.num_entries, heads)
     for block in _blocks(csr, source.shape[1]):
@@ -232,7 +216,7 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows of ``target`` and, with ``both``, of ``attention`` as one row for each of them."""
+    """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
     row, values = csr.row_index(), _values(csr, grad_scores)
     assert values is not None
     grad_target = torch.zeros_like(target)
@@ -248,7 +232,7 @@ def gatv2_grad(
 
 
 def _softmax(csr: CSR, row: Tensor, scores: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponentials of the differences to the largest score of the row, that score, and their sum."""
+    """Return the exponentials of scores less the largest of their row, that largest score, and their sum by row."""
     scores = torch.nn.functional.leaky_relu(scores, slope)
     index = row.unsqueeze(-1).expand_as(scores)
     largest = scores.new_zeros(csr.num_rows, scores.shape[1])
@@ -259,29 +243,29 @@ def _softmax(csr: CSR, row: Tensor, scores: Tensor, slope: float) -> tuple[Tenso
 
 
 def _blocks(csr: CSR, width: int) -> Iterator[slice]:
-    """Runs of entries whose lifted rows hold a bounded number of values."""
+    """Yield ranges of entries whose rows together hold a bounded number of values."""
     step = max(_BLOCK_VALUES // max(width, 1), 1)
     for start in range(0, csr.num_entries, step):
         yield slice(start, start + step)
 
 
 def _values(csr: CSR, values: Tensor | None) -> Tensor | None:
-    """Edge values in the order of the entries."""
+    """Bring edge values into the order of the entries."""
     return values if values is None or csr.perm is None else values.index_select(0, csr.perm)
 
 
 def _at_positions(csr: CSR, by_entry: Tensor) -> Tensor:
-    """The inverse of :func:`_values`."""
+    """Bring values from the order of the entries into that of the edges."""
     return by_entry if csr.perm is None else torch.empty_like(by_entry).index_copy_(0, csr.perm.long(), by_entry)
 
 
 def _by_head(values: Tensor, width: int) -> Tensor:
-    """``(E, heads)`` to ``(E, width)``."""
+    """Repeat the value of each head for its channels: ``(E, heads)`` to ``(E, width)``."""
     return values if values.shape[1] == 1 else values.repeat_interleave(width // values.shape[1], dim=1)
 
 
 def _head_sums(rows: Tensor, heads: int) -> Tensor:
-    """``(E, width)`` to ``(E, heads)``."""
+    """Sum the channels of each head: ``(E, width)`` to ``(E, heads)``."""
     return rows.reshape(rows.shape[0], heads, rows.shape[1] // heads).sum(dim=2)
 
 

@@ -13,9 +13,9 @@ GATv2              :math:`\langle a, \mathrm{LeakyReLU}(x_j + y_i) \rangle`     
 Transformer        :math:`\langle k_j, q_i \rangle`                                :func:`~pygdist.kernels.sddmm`
 =================  ==============================================================  =======================
 
-Memory of each step and its gradient: edges times heads, and nodes times features; of :func:`gat` the latter alone. All
-three have first derivatives only: a loss on gradients needs ``savings.fused_attention=False``. Rows in half precision
-are brought to float32 here; :func:`~pygdist.kernels.spmm` alone reads bfloat16 as it is stored.
+Each step and its gradient take memory for edges times heads and for nodes times features; :func:`gat` for the latter
+alone. All three can be differentiated once: a loss on gradients needs ``savings.fused_attention=False``. Rows in half
+precision are converted to float32 here; only :func:`~pygdist.kernels.spmm` reads bfloat16 as it is stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from pygdist.kernels._attention_ops import edge_softmax_op, gatv2_scores_op
 from pygdist.kernels._gat_ops import gat_op
 from pygdist.kernels.csr import CSR
-from pygdist.kernels.spmm import Transposed, resolve_transposed
+from pygdist.kernels.spmm import Transposed, transposed_tensors
 
 __all__ = ["edge_softmax", "gat", "gatv2_scores"]
 
@@ -50,44 +50,38 @@ def edge_softmax(
 
     Args:
         csr: Structure of the matrix; rows are destinations.
-        edge: The part :math:`s` of the score that belongs to the edge.
-        source: The part :math:`a` that belongs to its source.
-        target: The part :math:`b` that belongs to its destination.
-        negative_slope: Of the leaky ReLU; 1 stands for none.
-        transposed: ``transpose(csr)``, or a function that returns it; used for the gradient of ``source``.
+        edge: Term :math:`s` of the score, by edge.
+        source: Term :math:`a`, by source.
+        target: Term :math:`b`, by destination.
+        negative_slope: Slope of the leaky ReLU below 0; 1 for none.
+        transposed: ``transpose(csr)``, or a function that returns it; for the gradient of ``source``.
 
     Shapes:
         ``edge`` is :math:`(E, H)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`, the result :math:`(E, H)`. At
-        least one is given; all have one floating-point dtype.
+        least one of the three is given; all have one floating-point dtype.
 
     Returns:
         The weights, in the order of the entries of ``csr``; those of one row sum to 1.
 
     Raises:
-        ValueError: If there is no score, or a shape, dtype or device does not fit.
+        ValueError: If there is no term, or a shape, dtype or device does not fit.
     """
-    given = {"edge": (edge, csr.num_entries), "source": (source, csr.num_cols), "target": (target, csr.num_rows)}
-    parts = {name: part for name, (part, _) in given.items() if part is not None}
-    if not parts:
-        raise ValueError("edge_softmax needs scores: edge, source or target")
-    like = next(iter(parts.values()))
-    for name, part in parts.items():
-        expected = (given[name][1], *like.shape[1:])
-        if part.dim() != 2 or part.shape != expected:
-            raise ValueError(f"{name} must have shape {expected} (rows, heads), got {tuple(part.shape)}")
-        _check_kind(name, part, like.dtype, csr)
+    num_rows = {"edge": csr.num_entries, "source": csr.num_cols, "target": csr.num_rows}
+    terms = {"edge": edge, "source": source, "target": target}
+    like = next((term for term in terms.values() if term is not None), None)
+    if like is None:
+        raise ValueError("edge_softmax needs scores: give edge, source or target")
+    for name, term in terms.items():
+        if term is not None:
+            expected = (num_rows[name], *like.shape[1:])
+            if term.dim() != 2 or term.shape != expected:
+                raise ValueError(f"{name} must have shape {expected} (rows, heads), got {tuple(term.shape)}")
+            _check_kind(name, term, like.dtype, csr)
     dtype = torch.promote_types(like.dtype, torch.float32)
-    edge, source, target = (part if part is None else part.to(dtype) for part in (edge, source, target))
-    backward = resolve_transposed(csr, transposed, source)
+    edge, source, target = (term if term is None else term.to(dtype) for term in terms.values())
+    backward = transposed_tensors(csr, transposed, source)
     alpha: Tensor = edge_softmax_op(
-        csr.indptr,
-        csr.index,
-        csr.num_cols,
-        source,
-        target,
-        edge,
-        negative_slope,
-        *((None, None, None) if backward is None else (backward.indptr, backward.index, backward.perm)),
+        csr.indptr, csr.index, csr.num_cols, source, target, edge, negative_slope, *backward
     )
     return alpha.to(like.dtype)
 
@@ -101,22 +95,22 @@ def gat(
     negative_slope: float = 0.2,
     transposed: Transposed = None,
 ) -> Tensor:
-    r"""The aggregation of GAT ("Graph Attention Networks", Eqs. 3 to 6) in one walk over the edges.
+    r"""Aggregate as GAT ("Graph Attention Networks", Eqs. 3 to 6) in one pass over the edges.
 
     .. math::
         \mathbf{y}_{i,h} = \sum_{e = (i, j)} \alpha_{e,h} \, \mathbf{x}_{j,h}, \quad
         \alpha_{e,h} = \mathrm{softmax}_{e \in \mathcal{E}_i} \; \mathrm{LeakyReLU}(a_{j,h} + b_{i,h})
 
-    The same as :func:`edge_softmax` and :func:`~pygdist.kernels.spmm` after it. The native library computes each weight
-    where it is used, in the backward pass too, so that nothing as long as the edges is held.
+    The result is that of :func:`edge_softmax` followed by :func:`~pygdist.kernels.spmm`. The native library computes
+    each weight when it uses it, in the backward pass too, so nothing of the length of the edges is stored.
 
     Args:
         csr: Structure of the matrix; rows are destinations.
         x: Rows of the sources.
-        source: The part :math:`a` of the score that belongs to the source.
-        target: The part :math:`b` that belongs to the destination.
-        negative_slope: Of the leaky ReLU; 0 or more.
-        transposed: ``transpose(csr)``, or a function that returns it; used for the gradients of ``x`` and ``source``.
+        source: Term :math:`a` of the score, by source.
+        target: Term :math:`b`, by destination.
+        negative_slope: Slope of the leaky ReLU below 0; 0 or more.
+        transposed: ``transpose(csr)``, or a function that returns it; for the gradients of ``x`` and ``source``.
 
     Shapes:
         ``x`` is :math:`(M, H, C)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`, the result
@@ -127,25 +121,17 @@ def gat(
     """
     if negative_slope < 0:
         raise ValueError(f"negative_slope must be 0 or more, got {negative_slope}")
-    given = {"x": (x, csr.num_cols, 3), "source": (source, csr.num_cols, 2), "target": (target, csr.num_rows, 2)}
-    for name, (part, rows, dim) in given.items():
-        if part.dim() != dim or part.shape[:2] != (rows, *x.shape[1:2]):
+    inputs = {"x": (x, csr.num_cols, 3), "source": (source, csr.num_cols, 2), "target": (target, csr.num_rows, 2)}
+    for name, (tensor, rows, dim) in inputs.items():
+        if tensor.dim() != dim or tensor.shape[:2] != (rows, *x.shape[1:2]):
             axes = "rows, heads" if dim == 2 else "rows, heads, channels"
-            raise ValueError(f"{name} must have shape ({axes}) with {rows} rows, got {tuple(part.shape)}")
-        _check_kind(name, part, x.dtype, csr)
-    backward = resolve_transposed(csr, transposed, x, source, target)
+            raise ValueError(f"{name} must have shape ({axes}) with {rows} rows, got {tuple(tensor.shape)}")
+        _check_kind(name, tensor, x.dtype, csr)
+    backward = transposed_tensors(csr, transposed, x, source, target)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    graded = torch.is_grad_enabled() and any(part.requires_grad for part in (x, source, target))
-    out: Tensor = gat_op(
-        csr.indptr,
-        csr.index,
-        x.flatten(1).to(dtype),
-        source.to(dtype),
-        target.to(dtype),
-        negative_slope,
-        graded,
-        *((None, None) if backward is None else (backward.indptr, backward.index)),
-    )[0]
+    graded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, source, target))
+    converted = x.flatten(1).to(dtype), source.to(dtype), target.to(dtype)
+    out: Tensor = gat_op(csr.indptr, csr.index, *converted, negative_slope, graded, *backward[:2])[0]
     return out.view(csr.num_rows, *x.shape[1:]).to(x.dtype)
 
 
@@ -158,7 +144,7 @@ def gatv2_scores(
     negative_slope: float = 0.2,
     transposed: Transposed = None,
 ) -> Tensor:
-    r"""Scores of GATv2 ("How Attentive are Graph Attention Networks?", Eq. 7), before their softmax.
+    r"""Compute the scores of GATv2 ("How Attentive are Graph Attention Networks?", Eq. 7), before their softmax.
 
     .. math::
         s_{e,h} = \langle \mathbf{a}_h, \mathrm{LeakyReLU}(\mathbf{x}_{j,h} + \mathbf{y}_{i,h}) \rangle
@@ -168,8 +154,8 @@ def gatv2_scores(
         source: Rows :math:`\mathbf{x}` of the sources.
         target: Rows :math:`\mathbf{y}` of the destinations.
         attention: The vector :math:`\mathbf{a}` of each head.
-        negative_slope: Of the leaky ReLU.
-        transposed: ``transpose(csr)``, or a function that returns it; used for the gradient of ``source``.
+        negative_slope: Slope of the leaky ReLU below 0.
+        transposed: ``transpose(csr)``, or a function that returns it; for the gradient of ``source``.
 
     Shapes:
         ``source`` is :math:`(M, H, C)`, ``target`` :math:`(N, H, C)`, ``attention`` :math:`(H, C)`, the result
@@ -181,29 +167,22 @@ def gatv2_scores(
     Raises:
         ValueError: If a shape, dtype or device does not fit.
     """
-    given = {"source": (source, (csr.num_cols,)), "target": (target, (csr.num_rows,)), "attention": (attention, ())}
-    for name, (part, rows) in given.items():
+    inputs = {"source": (source, (csr.num_cols,)), "target": (target, (csr.num_rows,)), "attention": (attention, ())}
+    for name, (tensor, rows) in inputs.items():
         expected = (*rows, *attention.shape)
-        if attention.dim() != 2 or part.shape != expected:
-            raise ValueError(f"{name} must end in (heads, channels), got {tuple(part.shape)}, expected {expected}")
-        _check_kind(name, part, source.dtype, csr)
+        if attention.dim() != 2 or tensor.shape != expected:
+            raise ValueError(f"{name} must end in (heads, channels), got {tuple(tensor.shape)}, expected {expected}")
+        _check_kind(name, tensor, source.dtype, csr)
     dtype = torch.promote_types(source.dtype, torch.float32)
-    backward = resolve_transposed(csr, transposed, source)
-    scores: Tensor = gatv2_scores_op(
-        csr.indptr,
-        csr.index,
-        source.flatten(1).to(dtype),
-        target.flatten(1).to(dtype),
-        attention.flatten().to(dtype),
-        negative_slope,
-        attention.shape[0],
-        *((None, None, None) if backward is None else (backward.indptr, backward.index, backward.perm)),
-    )
+    flat = source.flatten(1).to(dtype), target.flatten(1).to(dtype), attention.flatten().to(dtype)
+    backward = transposed_tensors(csr, transposed, source)
+    heads = attention.shape[0]
+    scores: Tensor = gatv2_scores_op(csr.indptr, csr.index, *flat, negative_slope, heads, *backward)
     return scores.to(source.dtype)
 
 
-def _check_kind(name: str, part: Tensor, dtype: torch.dtype, csr: CSR) -> None:
-    if not part.is_floating_point() or part.dtype != dtype:
-        raise ValueError(f"{name} must be floating-point and of one dtype with the others, got {part.dtype}")
-    if part.device != csr.indptr.device:
-        raise ValueError(f"{name} is on {part.device}, the matrix on {csr.indptr.device}: move one of them")
+def _check_kind(name: str, tensor: Tensor, dtype: torch.dtype, csr: CSR) -> None:
+    if not tensor.is_floating_point() or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be floating-point and of one dtype with the others, got {tensor.dtype}")
+    if tensor.device != csr.indptr.device:
+        raise ValueError(f"{name} is on {tensor.device}, the matrix on {csr.indptr.device}: move one of them")

@@ -1,7 +1,7 @@
-"""A sparse matrix in CSR form: the structure of one aggregation, apart from its values.
+"""A sparse matrix in CSR form: the structure of one aggregation, without its values.
 
-Rows are destinations, columns are sources, so one row lists the in-edges of one node. Values (edge weights) travel
-beside it, since they may need gradients and differ from layer to layer.
+Rows are destinations, columns are sources, so one row lists the in-edges of one node. Values (edge weights) are passed
+beside the matrix, since they may need gradients and differ from layer to layer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from pygdist.native import NativeCsr
 
 __all__ = ["CSR", "narrowest"]
 
@@ -22,17 +24,17 @@ class CSR:
 
     Attributes:
         indptr: Row ``i`` has the entries ``indptr[i]`` to ``indptr[i + 1]``; int64.
-        index: The column of each entry; int32 or int64. int32 is faster, being half as much to read. uint16 only in
-            what :func:`~pygdist.kernels.chunked.column_blocks` makes.
+        index: The column of each entry; int32 or int64. int32 is faster: it is half as much to read. uint16 occurs only
+            in the matrices of :func:`~pygdist.kernels.chunked.column_blocks`.
         num_cols: Number of columns.
-        perm: For each entry its id in the caller's own order of edges; int32 or int64. ``None`` means the same order.
+        perm: The position of each entry in the caller's order of edges; int32 or int64. ``None`` means the same order.
 
     Shapes:
         ``indptr`` is :math:`(N + 1)`, ``index`` and ``perm`` are :math:`(E)`.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, dtype or device. What they hold is checked by :meth:`validate`
-            only, as that costs a pass over the entries.
+        ValueError: If a tensor has the wrong shape, dtype or device. Only :meth:`validate` checks the values, as that
+            takes a pass over the entries.
     """
 
     indptr: Tensor
@@ -41,7 +43,7 @@ class CSR:
     perm: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check all that costs nothing."""
+        """Check shapes, dtypes and devices."""
         if self.indptr.dim() != 1 or self.indptr.numel() == 0 or self.indptr.dtype != torch.int64:
             raise ValueError(f"indptr must be int64 of shape (rows + 1,), got {_describe(self.indptr)}")
         if self.index.dim() != 1 or self.index.dtype not in (torch.int32, torch.int64, torch.uint16):
@@ -52,15 +54,38 @@ class CSR:
         if self.num_cols < 0:
             raise ValueError(f"num_cols must not be negative, got {self.num_cols}")
         if any(tensor.device != self.indptr.device for tensor in (self.index, self.perm) if tensor is not None):
-            raise ValueError(f"indptr is on {self.indptr.device}, index and perm must be too")
+            raise ValueError(f"indptr is on {self.indptr.device}: move index and perm there too")
+
+    def native(self, **fields: int | None) -> tuple[NativeCsr, list[Tensor | None]]:
+        """Describe a matrix on the CPU to the native library.
+
+        Args:
+            **fields: Further fields of the structure.
+
+        Returns:
+            The structure, and the tensors that it points to, which must outlive it.
+        """
+        tensors = [None if part is None else part.contiguous() for part in (self.indptr, self.index, self.perm)]
+        indptr, index, perm = (None if part is None else part.data_ptr() for part in tensors)
+        matrix = NativeCsr(
+            num_rows=self.num_rows,
+            num_cols=self.num_cols,
+            indptr=indptr,
+            index=index,
+            perm=perm,
+            index_bits=8 * self.index.element_size(),
+            perm_bits=0 if self.perm is None else 8 * self.perm.element_size(),
+            **fields,
+        )
+        return matrix, tensors
 
     def unpermuted(self) -> CSR:
-        """The same entries, whose values come in their own order."""
+        """Return the same entries without ``perm``: their values are in the order of the entries."""
         return CSR(self.indptr, self.index, self.num_cols)
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, *, num_rows: int, num_cols: int) -> CSR:
-        """Sort entries by row; entries of one row keep their order.
+        """Make a matrix from unsorted entries; entries of one row keep their order.
 
         Args:
             row: Row (destination) of each entry.
@@ -72,10 +97,10 @@ class CSR:
             ``row`` and ``col`` are :math:`(E)`.
 
         Returns:
-            The matrix, with ``perm``, the position of each entry in ``row``; both int32 where they fit.
+            The matrix, with ``perm``, the position of each entry in ``row``; ``index`` and ``perm`` are int32 if that
+            is enough.
         """
-        perm = torch.argsort(row, stable=True)
-        perm = perm.to(narrowest(row.numel()))
+        perm = torch.argsort(row, stable=True).to(narrowest(row.numel()))
         indptr = pointers(row, num_rows)
         return cls(indptr, col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)
 
@@ -90,12 +115,12 @@ class CSR:
         return self.index.numel()
 
     def row_index(self) -> Tensor:
-        """Row of each entry, of shape :math:`(E)` and with the dtype of ``index``."""
+        """Return the row of each entry, of shape :math:`(E)` and with the dtype of ``index``."""
         rows = torch.arange(self.num_rows, device=self.indptr.device, dtype=self.index.dtype)
         return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_entries)
 
     def validate(self) -> CSR:
-        """Check what ``indptr`` and ``index`` hold, in one pass; the kernels trust it.
+        """Check the values of ``indptr`` and ``index`` in one pass; kernels do not check them.
 
         Returns:
             The matrix itself.
@@ -116,14 +141,14 @@ class CSR:
 
 
 def pointers(row: Tensor, num_rows: int) -> Tensor:
-    """Where the entries of each row begin, from the row of each entry; ``(num_rows + 1,)`` int64."""
+    """Return ``indptr``, ``(num_rows + 1,)`` int64, from the row of each entry."""
     indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
     return indptr
 
 
 def narrowest(count: int) -> torch.dtype:
-    """The integer type for ids below ``count``: int32 is half as much to read."""
+    """Return the smallest integer dtype for ids below ``count``: int32 or int64."""
     return torch.int32 if count <= _INT32_MAX else torch.int64
 
 

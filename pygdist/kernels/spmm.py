@@ -1,7 +1,16 @@
-"""The sparse-dense product of message passing, ``out[i] = reduce over edges (j -> i) of w_ij * x[j]``, and the reverse.
+r"""The sparse-dense product of message passing, ``out[i] = reduce over edges (j -> i) of w_ij * x[j]``, and its like.
 
-This is the door: it checks arguments, brings features and weights to one dtype and shape, and calls the torch operators
-of :mod:`pygdist.kernels._spmm_ops`, which know the gradients.
+The functions here check arguments, bring features and weights to one dtype and shape, and call the torch operators of
+:mod:`pygdist.kernels._spmm_ops`, which know the gradients. Values and gradients are those of PyG's ``scatter``:
+
+- a row without entries is 0, whatever the reduction
+- ``"mean"`` divides by the number of entries, not by the sum of weights
+- the gradient of ``"max"`` and ``"min"`` is shared evenly among the entries that attain the extremum; at an extremum of
+  exactly 0 one more share is lost (``torch.scatter_reduce`` counts the zero that it starts from)
+
+On the CPU, results are the same bit for bit for any number of threads. Sums and means can be differentiated twice,
+maxima and minima once. Memory: the result and, for gradients, the transposed structure; with the native library nothing
+of size :math:`E \times F`.
 """
 
 from __future__ import annotations
@@ -15,11 +24,12 @@ from torch import Tensor
 from pygdist.kernels._spmm_ops import sddmm_op, spmm_op
 from pygdist.kernels.csr import CSR
 
-__all__ = ["EdgeOp", "Reduce", "Transposed", "resolve_transposed", "sddmm", "spmm"]
+__all__ = ["EdgeOp", "Reduce", "Transposed", "sddmm", "spmm", "transposed_tensors"]
 
 Reduce: TypeAlias = Literal["sum", "mean", "max", "min"]
 EdgeOp: TypeAlias = Literal["mul", "add", "sub", "div"]
 Transposed: TypeAlias = CSR | Callable[[], CSR] | None
+TransposedWeight: TypeAlias = Tensor | Callable[[], Tensor] | None
 
 
 def spmm(
@@ -30,43 +40,34 @@ def spmm(
     *,
     op: EdgeOp = "mul",
     transposed: Transposed = None,
-    transposed_weight: Tensor | Callable[[], Tensor] | None = None,
+    transposed_weight: TransposedWeight = None,
 ) -> Tensor:
     r"""Aggregate the rows of ``x`` along the entries of a sparse matrix.
 
     .. math::
         \mathbf{y}_i = \mathrm{reduce}_{e = (i, j)} \; \mathbf{x}_j \otimes w_e
 
-    with :math:`\otimes` one of ``x * w``, ``x + w``, ``x - w``, ``x / w``, or ``x`` alone without weights: the binary
-    and reduction operators that GNN layers use (DistGNN, Table 1). A row without entries is 0, whatever the reduction,
-    and ``"mean"`` divides by the number of entries, not by the sum of weights, both as in PyG. Values and gradients are
-    those of PyG's ``scatter``: the gradient of ``"max"`` and ``"min"`` is shared evenly among the entries that attain
-    the extremum, and an extremum of exactly 0 has one share more that goes nowhere (``torch.scatter_reduce`` counts the
-    zero it starts from). On the CPU the result is the same bit for bit for any number of threads.
-
-    Sums and means can be differentiated twice; the gradient of ``"max"`` and ``"min"`` cannot be.
-
-    Memory: the result and, for gradients, the transposed structure; with the native library nothing of size
-    :math:`E \times F`.
+    with :math:`\otimes` one of ``x * w``, ``x + w``, ``x - w``, ``x / w``, or ``x`` alone without weights: the
+    operators that GNN layers use (DistGNN, Table 1).
 
     Args:
-        csr: Structure of the matrix. Its columns must be in range (:meth:`CSR.validate`); this is not checked here.
+        csr: Structure of the matrix. Its columns must be in range; only :meth:`CSR.validate` checks that.
         x: Features of the sources, of any floating dtype. bfloat16 is stored as such and summed in float32; float16,
             and maxima and minima of bfloat16, are computed in float32.
-        weight: Value of each entry, in the order of ``csr``, or one for each head; ``None`` stands for ``x`` alone.
-        reduce: How the messages of one row are combined.
-        op: How a value meets a row.
+        weight: Value of each entry, in the order of ``csr``, or one for each entry and head; ``None`` for ``x`` alone.
+        reduce: Reduction of the messages of one row.
+        op: Operator between features and values.
         transposed: ``transpose(csr)``, or a function that returns it and is called only if ``x`` needs a gradient.
-            Give it where the structure is used again; without it, each backward pass makes its own.
-        transposed_weight: ``weight[transposed.perm]``, or a function that returns it, where the weights stay the same:
-            the backward pass then need not look them up one by one.
+            Give it if the structure is used again; without it, each backward pass makes its own.
+        transposed_weight: ``weight[transposed.perm]``, or a function that returns it. Give it for constant weights: the
+            backward pass then need not look them up one by one.
 
     Shapes:
         ``x`` is :math:`(M)` or :math:`(M, *)`, ``weight`` :math:`(E)`, the result :math:`(N)` or :math:`(N, *)`. With
         :math:`H` heads ``x`` is :math:`(M, H, *)`, ``weight`` :math:`(E, H)` and the result :math:`(N, H, *)`.
 
     Returns:
-        The aggregated rows, in the dtype that ``weight * x`` has.
+        The aggregated rows, in the dtype of ``weight * x``.
 
     Raises:
         ValueError: If a shape, dtype, device, ``reduce`` or ``op`` does not fit.
@@ -75,30 +76,34 @@ def spmm(
     out_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     half = out_dtype == torch.bfloat16 and reduce in ("sum", "mean")
     work_dtype = out_dtype if half else torch.promote_types(out_dtype, torch.float32)
-    backward, backward_weight = resolve_transposed(csr, transposed, x), None
-    if weight is not None:
-        weight = weight.to(torch.promote_types(work_dtype, torch.float32))
-        weight = weight.unsqueeze(1) if weight.dim() == 1 else weight
-        if backward is not None and op == "mul" and transposed_weight is not None:
-            backward_weight = transposed_weight() if callable(transposed_weight) else transposed_weight
-            backward_weight = backward_weight.to(weight.dtype).view(weight.shape)
-        weight = {"sub": torch.neg, "div": torch.reciprocal}.get(op, lambda values: values)(weight)
-    out: Tensor = spmm_op(
-        csr.indptr,
-        csr.index,
-        x.reshape(csr.num_cols, x.shape[1:].numel()).to(work_dtype),
-        weight,
-        None,
-        "copy" if weight is None else {"sub": "add", "div": "mul"}.get(op, op),
-        reduce,
-        *((None, None, None) if backward is None else (backward.indptr, backward.index, backward.perm)),
-        backward_weight,
-    )
+    backward = transposed_tensors(csr, transposed, x)
+    backward_weight = None if backward[0] is None else transposed_weight
+    code, *values = _edge_values(weight, op, torch.promote_types(work_dtype, torch.float32), backward_weight)
+    features = x.reshape(csr.num_cols, x.shape[1:].numel()).to(work_dtype)
+    out: Tensor = spmm_op(csr.indptr, csr.index, features, values[0], None, code, reduce, *backward, values[1])
     return out.reshape(csr.num_rows, *x.shape[1:]).to(out_dtype)
 
 
+def _edge_values(
+    weight: Tensor | None, op: EdgeOp, dtype: torch.dtype, transposed_weight: TransposedWeight
+) -> tuple[str, Tensor | None, Tensor | None]:
+    """Return the operator's own op (copy, mul or add), its values ``(E, H)``, and those of the transpose if given."""
+    if weight is None:
+        return "copy", None, None
+    weight = weight.to(dtype)
+    weight = weight.unsqueeze(1) if weight.dim() == 1 else weight
+    if op == "sub":
+        return "add", weight.neg(), None
+    if op == "div":
+        return "mul", weight.reciprocal(), None
+    if op == "mul" and transposed_weight is not None:
+        values = transposed_weight() if callable(transposed_weight) else transposed_weight
+        return op, weight, values.to(dtype).view(weight.shape)
+    return op, weight, None
+
+
 def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> Tensor:
-    r"""Dot products of source and destination rows along the entries of a sparse matrix.
+    r"""Compute the dot product of source and destination row for each entry of a sparse matrix.
 
     .. math::
         s_{e,h} = \langle \mathbf{x}_{j,h}, \mathbf{y}_{i,h} \rangle \quad \text{for each entry } e = (i, j)
@@ -107,13 +112,13 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> T
         csr: Structure of the matrix.
         x: Features of the sources.
         y: Features of the destinations, in the dtype of ``x``.
-        transposed: As for :func:`spmm`; used for the gradient of ``x``.
+        transposed: As for :func:`spmm`; for the gradient of ``x``.
 
     Shapes:
         ``x`` is :math:`(M, H, C)`, ``y`` :math:`(N, H, C)`, the result :math:`(E, H)`.
 
     Returns:
-        One value for each entry and head, in the dtype of ``x``; sums are kept in float32 at least.
+        One value for each entry and head, in the dtype of ``x``; sums are taken in float32 at least.
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.
@@ -128,32 +133,34 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> T
     if not x.is_floating_point() or x.dtype != y.dtype:
         raise ValueError(f"x and y must be of one floating-point dtype, got {x.dtype} and {y.dtype}")
     if x.device != csr.indptr.device or y.device != csr.indptr.device:
-        raise ValueError(f"x is on {x.device}, y on {y.device}, the matrix on {csr.indptr.device}: move them to one")
-    backward = resolve_transposed(csr, transposed, x)
+        raise ValueError(
+            f"x is on {x.device}, y on {y.device}, the matrix on {csr.indptr.device}: move them to one device"
+        )
     dtype = x.dtype if x.dtype == torch.bfloat16 else torch.promote_types(x.dtype, torch.float32)
-    out: Tensor = sddmm_op(
-        csr.indptr,
-        csr.index,
-        x.flatten(1).to(dtype),
-        y.flatten(1).to(dtype),
-        None,
-        x.shape[1],
-        *((None, None, None) if backward is None else (backward.indptr, backward.index, backward.perm)),
-    )
+    source, target = x.flatten(1).to(dtype), y.flatten(1).to(dtype)
+    backward = transposed_tensors(csr, transposed, x)
+    out: Tensor = sddmm_op(csr.indptr, csr.index, source, target, None, x.shape[1], *backward)
     return out.to(x.dtype)
 
 
-def resolve_transposed(csr: CSR, transposed: Transposed, *inputs: Tensor | None) -> CSR | None:
-    """The transposed matrix, if one of ``inputs`` needs a gradient and it was given."""
+def transposed_tensors(
+    csr: CSR, transposed: Transposed, *inputs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return ``indptr``, ``index`` and ``perm`` of the transpose if it is given and one of ``inputs`` needs a gradient.
+
+    Raises:
+        ValueError: If the matrix given has not the shape of the transpose.
+    """
     if not torch.is_grad_enabled() or not any(value is not None and value.requires_grad for value in inputs):
-        return None
-    found = transposed() if callable(transposed) else transposed
-    if found is not None:
-        expected = (csr.num_cols, csr.num_rows, csr.num_entries)
-        shape = (found.num_rows, found.num_cols, found.num_entries)
-        if expected != shape:
-            raise ValueError(f"transposed must have (rows, columns, edges) = {expected}, got {shape}")
-    return found
+        return None, None, None
+    matrix = transposed() if callable(transposed) else transposed
+    if matrix is None:
+        return None, None, None
+    expected = (csr.num_cols, csr.num_rows, csr.num_entries)
+    shape = (matrix.num_rows, matrix.num_cols, matrix.num_entries)
+    if expected != shape:
+        raise ValueError(f"transposed must have (rows, columns, edges) = {expected}, got {shape}")
+    return matrix.indptr, matrix.index, matrix.perm
 
 
 def _check(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, op: str) -> None:

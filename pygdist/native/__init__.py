@@ -2,8 +2,7 @@
 
 It includes no torch and no Python header, so one build serves every version of both. The C++ sources and the
 description of the ABI (``pygdist_native.h``) are in ``src``; the build puts ``libpygdist_native.so`` in this folder.
-Tensors become pointers in :mod:`pygdist.kernels`, and arrays in :mod:`pygdist.graph` and
-:mod:`pygdist.partition`, not here.
+The callers, such as :mod:`pygdist.kernels`, turn tensors and arrays into pointers.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pygdist.native.library import (
     NativeText,
     Status,
     load,
+    require,
     set_isa,
 )
 
@@ -31,5 +31,6 @@ __all__ = [
     "NativeText",
     "Status",
     "load",
+    "require",
     "set_isa",
 ]

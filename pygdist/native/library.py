@@ -1,8 +1,8 @@
-"""Finds ``libpygdist_native.so``, loads it once and states the types of its functions.
+"""Finds ``libpygdist_native.so``, loads it once and declares the types of its functions.
 
-The library is optional: where no compiler was found at install time there is none, :func:`load` says so once and
-returns ``None``, and callers take their slower path. It needs an OpenMP runtime; torch must be imported first, so that
-the two share one (the loader knows it by its name, ``libgomp.so.1``) and their threads do not compete.
+The library is optional. If no compiler was found at install time, :func:`load` warns once and returns ``None``, and
+callers use slower code or refuse by :func:`require`. The library needs an OpenMP runtime; torch must be imported first,
+so that the two share one (the loader knows it by its name, ``libgomp.so.1``) and their threads do not compete.
 """
 
 from __future__ import annotations
@@ -13,21 +13,33 @@ import sys
 import warnings
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch  # noqa: F401  # brings its OpenMP runtime along, see above
+import torch  # noqa: F401  # loads its OpenMP runtime, see above
+
+from pygdist.errors import InputError
+
+if TYPE_CHECKING:
+    _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 __all__ = [
     "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativeHop",
-    "NativePlacement", "NativeText", "Status", "load", "set_isa",
+    "NativePlacement", "NativeText", "Status", "load", "require", "set_isa",
 ]  # fmt: skip
 
 LIBRARY_NAME = "libpygdist_native.so"
 ABI_VERSION = 14
-"""``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means that the build is older or newer than this."""
+"""``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
+
+_INT = ctypes.c_int32
+_LONG = ctypes.c_int64
+_SEED = ctypes.c_uint64
+_REAL = ctypes.c_double
+_ARRAY = ctypes.c_void_p
 
 
 class Isa(IntEnum):
-    """Instruction sets that the kernels are built for, in ascending order."""
+    """Instruction sets for which the kernels are built, in ascending order."""
 
     BEST = -1
     PORTABLE = 0
@@ -35,104 +47,67 @@ class Isa(IntEnum):
     AVX512 = 2
 
 
+def _fields(kind: type[_Simple], names: str) -> list[tuple[str, type[_Simple]]]:
+    return [(name, kind) for name in names.split()]
+
+
 class NativeCsr(ctypes.Structure):
-    """``pygdist_csr``: a sparse matrix, the dense rows it meets, and the threads to use."""
+    """``pygdist_csr``: a sparse matrix, the dense rows that it multiplies, and the number of threads."""
 
     _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        ("num_cols", ctypes.c_int64),
-        ("num_features", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("indptr", ctypes.c_void_p),
-        ("index", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("perm", ctypes.c_void_p),
-        ("index_bits", ctypes.c_int32),
-        ("perm_bits", ctypes.c_int32),
-        ("value_bits", ctypes.c_int32),
-        ("op", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
+        *_fields(_LONG, "num_rows num_cols num_features num_heads"),
+        *_fields(_ARRAY, "indptr index weight perm"),
+        *_fields(_INT, "index_bits perm_bits value_bits op num_threads"),
     )
 
 
 class NativeDependencies(ctypes.Structure):
-    """``pygdist_dependencies``: rows near a rank's own, and what computing and fetching them costs."""
+    """``pygdist_dependencies``: the rows near a rank's own, and the costs of computing and fetching them."""
 
     _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        ("num_owned", ctypes.c_int64),
-        ("num_halo", ctypes.c_int64),
-        ("indptr", ctypes.c_void_p),
-        ("index", ctypes.c_void_p),
-        ("row_s", ctypes.c_void_p),
-        ("edge_s", ctypes.c_void_p),
-        ("fetch_s", ctypes.c_void_p),
-        ("row_bytes", ctypes.c_void_p),
-        ("bytes_per_edge", ctypes.c_double),
-        ("max_bytes", ctypes.c_double),
-        ("share", ctypes.c_double),
-        ("num_hops", ctypes.c_int32),
+        *_fields(_LONG, "num_rows num_owned num_halo"),
+        *_fields(_ARRAY, "indptr index row_s edge_s fetch_s row_bytes"),
+        *_fields(_REAL, "bytes_per_edge max_bytes share"),
+        ("num_hops", _INT),
     )
 
 
 class NativeEdges(ctypes.Structure):
     """``pygdist_edges``: a chunk of a stream of edges."""
 
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("num_threads", ctypes.c_int32),
-    )
+    _fields_ = (*_fields(_ARRAY, "source target"), ("count", _LONG), ("num_threads", _INT))
 
 
 class NativeHop(ctypes.Structure):
-    """``pygdist_hop``: a mini-batch and the hop that it grows by."""
+    """``pygdist_hop``: a mini-batch, and the hop by which it grows."""
 
     _fields_ = (
-        ("node", ctypes.c_void_p),
-        ("num_nodes", ctypes.c_int64),
-        ("num_seeds", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("number", ctypes.c_int64),
-        ("fan_out", ctypes.c_int64),
-        ("source", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("edge", ctypes.c_void_p),
-        ("num_edges", ctypes.c_int64),
-        ("seed", ctypes.c_uint64),
-        ("epoch", ctypes.c_uint64),
-        ("replace", ctypes.c_int32),
+        ("node", _ARRAY),
+        *_fields(_LONG, "num_nodes num_seeds first number fan_out"),
+        *_fields(_ARRAY, "source target edge"),
+        ("num_edges", _LONG),
+        *_fields(_SEED, "seed epoch"),
+        ("replace", _INT),
     )
 
 
 class NativePlacement(ctypes.Structure):
     """``pygdist_placement``: a vertex-cut so far."""
 
-    _fields_ = (
-        ("replicas", ctypes.c_void_p),
-        ("load", ctypes.c_void_p),
-        ("num_parts", ctypes.c_int32),
-        ("capacity", ctypes.c_int64),
-    )
+    _fields_ = (*_fields(_ARRAY, "replicas load"), ("num_parts", _INT), ("capacity", _LONG))
 
 
 class NativeText(ctypes.Structure):
-    """``pygdist_text``: how far a text with edges has been read."""
+    """``pygdist_text``: the position in a text with edges."""
 
     _fields_ = (
-        ("max_id", ctypes.c_int64),
-        ("line", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("id", ctypes.c_int64),
-        ("header_line", ctypes.c_int64),
-        ("columns", ctypes.c_int32),
-        ("may_have_header", ctypes.c_int32),
+        *_fields(_LONG, "max_id line count id header_line"),
+        *_fields(_INT, "columns may_have_header"),
     )
 
 
 class Status(IntEnum):
-    """``pygdist_status``: how a call ended."""
+    """``pygdist_status``: the result of a call."""
 
     OK = 0
     BAD_TYPE = 1
@@ -147,11 +122,6 @@ _EDGES = ctypes.POINTER(NativeEdges)
 _PLACEMENT = ctypes.POINTER(NativePlacement)
 _HOP = ctypes.POINTER(NativeHop)
 _COUNT = ctypes.POINTER(ctypes.c_int32)
-_INT = ctypes.c_int32
-_LONG = ctypes.c_int64
-_SEED = ctypes.c_uint64
-_REAL = ctypes.c_double
-_ARRAY = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_set_isa": (_INT,),
     "pygdist_spmm": (_CSR, _INT, _ARRAY, _ARRAY),
@@ -197,8 +167,8 @@ def load() -> ctypes.CDLL | None:
     """Load the native library.
 
     Returns:
-        The library with typed functions, the same object each time, or ``None`` if there is none that works; the
-        first call then warns and says what to do.
+        The library with typed functions, the same object each time; ``None`` if there is none that works. The first
+        call then warns and says what to do.
     """
     path = _find()
     if path is None:
@@ -207,9 +177,9 @@ def load() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
         library.pygdist_abi_version.restype = _INT
-        found = library.pygdist_abi_version()
-        if found != ABI_VERSION:
-            _warn(f"at {path} is another build: it has ABI version {found}, this pygdist needs {ABI_VERSION}")
+        version = library.pygdist_abi_version()
+        if version != ABI_VERSION:
+            _warn(f"at {path} is another build: it has ABI version {version}, this pygdist needs {ABI_VERSION}")
             return None
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -221,14 +191,33 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def require(what: str, otherwise: str = "") -> ctypes.CDLL:
+    """Return the native library, or refuse what needs it.
+
+    Args:
+        what: Names what needs the library; begins the message.
+        otherwise: What works without the library; ends the message.
+
+    Raises:
+        InputError: If there is no native library.
+    """
+    library = load()
+    if library is None:
+        raise InputError(
+            f"{what} needs pygdist's native library, which was not built here: install a C++17 compiler (Debian, "
+            f"Ubuntu: apt install g++) and reinstall pygdist{otherwise}"
+        )
+    return library
+
+
 def set_isa(level: Isa) -> Isa:
     """Choose the instruction set of later calls, for tests and measurements.
 
     Args:
-        level: The set to use. One that this machine lacks is replaced by the best that it has.
+        level: The set to use; if the machine lacks it, the best that the machine has.
 
     Returns:
-        The set now in use.
+        The set in use from now on.
 
     Raises:
         RuntimeError: If there is no native library.
@@ -240,14 +229,14 @@ def set_isa(level: Isa) -> Isa:
 
 
 def _find() -> Path | None:
-    # An editable install has two folders here: the sources, and the one in site-packages that holds the build.
+    # An editable install has two folders here: the sources, and one in site-packages with the build.
     folders = sys.modules[__package__].__path__
     return next((path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()), None)
 
 
 def _warn(problem: str) -> None:
     warnings.warn(
-        f"pygdist's native library {problem}. Aggregation falls back to torch's sparse product, which is several times "
+        f"pygdist's native library {problem}. Aggregation uses torch's sparse product instead, which is several times "
         "slower. Install a C++17 compiler (Debian, Ubuntu: `apt install g++`) and reinstall pygdist.",
         RuntimeWarning,
         stacklevel=3,

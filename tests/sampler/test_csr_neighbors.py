@@ -214,6 +214,6 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         CSRNeighborSampler(csr, [2], seed=-1)
     with pytest.raises(InputError, match=r"a row and a column for each node.*got 60 by 70"):
         CSRNeighborSampler(CSR(csr.indptr, csr.index, 70), [2])
-    monkeypatch.setattr("pygdist.sampler._native.load", lambda: None)
+    monkeypatch.setattr("pygdist.native.library.load", lambda: None)
     with pytest.raises(InputError, match=r"CSRNeighborSampler needs pygdist's native library.*apt install g\+\+"):
         CSRNeighborSampler(csr, [2])

@@ -142,7 +142,7 @@ def test_mistakes_are_named(kind: type[_SaintBatches], monkeypatch: pytest.Monke
     if kind is SaintWalkBatches:
         with pytest.raises(InputError, match="walk_length is 0, expected at least 1"):
             SaintWalkBatches(walk_length=0)
-    monkeypatch.setattr("pygdist.sampler._native.load", lambda: None)
+    monkeypatch.setattr("pygdist.native.library.load", lambda: None)
     csr = random_graph()
     with pytest.raises(InputError, match=rf"{kind.__name__} needs pygdist's native library"):
         kind().loader(part_of(csr), csr, seed=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pygdist.backends.planning.hop_costs import HopCosts
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
-from pygdist.native import NativeDependencies, load
+from pygdist.native import NativeDependencies, require
 
 __all__ = ["Costs", "Halo", "greedy_choice"]
 
@@ -114,12 +114,7 @@ def greedy_choice(
     """
     if share == 1 and memory_gib is None:
         return halo.choice(True)
-    native = load()
-    if native is None:
-        raise InputError(
-            "choosing which rows to compute needs pygdist's native library, which was not built here: install a C++17 "
-            "compiler (Debian, Ubuntu: apt install g++) and reinstall pygdist, or use a backend that makes no choice"
-        )
+    native = require("choosing which rows to compute", ", or use a backend that makes no choice")
     # by level: features are level 0, which has no edges
     levels = (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch), (*halo.widths, 0))
     row_s, edge_s, fetch_s, widths = (torch.tensor(values, dtype=torch.float64) for values in levels)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.progress import Progress, watched
-from pygdist.native import NativeText, Status, load
+from pygdist.native import NativeText, Status, require
 
 __all__ = ["TEXT_SUFFIXES", "read_text"]
 
@@ -50,12 +50,7 @@ def read_text(
         InputError: At a line that is no edge, or has other columns than the first, or an id that is negative or beyond
             ``num_nodes``; if the file cannot be read, or there is no native library.
     """
-    native = load()
-    if native is None:
-        raise InputError(
-            f"{path}: reading text needs pygdist's native library, which was not built here: install a C++17 compiler "
-            "(Debian, Ubuntu: apt install g++) and reinstall pygdist, or give the edges as .npy"
-        )
+    native = require(f"{path}: reading text", ", or give the edges as .npy")
     state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1, may_have_header=1)
     edge = np.empty((block_bytes // 3 + 1, 2), dtype=np.int64)
     for block in _blocks(path, block_bytes, progress):
