@@ -147,7 +147,7 @@ def _depths(rank: int, world_size: int, folder: str, kind: str) -> tuple[float, 
     ours = distribute(model, backend=backend)(shard.x, shard.adjacency)
     pairs = zip(tensors_of(ours), tensors_of(whole), strict=True)
     apart = max(float((one - two[shard.owned_id]).detach().abs().max()) for one, two in pairs)
-    return apart, model.between, next(iter(backend._by_widths.values())).computed
+    return apart, model.between, next(iter(backend._on_graph.rows.values())).computed
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def _changing(rank: int, world_size: int, folder: str) -> None:
     distribute(model, backend=backend)
     model(shard.x, shard.adjacency)
     model.own_edges = True
-    with pytest.raises(InputError, match=r"GCNConv is given edges of the model's own making.*distribute it again"):
+    with pytest.raises(InputError, match=r"GCNConv gets edges that the model made.*call undistribute"):
         model(shard.x, shard.adjacency)
     model.own_edges = False
     model(shard.x, shard.adjacency)
@@ -221,7 +221,7 @@ def _widths(rank: int, world_size: int, folder: str, dropout: float) -> tuple[in
     backend, shard, _ = _bound(folder, rank)
     distribute(model := Noisy(dropout).double(), backend=backend)
     model(shard.x, shard.adjacency)
-    (found,) = backend._by_widths
+    (found,) = backend._on_graph.rows
     return found
 
 
@@ -467,8 +467,8 @@ def _product_rows(rank: int, world_size: int, folder: str, name: str) -> tuple[l
         model(shard.x, shard.adjacency).sum().backward()
     with Products() as products:
         model(shard.x, shard.adjacency)  # in training: of features that stay the same the sums are kept
-    assert backend._by_widths
-    return products.rows, next(iter(backend._by_widths.values())).computed
+    assert backend._on_graph.rows
+    return products.rows, next(iter(backend._on_graph.rows.values())).computed
 
 
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])
