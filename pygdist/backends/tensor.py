@@ -54,10 +54,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities, Backend, names_of
+from pygdist.backends.base import Abilities, Backend
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, norms_refused
 from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
-from pygdist.backends.slicing.any_hop import SlicedHop, gathered
+from pygdist.backends.slicing.all_nodes import AllNodes, Topology
+from pygdist.backends.slicing.any_hop import SlicedRun, gather_result
 from pygdist.backends.slicing.attention import (
     attention_in_chunks,
     propagate_attention,
@@ -67,12 +68,10 @@ from pygdist.backends.slicing.attention import (
     sum_of_values,
     weights_of_scores,
 )
-from pygdist.backends.slicing.chunked_hop import Ranks
-from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, columns_of_hops
-from pygdist.backends.slicing.edge_tensors import EdgeTensors
-from pygdist.backends.slicing.everyone import Everyone, Topology
+from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, advice, columns_of_hops
+from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
 from pygdist.backends.slicing.passes import SlicesPass
-from pygdist.comm.slices import columns_of, gather_columns, split_columns, with_phantom_column
+from pygdist.comm.slices import with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.fused_attention import TransformerParts, Unweighted, transformer_parts
@@ -117,7 +116,7 @@ class TensorBackend(Backend):
     name = "tensor"
     abilities = Abilities(mixes_columns=False)
     per_graph = (*Backend.per_graph, "_all", "_shared", "_fetcher", "_slices", "_splits")
-    _all: Everyone | None = None
+    _all: AllNodes | None = None
     _shared: EdgeTensors | None = None
     _fetcher: Fetcher | None = None
     _slices: SlicesPass | None = None  # while a layer runs on slices of all nodes
@@ -188,7 +187,7 @@ class TensorBackend(Backend):
                 out = self._decoupled_sums(layer, arguments)
                 if out is not None:
                     return out
-            if self._everyone.overflow is None:
+            if self._nodes.layout.overflow is None:
                 return self._on_slices(layer, forward, arguments)
         self._splits = {}
         try:
@@ -200,26 +199,23 @@ class TensorBackend(Backend):
         """All hops of decoupled GAT, on slices."""
         self._warn_of_one_chunk(layer)
         passed = {name: value for name, value in arguments.items() if name != "self"}
-        return propagate_attention(
-            layer, self._everyone, self.communicator, overlap=self.overlap, label=layer_name(layer), **passed
-        )
+        return propagate_attention(layer, self._nodes, label=layer_name(layer), **passed)
 
     def _decoupled_sums(self, layer: Propagation, arguments: Mapping[str, Any]) -> Tensor | None:
         """All hops of decoupled sums, on slices; ``None`` if the weights of edges need a gradient, say."""
         edges, x, weight = arguments["edge_index"], arguments["x"], arguments.get("edge_weight")
-        sliced = self._sliced(layer, edges, self._everyone.topology(edges, (layer, self._hop)))
+        sliced = self._sliced(layer, edges, self._nodes.topology(edges, (layer, self._hop)))
         own_factors, mean = layer.own_factors(), layer.aggr == "mean"
         if not sliced.sums(x, weight) or (own_factors is not None and mean):
             return None
-        return sum_of_slices(
-            x, sliced, label=layer_name(layer), value=weight, mean=mean, rounds=layer.rounds, own=own_factors
-        )
+        label, rounds = layer_name(layer), layer.rounds
+        return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=rounds, own_factors=own_factors)
 
     def _on_slices(self, layer: MessagePassing, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
         """The layer's ``forward`` on this rank's columns of all nodes."""
         self._warn_of_one_chunk(layer)
-        everyone, label = self._everyone, layer_name(layer)
-        topology = everyone.topology(arguments["edge_index"], (layer, self._hop))
+        nodes, label = self._nodes, layer_name(layer)
+        topology = nodes.topology(arguments["edge_index"], (layer, self._hop))
 
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Adjacency):
@@ -227,19 +223,17 @@ class TensorBackend(Backend):
             if not isinstance(value, Tensor):
                 return value
             if name in ("x", "x_0"):
-                rows = value.movedim(layer.node_dim, 0)
-                rows = split_columns(rows, everyone.counts, self.communicator, label=label)
+                rows = nodes.layout.split(value.movedim(layer.node_dim, 0), label)
                 return with_phantom_column(rows).movedim(0, layer.node_dim)
-            return self._edge_tensors.of_all(layer, name, value, topology, label=f"{label}, {name}")
+            return self._edge_tensors.share(EdgeReader(layer, name, topology, f"{label}, {name}"), value)
 
         sliced = {name: cut(name, value) for name, value in arguments.items()}
-        self._slices = SlicesPass(everyone.num_rows)
+        self._slices = SlicesPass(nodes.layout.num_rows)
         try:
             out = forward(**sliced)
         finally:
             self._slices = None
-        width = arguments["x"].size(-1)
-        return gathered(layer, out, width, everyone.counts, self.communicator, label=label)
+        return gather_result(layer, out, arguments["x"].size(-1), nodes.layout, label=label)
 
     def _acts_on_columns(self, layer: MessagePassing, arguments: Mapping[str, Any]) -> bool:
         """True if a layer may go from rows to columns and back once for all its hops."""
@@ -258,7 +252,7 @@ class TensorBackend(Backend):
             return self._slices.run(hop)
         if self._alone:
             return hop.run(size=(self.num_rows, self.num_rows))
-        if self._everyone.overflow is not None and not isinstance(hop.edge_index, Adjacency):
+        if self._nodes.layout.overflow is not None and not isinstance(hop.edge_index, Adjacency):
             raise beyond_memory(self._label(hop))
         parts = transformer_parts(hop.layer)
         if parts is not None and isinstance(hop.edge_index, Adjacency):
@@ -283,64 +277,59 @@ class TensorBackend(Backend):
     ) -> Tensor:
         """Weights of this rank's edges from whole rows, then the sum on slices."""
         self._warn_of_one_chunk(hop.layer)
-        everyone, label, ranks = self._everyone, self._label(hop), self.communicator
-        topology = everyone.topology(adjacency, (hop.layer, self._hop))
+        layout, label = self._nodes.layout, self._label(hop)
+        topology = self._nodes.topology(adjacency, (hop.layer, self._hop))
         keys = self.fetcher.rows_of(replace(hop, arguments={"key": key}), self._rows)["key"]
         weights, extra = parts(hop.layer, adjacency, query, keys, edge_attr)
         edges, width = cast(Adjacency, topology.edges), value.size(-1)
-        if everyone.overflow is not None:
-            chunked = self._in_chunks(everyone.overflow)
-            out = attention_in_chunks(value, edges, chunked, weights=weights, label=label)
+        if layout.overflow is not None:
+            out = attention_in_chunks(value, edges, layout, weights=weights, label=label)
         else:
-            rows, weights = split_with_weights(value, weights, topology, everyone, ranks, label=label)
-            out = sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
+            rows, weights = split_with_weights(value, weights, topology, layout, label=label)
+            out = sum_of_values(rows, weights, edges, layout, width=width, label=label)
         return out if extra is None else out + extra
 
     def _attention(self, hop: Hop, alpha: Unweighted) -> Tensor:
         """A sum of ``GATConv`` whose weights are computed on slices, from the scores of all nodes."""
         self._warn_of_one_chunk(hop.layer)
-        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
+        topology = self._nodes.topology(hop.edge_index, (hop.layer, self._hop))
         value = hop.sources["x"]
         self._rows.check(hop, "x", value)
-        everyone, ranks, label = self._everyone, self.communicator, self._label(hop)
+        layout, label = self._nodes.layout, self._label(hop)
         edges, slope = cast(Adjacency, topology.edges), alpha.layer.negative_slope
         width = value.size(-1)
-        if everyone.overflow is not None:
+        if layout.overflow is not None:
             assert alpha.dropout == 0, "chunks drop nothing"
-            scores, chunked = (alpha.source, alpha.target), self._in_chunks(everyone.overflow)
-            return attention_in_chunks(value, edges, chunked, scores=scores, negative_slope=slope, label=label)
-        rows, source, target = split_with_scores(value, alpha.source, alpha.target, everyone, ranks, label=label)
+            scores = alpha.source, alpha.target
+            return attention_in_chunks(value, edges, layout, scores=scores, negative_slope=slope, label=label)
+        rows, source, target = split_with_scores(value, alpha.source, alpha.target, layout, label=label)
         if alpha.dropout > 0:
-            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=alpha.dropout)
-            return sum_of_values(rows, weights, edges, everyone, ranks, width=width, label=label)
-        out = edges.attend(rows, source, target, slope)
-        columns = columns_of(width, ranks.rank, ranks.world_size)
-        out = out[..., : columns.stop - columns.start]
-        return gather_columns(out, everyone.counts, width, ranks, label=label)
+            ranks, dropout = self.communicator, alpha.dropout
+            weights = weights_of_scores(source, target, topology, ranks, negative_slope=slope, dropout=dropout)
+            return sum_of_values(rows, weights, edges, layout, width=width, label=label)
+        return layout.gather(edges.attend(rows, source, target, slope), width, label)
 
     def _product(self, hop: Hop) -> Tensor:
         """One sparse product, on slices."""
         edges = cast(Adjacency, hop.edge_index)
         self._rows.check(hop, "x", hop.sources["x"])
-        sliced = self._sliced(hop.layer, edges, self._everyone.topology(edges, (hop.layer, self._hop)))
+        sliced = self._sliced(hop.layer, edges, self._nodes.topology(edges, (hop.layer, self._hop)))
         columns = columns_of_hops(hop.layer).get(_names(hop))
-        if columns is not None and columns.repeated and sliced.overflow is None:
+        if columns is not None and columns.repeated and sliced.layout.overflow is None:
             sliced = replace(sliced, splits=self._splits)
         return hop.run(SlicedAdjacency.over(edges, sliced, self._label(hop)))
 
     def _messages(self, hop: Hop) -> Tensor:
         """Any other hop: messages of all edges, on slices."""
-        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
+        topology = self._nodes.topology(hop.edge_index, (hop.layer, self._hop))
         self._warn_of_one_chunk(hop.layer)
-        return SlicedHop(
+        return SlicedRun(
             hop=hop,
             columns=self._columns(hop),
             topology=topology,
-            everyone=self._everyone,
-            communicator=self.communicator,
+            nodes=self._nodes,
             edge_tensors=self._edge_tensors,
             rows=self._rows,
-            overlap=self.overlap,
             label=self._label(hop),
         ).run()
 
@@ -383,52 +372,36 @@ class TensorBackend(Backend):
     # -- all nodes -----------------------------------------------------------------------------------------------------
 
     def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
-        """How a hop runs over the edges of all ranks, if it is one sparse product."""
-        everyone = self._everyone
-
-        label, tensors = f"{layer_name(layer)}, edge weights", self._edge_tensors
-        facts: dict[str, Any] = {"label": label, "overflow": everyone.overflow}
-
-        def weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor:
-            return tensors.of_all(layer, "edge_weight", value, topology, dtype=dtype, **facts)
-
-        def kept_weights_of_all(value: Tensor, dtype: torch.dtype) -> Tensor | None:
-            return tensors.kept_of_all(layer, "edge_weight", value, topology, dtype=dtype, **facts)
-
-        def factors_of_all(value: Tensor) -> Tensor | None:
-            label = f"{layer_name(layer)}, factors of edge weights"
-            return tensors.factors_of_all(layer, value, own, topology, everyone, label=label)
-
+        """Return the edges of all ranks for a hop that is one sparse product; ``own`` are this rank's."""
+        tensors = self._edge_tensors
+        weights = EdgeReader(layer, "edge_weight", topology, f"{layer_name(layer)}, edge weights")
         return SlicedEdges(
             edges=cast(Adjacency, topology.edges),
-            counts=everyone.counts,
-            communicator=self.communicator,
-            weights_of_all=weights_of_all,
-            kept_weights_of_all=kept_weights_of_all,
-            factors_of_all=factors_of_all,
+            layout=self._nodes.layout,
+            weights_of_all=partial(tensors.share, weights),
+            kept_weights_of_all=partial(tensors.share_constant, weights),
+            factors_of_all=partial(tensors.factors, weights, own),
             num_chunks=self.num_chunks,
-            overlap=self.overlap,
-            overflow=everyone.overflow,
             runs_in_one_chunk=partial(self._warn_of_one_chunk, layer),
         )
 
     @property
     def _edge_tensors(self) -> EdgeTensors:
         if self._shared is None:
-            self._shared = EdgeTensors(self.communicator)
+            self._shared = EdgeTensors(self._nodes)
         return self._shared
 
     @property
-    def _everyone(self) -> Everyone:
+    def _nodes(self) -> AllNodes:
         if self._all is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._all = Everyone(self.shard, self.communicator, self._overflow())
+                self._all = AllNodes(self.shard, self.communicator, self._overflow(), overlap=self.overlap)
         return self._all
 
     @property
     def _alone(self) -> bool:
         """Whether there is nobody to share columns with, and memory for all of them."""
-        return self.communicator.world_size == 1 and self._everyone.overflow is None
+        return self.communicator.world_size == 1 and self._nodes.layout.overflow is None
 
     def _overflow(self) -> Overflow | None:
         """Where edges and slices wait that may not all be on the device; the same on all ranks."""
@@ -452,7 +425,7 @@ class TensorBackend(Backend):
     @property
     @override
     def drops_alike(self) -> bool:
-        return not self._alone and self._everyone.draws_alike and self._everyone.overflow is None
+        return not self._alone and self._nodes.draws_alike and self._nodes.layout.overflow is None
 
     def _gathers_scores(self, hop: Hop) -> bool:
         """True if scores of nodes travel, not weights of edges: nothing but the sum reads these, and they are more."""
@@ -460,8 +433,7 @@ class TensorBackend(Backend):
             return False
         if hop.arguments.get("edge_attr") is not None or target_of(hop.arguments["alpha"]) is None:
             return False
-        topology = self._everyone.topology(hop.edge_index, (hop.layer, self._hop))
-        return scores_are_fewer(self._everyone, topology.counts)
+        return scores_are_fewer(self._nodes, self._nodes.topology(hop.edge_index, (hop.layer, self._hop)))
 
     def _columns(self, hop: Hop) -> Columns:
         """How the arguments of a hop are shared out.
@@ -476,20 +448,14 @@ class TensorBackend(Backend):
         if names not in tried:
             raise InputError(
                 f"{hop.layer_name}: propagate({', '.join(sorted(names))}) did not run when the layer was tried on a "
-                "few nodes, so it is not known whether it mixes columns; use backend "
-                f"{names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
+                f"few nodes, so it is not known whether it mixes columns; {advice()}"
             )
         return tried[names]
-
-    def _in_chunks(self, overflow: Overflow) -> Ranks:
-        """Who runs a hop by chunks."""
-        counts = self._everyone.counts
-        return Ranks(communicator=self.communicator, counts=counts, overflow=overflow, overlap=self.overlap)
 
     def _warn_of_one_chunk(self, layer: MessagePassing) -> None:
         """Say, once for a class of layers, that ``num_chunks`` is not for one of its hops."""
         name = layer_name(layer)
-        if (self.num_chunks or 1) > 1 and self._everyone.overflow is None and name not in self._warned:
+        if (self.num_chunks or 1) > 1 and self._nodes.layout.overflow is None and name not in self._warned:
             self._warned.add(name)
             if self.communicator.rank == 0:
                 warnings.warn(

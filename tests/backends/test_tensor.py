@@ -38,9 +38,9 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, resolve_backend
+from pygdist.backends.slicing.all_nodes import AllNodes
 from pygdist.backends.slicing.columns import acts_on_columns
-from pygdist.backends.slicing.edge_tensors import EdgeTensors
-from pygdist.backends.slicing.everyone import Everyone
+from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
 from pygdist.backends.tensor import _device_of, _most
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
@@ -146,7 +146,7 @@ def test_rows_of_both_signs_are_tried() -> None:
         distribute(Averse(), backend=TensorBackend())
     for layer in (Root(), Checked()):
         distribute(layer, backend=TensorBackend())
-    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(gives no numbers\)"):
+    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(its result is NaN\)"):
         distribute(Distant(), backend=TensorBackend())
 
 
@@ -541,16 +541,16 @@ def _factors(rank: int, world_size: int, store: str) -> tuple[float, bool, int]:
     backend, shard = TensorBackend(), Shard.load(store, rank)
     backend.bind(shard, Communicator(dist.new_group()))
     layer = distribute(GCNConv(5, 3), backend=backend)
-    everyone = Everyone(shard, backend.communicator)
+    nodes = AllNodes(shard, backend.communicator)
     found = []
     for weight in (None, shard.edge_weight):
         edges, value = GlobalGCNNorm(backend)(shard.adjacency, weight, shard.num_owned, dtype=torch.float64)
-        topology, tensors = everyone.topology(edges, (layer, len(found))), EdgeTensors(backend.communicator)
-        found.append((edges, value, tensors.factors_of_all(layer, value, edges, topology, everyone, label="factors")))
+        reader = EdgeReader(layer, "edge_weight", nodes.topology(edges, (layer, len(found))), "weights")
+        found.append((edges, value, EdgeTensors(nodes).factors(reader, edges, value)))
     edges, value, factors = found[0]
     assert factors is not None
     own = edges.csr()
-    both = factors[everyone.place[own.index.long()]] * factors[everyone.place[own.row_index()]]
+    both = factors[nodes.positions[own.index.long()]] * factors[nodes.positions[own.row_index()]]
     worst = float((both.squeeze(1) - value).abs().max()) if value.numel() else 0.0
     return worst, found[1][2] is None, factors.size(0)
 
@@ -598,7 +598,7 @@ def test_attributes_of_edges_are_cut_only_if_they_are_as_wide_as_rows(
 
 
 def test_attributes_of_another_width_are_refused(tmp_path: Path, pool: RankPool) -> None:
-    with pytest.raises(RankError, match="'edge_attr' of propagate has 3 columns, the rows 5"):
+    with pytest.raises(RankError, match="'edge_attr' of propagate has 3 columns, the rows have 5"):
         pool.run(_gated_of_three, 2, _store(tmp_path / "parts", 2))
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,9 +35,9 @@ from torch_geometric.nn import (
 from typing_extensions import override
 
 from pygdist.backends import TensorBackend
-from pygdist.backends.slicing.chunk_plan import SlicePlan, chunks_within, length_of
+from pygdist.backends.slicing.chunk_plan import ChunkBytes, ChunkPlan, chunks_within, length_of
 from pygdist.backends.slicing.chunked_autograd import repeated
-from pygdist.backends.slicing.chunked_hop import Waiting
+from pygdist.backends.slicing.chunked_hop import ChunkInput
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -82,11 +83,11 @@ def test_a_plan_has_as_many_files_however_many_its_chunks(tmp_path: Path) -> Non
         csr = CSR(torch.arange(0, 1001, 10), torch.arange(1000, dtype=torch.int32) * 7 % 100, 100)
         overflow = Overflow(torch.device("cpu"), BUDGET, tmp_path, small=0)
         with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as files:
-            plan = SlicePlan(csr, (50, 50), num_chunks, overflow=overflow)
+            plan = ChunkPlan(csr, (50, 50), num_chunks, overflow=overflow)
             found = plan.queue(), plan.queue(target=True)
         made.append(files.call_count)
         for queue, fresh in zip(found, (False, True), strict=True):
-            expected = SlicePlan(csr, (50, 50), num_chunks).queue(target=fresh)
+            expected = ChunkPlan(csr, (50, 50), num_chunks).queue(target=fresh)
             for ours, theirs in zip(queue, expected, strict=True):
                 for one, other in zip(ours[0], theirs[0], strict=True):
                     assert torch.equal(torch.as_tensor(one).long(), torch.as_tensor(other).long())
@@ -95,22 +96,22 @@ def test_a_plan_has_as_many_files_however_many_its_chunks(tmp_path: Path) -> Non
 
 def test_chunks_are_as_few_as_fit() -> None:
     csr = CSR(torch.arange(0, 1001, 10), torch.arange(1000, dtype=torch.int32) % 100, 100)
-    counts = (50, 50)
-    sizes = [chunks_within(budget, csr, counts, 8, 4, 4) for budget in (1 << 20, 10_000, 5_000)]
+    counts, needs = (50, 50), ChunkBytes(read=16, edge=4, made=16, whole=32)
+    sizes = [chunks_within(budget, csr, counts, needs) for budget in (1 << 20, 10_000, 5_000)]
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
     assert sizes[-1] > 1
-    assert chunks_within(10_000, csr, counts, 8, 4, 4, out_bytes=160) > sizes[1]
+    assert chunks_within(10_000, csr, counts, replace(needs, made=160, whole=320)) > sizes[1]
     lists = 20 * 4 + 2 * 8  # of the rows that a chunk of two destinations reads, and where edges of each begin
     least = 20 * (4 + 4) + 20 * 16 + 2 * (2 * 16 + 1 * 32) + lists
-    assert chunks_within(least, csr, counts, 8, 4, 4) == 50
+    assert chunks_within(least, csr, counts, needs) == 50
     with pytest.raises(InputError, match=r"memory_gib: .* GiB do not hold one row of each rank with its in-edges"):
-        chunks_within(least - 1, csr, counts, 8, 4, 4)
+        chunks_within(least - 1, csr, counts, needs)
 
 
 def test_no_more_than_so_many_rows_travel_at_a_time() -> None:
     csr = CSR(torch.arange(0, 1001, 10), torch.arange(1000, dtype=torch.int32) % 100, 100)
-    plan = SlicePlan(csr, (60, 40), 3)
+    plan = ChunkPlan(csr, (60, 40), 3)
     rows: list[int] = []
     for pieces in plan.queue(most_rows=7):
         for piece in pieces:
@@ -236,7 +237,7 @@ def test_messages_are_computed_where_the_model_is(tmp_path: Path) -> None:
     backend, shard = TensorBackend(memory_gib=1.0, device="meta"), Shard.load(str(tmp_path / "parts"), 0)
     backend.bind(shard, Communicator())
     layer = distribute(SAGEConv(5, 4, aggr=["mean", "std"]).double(), backend=backend)
-    with pytest.raises(InputError, match="its messages are computed where its parameters are, on cpu, not on meta"):
+    with pytest.raises(InputError, match="computes its messages where its parameters are, on cpu, not on meta"):
         layer(shard.x, shard.adjacency)
 
 
@@ -352,13 +353,13 @@ def test_little_memory_is_several_chunks(layer: MessagePassing, memory_gib: floa
     """The comparisons in little memory compare chunks with one process, not one chunk."""
     model, shard, _ = one_rank_in_little_memory(layer.double(), tmp_path, memory_gib)
     made: list[int] = []
-    own = SlicePlan.__init__
+    own = ChunkPlan.__init__
 
-    def noted(self: SlicePlan, *args: Any, **kwargs: Any) -> None:
+    def noted(self: ChunkPlan, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         made.append(len(self.chunks))
 
-    with mock.patch.object(SlicePlan, "__init__", noted):
+    with mock.patch.object(ChunkPlan, "__init__", noted):
         model(shard.x, shard.adjacency).sum().backward()
     assert made
     assert min(made) > 1
@@ -368,9 +369,9 @@ def test_wider_results_take_more_memory(tmp_path: Path) -> None:
     taken = []
     for number, aggr in enumerate((["max"], ["max", "std", "mean"])):
         model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr=aggr).double(), tmp_path / str(number), 1.0)
-        with mock.patch("pygdist.backends.slicing.chunked_autograd.chunks_within", return_value=1) as asked:
+        with mock.patch("pygdist.backends.slicing.chunk_plan.chunks_within", return_value=1) as asked:
             model(shard.x, shard.adjacency)
-        taken.append(asked.call_args.kwargs["out_bytes"])
+        taken.append(asked.call_args.args[3].made)
     assert taken[1] == 3 * taken[0] > 0
 
 
@@ -389,7 +390,7 @@ class ReadsBoth(MessagePassing):
 
 def test_rows_that_are_read_in_two_ways_are_refused(tmp_path: Path) -> None:
     model, shard, _ = one_rank_in_little_memory(ReadsBoth().double(), tmp_path)
-    with pytest.raises(InputError, match="ReadsBoth: reads 'x' at the ends of edges and as it is"):
+    with pytest.raises(InputError, match="ReadsBoth: the layer reads 'x' at the ends of edges and as it is"):
         model(shard.x, shard.adjacency)
 
 
@@ -408,7 +409,7 @@ class Centred(MessagePassing):
 
 def test_a_hop_that_needs_all_edges_is_not_cut(tmp_path: Path) -> None:
     (cut, shard, _), plain = one_rank_in_little_memory(Centred(), tmp_path / "cut"), Centred()
-    with pytest.raises(InputError, match=r"hop 1 of Centred: gave some destinations other numbers .* asks for \d+ of"):
+    with pytest.raises(InputError, match=r"hop 1 of Centred: gave some destinations other rows .* asks for \d+ of"):
         cut(shard.x, shard.adjacency)
     model, shard, data = one_rank_in_little_memory(plain, tmp_path / "whole", 1.0)
     assert torch.allclose(model(shard.x, shard.adjacency), plain(data.x, data.edge_index), rtol=0, atol=1e-10)
@@ -418,14 +419,16 @@ def test_a_hop_that_needs_all_edges_is_not_cut(tmp_path: Path) -> None:
 def test_hooks_do_not_see_chunks(hook: str, tmp_path: Path) -> None:
     model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr="max").double(), tmp_path)
     getattr(model, f"register_{hook}_hook")(lambda *_: None)
-    with pytest.raises(InputError, match="hop 1 of SAGEConv: has hooks on its hops, which would get chunks"):
+    with pytest.raises(
+        InputError, match="hop 1 of SAGEConv: the layer has hooks on its hops, which would see"
+    ):
         model(shard.x, shard.adjacency)
 
 
 def test_all_ranks_make_the_same_chunks() -> None:
     """Though the first has more columns than the last."""
-    first, last = (Waiting(rows=torch.zeros(9, 3, held), source=True, most_columns=2) for held in (2, 0))
+    first, last = (ChunkInput(rows=torch.zeros(9, 3, held), source=True, most_columns=2) for held in (2, 0))
     assert first.row_bytes(4) == last.row_bytes(4) == 3 * 2 * 4
-    assert Waiting(rows=torch.zeros(0, 5), target=True).row_bytes(3) == 20
-    assert Waiting(rows=torch.zeros(0, 5), target=True, way="share").row_bytes(3) == 20
-    assert Waiting(rows=torch.zeros(0, 3, 5), source=True, way="split").row_bytes(3) == 3 * 2 * 4
+    assert ChunkInput(rows=torch.zeros(0, 5), target=True).row_bytes(3) == 20
+    assert ChunkInput(rows=torch.zeros(0, 5), target=True, way="share").row_bytes(3) == 20
+    assert ChunkInput(rows=torch.zeros(0, 3, 5), source=True, way="split").row_bytes(3) == 3 * 2 * 4

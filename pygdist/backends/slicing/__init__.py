@@ -1,1 +1,1 @@
-"""Gives every rank some columns of all rows."""
+"""Tensor parallelism: every rank aggregates some columns of all rows over the edges of all ranks (NeutronTP)."""

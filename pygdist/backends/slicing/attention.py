@@ -1,29 +1,31 @@
-"""Sums over slices by the weights of attention, which come from whole rows and are known to all ranks for all edges.
+r"""Sums on slices with the weights of attention, which depend on whole rows; every rank needs those of all edges.
 
-They are computed by who has the rows of an edge, or by every rank from the scores of all nodes, whichever is less to
-send (NeutronTP, Sec. 4.1.1).
+Either the owner of an edge computes its weight and sends it to all ranks, or every rank computes all weights from the
+scores of all nodes, whichever is less to send (NeutronTP, Sec. 4.1.1)::
+
+    split_with_scores   values (n, H, C), scores (n, H)   -> (N, H, c), (N, H)
+    split_with_weights  values (n, H, C), weights (e, H)  -> (N, H, c), (E, H)
+    sum_of_values       (N, H, c)                         -> sums (n, H, C)
+
+Backward passes send each rank its channels of all sums' gradients, then to the owner of a row or edge all channels of
+its value's gradient and the sum over ranks of the gradients of its scores or weights.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pygdist.backends.slicing.chunked_autograd import hop_in_chunks, repeated
-from pygdist.backends.slicing.chunked_hop import Ranks, Taken, Waiting
-from pygdist.backends.slicing.everyone import Everyone, Topology
+from pygdist.backends.slicing.all_nodes import AllNodes, Topology
+from pygdist.backends.slicing.chunked_autograd import ChunkCost, hop_in_chunks, repeated
+from pygdist.backends.slicing.chunked_hop import ChunkFunction, ChunkInput, ChunkRows
+from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Communicator
-from pygdist.comm.slices import (
-    columns_of,
-    gather_columns,
-    share_rows,
-    split_and_share,
-    split_columns,
-    with_phantom_column,
-)
+from pygdist.comm.slices import share_rows, split_and_share, with_phantom_column
 from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, spmm
 from pygdist.nn.decoupled import AttentionPropagation
@@ -41,46 +43,38 @@ __all__ = [
 _MOST_PAIRED = 16 << 20  # bytes of all edges' weights, of which a message for each rank holds a copy
 
 
-def scores_are_fewer(everyone: Everyone, counts: tuple[int, ...]) -> bool:
-    """Whether nodes have fewer scores, for both ends, than edges, so many on each rank, have weights."""
-    return sum(counts) >= 2 * everyone.num_rows
+def scores_are_fewer(nodes: AllNodes, topology: Topology) -> bool:
+    """True if all nodes have fewer scores, one for each end of an edge, than all edges have weights."""
+    return sum(topology.counts) >= 2 * nodes.layout.num_rows
 
 
 def split_with_scores(
-    value: Tensor, source: Tensor, target: Tensor, everyone: Everyone, communicator: Communicator, *, label: str
+    value: Tensor, source: Tensor, target: Tensor, layout: SliceLayout, *, label: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""This rank's channels of all ranks' rows, and the scores of these as sources and as destinations; one exchange.
-
-    Shapes:
-        ``value`` is :math:`(n, H, C)`, scores are :math:`(n, H)`; the results :math:`(N, H, c)` and :math:`(N, H)`.
-    """
-    both, counts = torch.cat([source, target], dim=1), everyone.counts
-    rows, scores = split_and_share(value, both, counts, counts, communicator, label=f"{label}, value and scores")
-    rows, scores = _of_one_dtype(rows, scores)
+    """Return this rank's channels of all ranks' rows, and their scores as sources and as destinations; one exchange."""
+    scores, counts, label = torch.cat([source, target], dim=1), layout.counts, f"{label}, value and scores"
+    rows, scores = _of_one_dtype(*split_and_share(value, scores, counts, counts, layout.communicator, label=label))
     source, target = scores.chunk(2, dim=1)
     return with_phantom_column(rows), source, target
 
 
 def split_with_weights(
-    value: Tensor, weights: Tensor, topology: Topology, everyone: Everyone, communicator: Communicator, *, label: str
+    value: Tensor, weights: Tensor, topology: Topology, layout: SliceLayout, *, label: str
 ) -> tuple[Tensor, Tensor]:
-    r"""This rank's channels of all ranks' rows, and the weights of all ranks' edges; one exchange if these are few.
-
-    Shapes:
-        ``value`` is :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`; the results :math:`(N, H, c)` and :math:`(E, H)`.
-    """
-    if sum(topology.counts) * weights.size(1) * weights.element_size() > _MOST_PAIRED:
-        rows = split_columns(value, everyone.counts, communicator, label=f"{label}, value")
-        every = share_rows(weights, topology.counts, communicator, label=f"{label}, weights")
+    """Return this rank's channels of all ranks' rows, and the weights of all ranks' edges; one exchange if few."""
+    counts, of_edges, communicator = layout.counts, topology.counts, layout.communicator
+    if sum(of_edges) * weights.size(1) * weights.element_size() > _MOST_PAIRED:
+        rows = layout.split(value, f"{label}, value")
+        weights = share_rows(weights, of_edges, communicator, label=f"{label}, weights")
     else:
         label = f"{label}, value and weights"
-        rows, every = split_and_share(value, weights, everyone.counts, topology.counts, communicator, label=label)
-    rows, every = _of_one_dtype(rows, every)
-    return with_phantom_column(rows), every
+        rows, weights = split_and_share(value, weights, counts, of_edges, communicator, label=label)
+    rows, weights = _of_one_dtype(rows, weights)
+    return with_phantom_column(rows), weights
 
 
 def _of_one_dtype(rows: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """They differ under autocast, which leaves scores and weights wide."""
+    """Give both the wider dtype: autocast leaves scores and weights wide."""
     dtype = torch.promote_types(rows.dtype, other.dtype)
     return rows.to(dtype), other.to(dtype)
 
@@ -94,7 +88,7 @@ def weights_of_scores(
     negative_slope: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    r"""The weights of all ranks' edges, from the scores of all rows; some of them dropped, the same on every rank.
+    r"""Compute the weights of all ranks' edges from the scores of all rows; every rank drops the same weights.
 
     Shapes:
         Scores are :math:`(N, H)`, the result :math:`(E, H)`.
@@ -105,7 +99,7 @@ def weights_of_scores(
     )
     if dropout == 0:
         return weights
-    # a rank decides for its own edges, by its own state of random numbers, which checkpointing puts back
+    # each rank decides for its own edges, by its own state of random numbers, which checkpointing puts back
     seeds = communicator.gather([float(torch.randint(2**31, ()))])[:, 0].tolist()
     devices = [weights.device] if weights.is_cuda else []
     generator = torch.cuda.default_generators[weights.get_device()] if weights.is_cuda else torch.default_generator
@@ -118,41 +112,31 @@ def weights_of_scores(
 
 
 def sum_of_values(
-    rows: Tensor,
-    weights: Tensor,
-    edges: Adjacency,
-    everyone: Everyone,
-    communicator: Communicator,
-    *,
-    width: int,
-    label: str,
-    rounds: int = 1,
+    rows: Tensor, weights: Tensor, edges: Adjacency, layout: SliceLayout, *, width: int, label: str, rounds: int = 1
 ) -> Tensor:
-    r"""Sum values over in-edges so many times, each rank some of the channels.
+    r"""Sum values over in-edges ``rounds`` times, each rank some of the channels.
 
     Args:
-        rows: This rank's channels of all ranks' rows.
-        weights: Of all ranks' edges.
+        rows: This rank's channels of all ranks' rows, :math:`(N, H, c)`.
+        weights: Weights of all ranks' edges, :math:`(E, H)`.
         edges: These edges.
-        everyone: The rows of all ranks.
-        communicator: The ranks.
-        width: How many channels all ranks have together.
-        label: Named when something goes wrong.
-        rounds: How many hops.
+        layout: The rows of each rank.
+        width: Number of channels of all ranks together.
+        label: Names the hop in errors.
+        rounds: Number of hops.
 
-    Shapes:
-        ``rows`` is :math:`(N, H, c)`, ``weights`` is :math:`(E, H)`, the result :math:`(n, H, C)`.
+    Returns:
+        All channels of this rank's rows, :math:`(n, H, C)`.
     """
     for _ in range(rounds):
         rows = spmm(edges.csr(), rows, weights, transposed=edges.transposed)
-    own = columns_of(width, communicator.rank, communicator.world_size)
-    return gather_columns(rows[..., : own.stop - own.start], everyone.counts, width, communicator, label=label)
+    return layout.gather(rows, width, label)
 
 
 def attention_in_chunks(
     value: Tensor,
     edges: Adjacency,
-    ranks: Ranks,
+    layout: SliceLayout,
     *,
     weights: Tensor | None = None,
     scores: tuple[Tensor, Tensor] | None = None,
@@ -160,103 +144,100 @@ def attention_in_chunks(
     label: str,
     rounds: int = 1,
 ) -> Tensor:
-    r"""Sum values over in-edges so many times within a budget, by weights of this rank's edges or scores of its rows.
+    r"""Sum values over in-edges ``rounds`` times within a memory budget, by weights or by scores of nodes.
 
-    From scores each chunk computes the weights that it needs, in every round, so that there are never those of all.
-    Values, and scores or weights, travel with the chunks of the first round, and results with those of the last one
+    From scores each chunk computes the weights that it needs, in every round, so that those of all edges are never
+    held. Values, and scores or weights, travel with the chunks of the first round, results with those of the last one
     (NeutronTP, Sec. 4.2.2).
 
     Args:
-        value: This rank's rows.
+        value: This rank's rows, :math:`(n, H, C)`.
         edges: The edges of all ranks.
-        ranks: The ranks.
-        weights: Of this rank's edges.
-        scores: Of its rows as sources and as destinations.
+        layout: The rows of each rank.
+        weights: Weights of this rank's edges, :math:`(e, H)`.
+        scores: In place of weights: scores of this rank's rows as sources and as destinations, :math:`(n, H)` each.
         negative_slope: Of the leaky ReLU of scores.
-        label: Named when something goes wrong.
-        rounds: How many hops.
+        label: Names the hop in errors.
+        rounds: Number of hops.
 
-    Shapes:
-        ``value`` and the result are :math:`(n, H, C)`, ``weights`` is :math:`(e, H)`, scores are :math:`(n, H)`.
+    Returns:
+        All channels of this rank's rows, :math:`(n, H, C)`.
     """
-    width, size = value.size(-1), ranks.communicator.world_size
-    own = columns_of(width, ranks.communicator.rank, size)
-    held, most = own.stop - own.start, -(-width // size)  # no phantom column
-
-    def weighted(part: Adjacency, taken: list[Taken]) -> Tensor:
-        rows, of_edges = taken[0].source, taken[1].edge
-        assert rows is not None
-        return spmm(part.csr(), with_phantom_column(rows), of_edges, transposed=part.transposed)[..., :held]
-
-    def attended(part: Adjacency, taken: list[Taken]) -> Tensor:
-        rows, (source, target, _) = taken[0].source, taken[1]
-        assert rows is not None
-        assert source is not None
-        assert target is not None
-        rows, source, target = with_phantom_column(rows), source.chunk(2, dim=1)[0], target.chunk(2, dim=1)[1]
-        dtype = torch.promote_types(rows.dtype, source.dtype)  # they differ under autocast
-        return part.attend(rows.to(dtype), source.to(dtype), target.to(dtype), negative_slope)[..., :held]
-
-    ends = scores is not None
-    by = weights if scores is None else torch.cat(scores, dim=1)
-    assert by is not None
-    made = value.size(1) * by.element_size() if ends else 0
-    first = [
-        Waiting(rows=value, name="value", source=True, way="split"),
-        Waiting(rows=by, name="scores" if ends else "weights", source=ends, target=ends, way="share", kept=rounds > 1),
-    ]
-
-    def hop(waiting: list[Waiting], *, last: bool) -> tuple[Tensor, ...]:
-        run = attended if ends else weighted
-        return hop_in_chunks(
-            run, waiting, edges, ranks, label=label, width=width if last else None, device=value.device,
-            weight_bytes=made,
-        )  # fmt: skip
-
-    rows, *kept = hop(first, last=rounds == 1)
-    for number, one in enumerate(repeated(kept[0], rounds - 1) if rounds > 1 else (), start=2):
-        later = [Waiting(rows=rows, source=True, most_columns=most), Waiting(rows=one, source=ends, target=ends)]
-        (rows,) = hop(later, last=number == rounds)
+    width, world_size = value.size(-1), layout.communicator.world_size
+    held, by_nodes = layout.held(width), scores is not None
+    factors = weights if scores is None else torch.cat(scores, dim=1)
+    assert factors is not None
+    # weights are computed from scores in each chunk
+    cost = ChunkCost(weight_bytes=value.size(1) * factors.element_size() if by_nodes else 0)
+    compute: ChunkFunction = partial(_attend, held, negative_slope) if by_nodes else partial(_weigh, held)
+    hop = partial(hop_in_chunks, compute, edges=edges, layout=layout, label=label, device=value.device, cost=cost)
+    inputs = [
+        ChunkInput(rows=value, name="value", source=True, way="split"),
+        ChunkInput(
+            rows=factors, name="scores" if by_nodes else "weights", source=by_nodes, target=by_nodes, way="share",
+            returned=rounds > 1,
+        ),
+    ]  # fmt: skip
+    rows, *returned = hop(inputs, width=width if rounds == 1 else None)
+    for number, factors in enumerate(repeated(returned[0], rounds - 1) if returned else (), start=2):
+        inputs = [
+            ChunkInput(rows=rows, source=True, most_columns=-(-width // world_size)),
+            ChunkInput(rows=factors, source=by_nodes, target=by_nodes),
+        ]
+        (rows,) = hop(inputs, width=width if number == rounds else None)
     return rows
+
+
+def _weigh(held: int, edges: Adjacency, of_chunk: list[ChunkRows]) -> Tensor:
+    """Sum the sources of a chunk by the weights of its edges; return the ``held`` channels, no phantom."""
+    rows, weights = of_chunk[0].source, of_chunk[1].edge
+    assert rows is not None
+    return spmm(edges.csr(), with_phantom_column(rows), weights, transposed=edges.transposed)[..., :held]
+
+
+def _attend(held: int, negative_slope: float, edges: Adjacency, of_chunk: list[ChunkRows]) -> Tensor:
+    """Sum the sources of a chunk by the weights of scores; return the ``held`` channels, no phantom."""
+    rows, (source, target, _) = of_chunk[0].source, of_chunk[1]
+    assert rows is not None
+    assert source is not None
+    assert target is not None
+    rows, source, target = with_phantom_column(rows), source.chunk(2, dim=1)[0], target.chunk(2, dim=1)[1]
+    dtype = torch.promote_types(rows.dtype, source.dtype)  # they differ under autocast
+    return edges.attend(rows.to(dtype), source.to(dtype), target.to(dtype), negative_slope)[..., :held]
 
 
 def propagate_attention(
     layer: AttentionPropagation,
-    everyone: Everyone,
-    communicator: Communicator,
+    nodes: AllNodes,
     *,
-    overlap: bool = True,
     label: str,
     x: Tensor,
     edge_index: Adjacency,
     source: Tensor,
     target: Tensor,
 ) -> Tensor:
-    """The ``forward`` of a layer on slices: rows travel once there and once back, whatever its number of hops.
+    """Run the ``forward`` of a layer on slices; rows travel once each way, whatever the number of its hops.
 
     Scores travel along, or weights where these are fewer.
     """
-    topology = everyone.topology(edge_index, (layer, 0))
-    edges, rounds = cast(Adjacency, topology.edges), layer.propagation.rounds
+    layout, topology = nodes.layout, nodes.topology(edge_index, (layer, 0))
+    edges, rounds, slope = cast(Adjacency, topology.edges), layer.propagation.rounds, layer.negative_slope
     dropout = layer.dropout if layer.training else 0.0
-    by_edge = not scores_are_fewer(everyone, topology.counts) or (dropout > 0 and not everyone.draws_alike)
-    if everyone.overflow is not None:
+    by_edge = not scores_are_fewer(nodes, topology) or (dropout > 0 and not nodes.draws_alike)
+    if layout.overflow is not None:
         # the kernel that computes weights where it sums drops none, and takes no such slope
-        by_edge = by_edge or dropout > 0 or layer.negative_slope < 0
-        ranks = Ranks(
-            communicator=communicator, counts=everyone.counts, overflow=everyone.overflow, overlap=overlap
-        )  # fmt: skip
+        by_edge = by_edge or dropout > 0 or slope < 0
+        weights = layer.edge_updater(edge_index, alpha=(source, target)) if by_edge else None
+        scores = None if by_edge else (source, target)
         return attention_in_chunks(
-            x, edges, ranks, negative_slope=layer.negative_slope,
-            weights=layer.edge_updater(edge_index, alpha=(source, target)) if by_edge else None,
-            scores=None if by_edge else (source, target), label=label, rounds=rounds,
-        )  # fmt: skip
-    if by_edge:
-        own = layer.edge_updater(edge_index, alpha=(source, target))
-        rows, weights = split_with_weights(x, own, topology, everyone, communicator, label=label)
-    else:
-        rows, source, target = split_with_scores(x, source, target, everyone, communicator, label=label)
-        weights = weights_of_scores(
-            source, target, topology, communicator, negative_slope=layer.negative_slope, dropout=dropout
+            x, edges, layout, weights=weights, scores=scores, negative_slope=slope, label=label, rounds=rounds
         )
-    return sum_of_values(rows, weights, edges, everyone, communicator, width=x.size(-1), label=label, rounds=rounds)
+    if by_edge:
+        weights = layer.edge_updater(edge_index, alpha=(source, target))
+        rows, weights = split_with_weights(x, weights, topology, layout, label=label)
+    else:
+        rows, source, target = split_with_scores(x, source, target, layout, label=label)
+        weights = weights_of_scores(
+            source, target, topology, layout.communicator, negative_slope=slope, dropout=dropout
+        )
+    return sum_of_values(rows, weights, edges, layout, width=x.size(-1), label=label, rounds=rounds)

@@ -1,315 +1,313 @@
-"""Any hop over slices within a budget: chunk by chunk, and once more in the backward pass.
+"""Any hop on slices within a memory budget: chunk by chunk, and once more in the backward pass.
 
-A chunk is some destinations with all their in-edges (NeutronTP, Sec. 4.2.1), so whatever a layer makes of the messages
-of one destination (softmax, maximum, deviation) is complete in it. To the layer it is a small bipartite graph. Rows,
-edges and gradients of all ranks wait in an :class:`~pygdist.memory.overflow.Overflow`; a chunk takes what it reads to
-the device, and what it computes there is dropped and computed again in the backward pass (activation checkpointing).
+A chunk is some destinations with all their in-edges (NeutronTP, Sec. 4.2.1), so it is enough for whatever a layer makes
+of the messages of one destination (softmax, maximum, deviation). Rows, edges and gradients of all ranks stay in an
+:class:`~pygdist.memory.overflow.Overflow`. A chunk takes what it reads to the device; what it computes there is dropped
+and computed again in the backward pass (activation checkpointing).
 
-While a chunk is computed, what the next one reads and no chunk before it is on its way, and so are the results of the
-one before (Sec. 4.2.2). The backward pass runs the chunks the other way round: the gradients of a chunk's results come
-just before it, and a source's gradient goes home after the chunk that it was sent for, which is the last to add to it.
-Every rank runs the same chunks in the same order.
+While a chunk is computed, the rows that the next one reads and no chunk before it are under way, and so are the results
+of the one before (Sec. 4.2.2). The backward pass runs the chunks in reverse order: the gradients of a chunk's results
+arrive just before it, and the gradient of a row leaves for its owner after the chunk that the row was sent for, which
+is the last to add to it. Every rank runs the same chunks in the same order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pygdist.backends.slicing.chunk_plan import SliceChunk, SlicePlan, chunks_within, known_plan, length_of
-from pygdist.backends.slicing.chunked_hop import ChunkedHop, ChunkRun, Ranks, Taken, Waiting, rows_of
-from pygdist.backends.slicing.pipeline import Homeward, Outward, slices_of
+from pygdist.backends.slicing.chunk_plan import Chunk, ChunkBytes, length_of, plan_for
+from pygdist.backends.slicing.chunked_hop import ChunkedRun, ChunkFunction, ChunkInput, ChunkRows, rows_of
+from pygdist.backends.slicing.layout import SliceLayout
+from pygdist.backends.slicing.pipeline import GatherPipeline, SplitPipeline
 from pygdist.errors import InputError
-from pygdist.graph.adjacency import Adjacency, Slot
+from pygdist.graph import Adjacency
 
-__all__ = ["hop_in_chunks", "repeated"]
+__all__ = ["ChunkCost", "hop_in_chunks", "repeated"]
 
-_PLANS = Slot[dict[tuple[int, ...], SlicePlan]]("plans of hops")
-_EDGE_BYTES = 24  # of an edge in a chunk beside what waits for it: by source too, and which of these it is
-_LIST_BYTES = 32  # of an edge where a layer's own messages read it, both ends, once more where they are looked up
-_MESSAGES = 16  # of an edge there: its source's row and what softmax aggregation makes of it, forward and backward
-_WEIGHTS = 6  # of an edge: scores, exponentials and their gradients, where no kernel of ours computes them as it sums
-_GRADED = 2  # what is read has a gradient
+_EDGE_BYTES = 24  # of an edge in a chunk beside its rows of inputs: by source too, and its number
+_LIST_BYTES = 32  # of an edge that a layer's own messages read: both ends, once more where they are looked up
+_MESSAGES = 16  # copies of a row for each edge there: its source's, and those of softmax aggregation, both ways
+_WEIGHTS = 6  # copies of an edge's weight: scores, exponentials and their gradients, where torch computes them
+_GRADED = 2  # copies of a row that is read: it has a gradient
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """Memory that a chunk takes while it is computed, beside its inputs.
+
+    Attributes:
+        messages: It makes a message for each edge, as wide as the rows that it reads.
+        weight_bytes: Bytes of the weights that it makes for each edge.
+        fold: Width of the result, as a multiple of the width of the rows that it reads.
+        needs_all_edges: Reason why a destination's row is not right without the edges into others; empty if it is.
+    """
+
+    messages: bool = False
+    weight_bytes: int = 0
+    fold: int = 1
+    needs_all_edges: str = ""
+
+    def bytes_of(self, inputs: Sequence[ChunkInput], world_size: int) -> ChunkBytes:
+        """Return the bytes that rows and edges of a chunk take."""
+        of_nodes = [one.row_bytes(world_size) for one in inputs if not one.of_edges]
+        of_edges = sum(one.row_bytes(world_size) for one in inputs if one.of_edges)
+        edge = _EDGE_BYTES + _WEIGHTS * self.weight_bytes + _GRADED * of_edges
+        if self.messages:
+            edge += _LIST_BYTES + _MESSAGES * sum(of_nodes)
+        made = _GRADED * max(self.fold * max(of_nodes), sum(of_nodes))
+        return ChunkBytes(read=_GRADED * sum(of_nodes), edge=edge, made=made, whole=made * world_size)
 
 
 def hop_in_chunks(
-    run: ChunkRun,
-    waiting: Sequence[Waiting],
+    compute: ChunkFunction,
+    inputs: Sequence[ChunkInput],
     edges: Adjacency,
-    ranks: Ranks,
+    layout: SliceLayout,
     *,
     label: str,
     width: int | None,
     device: torch.device | None = None,
-    others: Mapping[Tensor, Tensor] | None = None,
-    messages: bool = False,
-    weight_bytes: int = 0,
-    fold: int = 1,
-    all_edges: str = "",
+    leaves: Mapping[Tensor, Tensor] | None = None,
+    cost: ChunkCost = ChunkCost(),
 ) -> tuple[Tensor, ...]:
-    r"""A hop over the edges of all ranks.
+    r"""Run a hop over the edges of all ranks; every rank makes the call.
 
     Args:
-        run: Computes a chunk; it is called again in the backward pass, and must give the same then.
-        waiting: What it reads.
+        compute: Computes a chunk. It is called again in the backward pass, and must give the same result then.
+        inputs: The tensors that it reads.
         edges: In-edges of all ranks' rows.
-        ranks: Who runs it; each makes the call.
-        label: Named when something goes wrong.
-        width: How many columns all ranks have together of the result, of which each then gets its rows; ``None`` to
-            leave every rank its columns of all rows, which wait.
-        device: Of a rank's rows of the result; that of the first that waits by default.
-        others: What else it may read that needs a gradient, such as parameters, with the leaf that ``run`` reads: the
-            same, or one that stands for what was computed.
-        messages: It makes a message for each edge, as wide as what it reads.
-        weight_bytes: Of the weights that it makes for each edge.
-        fold: So many times as wide as the rows that it reads is the result.
-        all_edges: Why it does not get some rows right without the edges of others, if it does not.
+        layout: The ranks, and memory for the rows of all of them.
+        label: Names the hop in errors.
+        width: Number of columns of the result on all ranks together, if each rank then gets all columns of its own
+            rows; ``None`` to leave every rank its columns of all rows.
+        device: Device of the rank's rows of the result; that of the first input by default.
+        leaves: Other tensors that need a gradient and that ``compute`` depends on, such as parameters, each with the
+            leaf that it reads: the same tensor, or a leaf that stands for a computed one.
+        cost: Memory that a chunk takes beside its inputs.
 
     Returns:
-        The result, then of all that is to be kept what arrived.
+        The result, :math:`(n, *, C)`, or :math:`(N, *, c)` without ``width``; then the rows that
+        arrived of each input that is ``returned``.
 
     Raises:
-        InputError: If it needs all edges, which do not fit; on every rank.
-
-    Shapes:
-        The result is :math:`(n, *, C)`, or :math:`(N, *, c)` if it is left where it is.
+        InputError: If the hop needs all edges at once and these do not fit; on every rank.
     """
-    size = ranks.communicator.world_size
-    nodes = sum(one.row_bytes(size) for one in waiting if not one.of_edges)
-    edge_bytes = (
-        _EDGE_BYTES + _WEIGHTS * weight_bytes + _GRADED * sum(one.row_bytes(size) for one in waiting if one.of_edges)
-    )
-    if messages:
-        edge_bytes += _LIST_BYTES + _MESSAGES * nodes
-    made = fold * max(one.row_bytes(size) for one in waiting if not one.of_edges)
-    plan = _plan(edges, ranks, _GRADED * nodes, edge_bytes, _GRADED * max(made, nodes))
-    if all_edges and len(plan.chunks) > 1:
+    needs = cost.bytes_of(inputs, layout.communicator.world_size)
+    plan = plan_for(edges, "forward", edges.csr, layout, needs=needs)
+    if cost.needs_all_edges and len(plan.chunks) > 1:
         raise InputError(
-            f"{label}: {all_edges}, so it cannot run by chunks, and memory_gib asks for {len(plan.chunks)} of them; "
-            "leave it out, or give more"
+            f"{label}: {cost.needs_all_edges}, so it cannot run in chunks, and memory_gib asks for {len(plan.chunks)} "
+            "of them; leave memory_gib out, or give more"
         )
-    hop = ChunkedHop(
-        run=run,
-        # what travels need not be held for the backward pass beside what arrives
-        waiting=tuple(replace(one, rows=torch.empty(0)) for one in waiting),
+    run = ChunkedRun(
+        compute=compute,
+        # the backward pass needs the rows that arrive; it must not hold those that were sent as well
+        inputs=tuple(replace(one, rows=torch.empty(0)) for one in inputs),
         plan=plan,
-        ranks=ranks,
+        layout=layout,
         label=label,
         width=width,
-        device=device or waiting[0].rows.device,
-        others=tuple((others or {}).values()),
+        device=device or inputs[0].rows.device,
+        leaves=tuple((leaves or {}).values()),
     )
-    out: tuple[Tensor, ...] = _Chunks.apply(  # type: ignore[no-untyped-call]
-        hop, torch.is_grad_enabled(), *(one.rows for one in waiting), *(others or ())
+    out: tuple[Tensor, ...] = _ChunkedHop.apply(  # type: ignore[no-untyped-call]
+        run, torch.is_grad_enabled(), *(one.rows for one in inputs), *(leaves or ())
     )
     return out
 
 
 def repeated(x: Tensor, times: int) -> tuple[Tensor, ...]:
-    """The same tensor for so many readers, whose gradients are added up in the memory of one of them."""
-    return (x,) if times == 1 else tuple(_Repeated.apply(x, times))  # type: ignore[no-untyped-call]
+    """Return the same tensor for ``times`` readers, whose gradients are added up in the memory of one of them."""
+    return (x,) if times == 1 else tuple(_Repeat.apply(x, times))  # type: ignore[no-untyped-call]
 
 
-def _plan(edges: Adjacency, ranks: Ranks, row_bytes: int, edge_bytes: int, out_bytes: int) -> SlicePlan:
-    """Chunks that take no more than the budget; made once for what their rows and edges take."""
-    known = edges.slot(_PLANS, dict)
-    facts = row_bytes, edge_bytes, out_bytes
-    if facts not in known:
-        overflow, counts = ranks.overflow, ranks.counts
-        width = row_bytes * len(counts)
-        # the other half is for what travels
-        num_chunks = chunks_within(
-            overflow.budget // 2, edges.csr(), counts, width, 1, edge_bytes, out_bytes=out_bytes
-        )  # fmt: skip
-        known[facts] = known_plan(edges, "forward", edges.csr, counts, num_chunks, overflow=overflow)
-    return known[facts]
+class _ChunkedHop(torch.autograd.Function):
+    r"""Splits inputs, computes chunks and gathers their results.
 
+    Rows go :math:`(n, *, C) \to (N, *, c)`, results :math:`(N, *, c) \to (n, *, C)`. The backward pass sends each rank
+    its columns of the results' gradients, and the owner of each row all columns of its gradient; of an input that all
+    ranks read whole, the sum of what all ranks computed. Gradients of leaves stay on the rank, as those of parameters.
+    """
 
-class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hop: ChunkedHop, graded: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        kind, plan = hop.ranks.overflow.device.type, hop.plan
-        ctx.hop, ctx.autocast = hop, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.own = [(tuple(one.shape), one.dtype, one.device) for one in tensors[: len(hop.waiting)]]
-        travelling = [number for number, one in enumerate(hop.waiting) if one.way != "here"]
-        rows = list(tensors[: len(hop.waiting)])
+    def forward(ctx: Any, run: ChunkedRun, graded: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        kind, num_inputs = run.layout.memory.device.type, len(run.inputs)
+        ctx.run, ctx.autocast = run, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.given = [(tuple(one.shape), one.dtype, one.device) for one in tensors[:num_inputs]]
+        travelling = [number for number, one in enumerate(run.inputs) if one.way != "here"]
+        rows = list(tensors[:num_inputs])
         for number in travelling:
-            rows[number] = hop.memory_for(number, rows[number])
-        there = Outward(
-            [hop.freight(number, tensors[number], rows[number], len(travelling)) for number in travelling],
-            hop.ranks.communicator, ahead=hop.ahead,
-        )  # fmt: skip
-        if not hop.ranks.overlap:
-            there.take(len(plan.chunks))
-        results = _Results(hop)
-        for number, chunk in enumerate(plan.chunks):
-            there.take(number + 1)
-            with hop.computing(number):
-                taken = hop.take(chunk, rows)
-                # the first one tells what else it is computed from
+            rows[number] = run.memory_for(number, rows[number])
+        sources = SplitPipeline(
+            [run.shipment(number, tensors[number], rows[number], len(travelling)) for number in travelling], run.layout
+        )
+        if not run.layout.overlap:
+            sources.wait_for(len(run.plan.chunks))
+        results = _Results(run)
+        for number, chunk in enumerate(run.plan.chunks):
+            sources.wait_for(number + 1)
+            with run.recorded(number):
+                of_chunk = run.rows(chunk, rows)
+                # the first chunk's autograd graph tells which other tensors the result depends on
                 with torch.set_grad_enabled(graded and number == 0):
-                    found = hop.check(hop.run(hop.edges(chunk), taken)).detach()
-            results.add(chunk, found)
-        ctx.save_for_backward(*rows, *tensors[len(hop.waiting) :])
-        return results.finish(), *(rows[number] for number in travelling if hop.waiting[number].kept)
+                    out = run.check(run.compute(run.edges(chunk), of_chunk)).detach()
+            results.add(chunk, out)
+        ctx.save_for_backward(*rows, *tensors[num_inputs:])
+        return results.finish(), *(rows[number] for number in travelling if run.inputs[number].returned)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *of_kept: Tensor) -> tuple[Tensor | None, ...]:
-        hop, tensors = ctx.hop, ctx.saved_tensors
-        rows = tensors[: len(hop.waiting)]
-        gradients = _Gradients(hop, rows, ctx.own, ctx.needs_input_grad[2:], of_kept)
-        of_others: list[Tensor | None] = [None] * len(hop.others)
+    def backward(ctx: Any, grad: Tensor, *of_returned: Tensor) -> tuple[Tensor | None, ...]:
+        run: ChunkedRun = ctx.run
+        rows = ctx.saved_tensors[: len(run.inputs)]
+        gradients = _Gradients(run, rows, ctx.given, ctx.needs_input_grad[2:], of_returned)
+        of_leaves: list[Tensor | None] = [None] * len(run.leaves)
         kind, dtype, enabled = ctx.autocast
-        for number, chunk, given in _gradients_of_results(hop, grad):
-            with hop.computing(number):
-                taken = hop.take(chunk, rows)
-                leaves = gradients.leaves(taken)
+        for number, chunk, of_result in _gradients_of_results(run, grad):
+            with run.recorded(number):
+                of_chunk = run.rows(chunk, rows)
+                graded = gradients.require(of_chunk)
                 with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
-                    out = hop.run(hop.edges(chunk), taken)
-                wanted = [part for _, _, part in leaves]
-                hop.check(out, wanted)
-                # of a chunk without edges, say, nothing may need a gradient
-                found = (
-                    torch.autograd.grad(out, [*wanted, *hop.others], given.to(out.device), allow_unused=True)
+                    out = run.compute(run.edges(chunk), of_chunk)
+                parts = [part for _, _, part in graded]
+                run.check(out, parts)
+                # nothing needs a gradient in a chunk without edges, say
+                grads = (
+                    torch.autograd.grad(out, [*parts, *run.leaves], of_result.to(out.device), allow_unused=True)
                     if out.requires_grad
-                    else (None,) * (len(wanted) + len(hop.others))
+                    else (None,) * (len(parts) + len(run.leaves))
                 )
-                for (end, gradient, _), one in zip(leaves, found, strict=False):
-                    if one is not None:
-                        hop.add(chunk, end, gradient, one)
-            for place, one in enumerate(found[len(wanted) :]):
-                known = of_others[place]
-                of_others[place] = known if one is None else one if known is None else known + one
-            gradients.complete(number)
-        return None, None, *gradients.finish(), *of_others
+                for (end, total, _), gradient in zip(graded, grads, strict=False):
+                    if gradient is not None:
+                        run.add_gradient(chunk, end, total, gradient)
+            for place, gradient in enumerate(grads[len(parts) :]):
+                so_far = of_leaves[place]
+                of_leaves[place] = so_far if gradient is None else gradient if so_far is None else so_far + gradient
+            gradients.send(number)
+        return None, None, *gradients.finish(), *of_leaves
 
 
 class _Results:
-    """What chunks make: on its way to the rows' owners, or left where all ranks' rows wait."""
+    """Results of chunks: sent to the owners of their rows, or collected where the rows of all ranks are."""
 
-    def __init__(self, hop: ChunkedHop) -> None:
-        self._hop = hop
-        self._back: Homeward | None = None
+    def __init__(self, run: ChunkedRun) -> None:
+        self._run = run
+        self._gather: GatherPipeline | None = None
         self._out: Tensor | None = None
 
-    def add(self, chunk: SliceChunk, found: Tensor) -> None:
-        """What a chunk made."""
-        hop = self._hop
-        parts = found.split([length_of(span) for span in chunk.spans])
+    def add(self, chunk: Chunk, out: Tensor) -> None:
+        """Take the result of a chunk, :math:`(destinations, *, c)`."""
+        device, parts = self._run.device, out.split([length_of(span) for span in chunk.spans])
         if self._out is None:
-            self._begin(found)
-        if self._back is None:
-            assert self._out is not None
-            for span, part in zip(chunk.spans, parts, strict=True):
-                self._out[span] = part.to(self._out.device)
-        else:
-            self._back.send(chunk.spans, lambda rank: parts[rank].to(hop.device).contiguous())
-
-    def _begin(self, like: Tensor) -> None:
-        """Memory for what is like what the first chunk made."""
-        hop, communicator = self._hop, self._hop.ranks.communicator
-        if hop.width is None:
-            self._out = hop.ranks.overflow.empty((hop.plan.num_rows, *like.shape[1:]), like.dtype)
+            self._out = self._begin(out)
+        if self._gather is not None:
+            self._gather.send(chunk.spans, lambda rank: parts[rank].to(device).contiguous())
             return
-        shape = (hop.ranks.counts[communicator.rank], *like.shape[1:-1], hop.width)
-        self._out = torch.empty(shape, dtype=like.dtype, device=hop.device)
-        self._back = Homeward([hop.result(self._out, hop.plan.result_queue())], communicator, ahead=hop.ahead)
+        for span, part in zip(chunk.spans, parts, strict=True):
+            self._out[span] = part.to(self._out.device)
+
+    def _begin(self, first: Tensor) -> Tensor:
+        """Return memory for the whole result, from that of the first chunk."""
+        run, layout = self._run, self._run.layout
+        if run.width is None:
+            return layout.memory.empty((run.plan.num_rows, *first.shape[1:]), first.dtype)
+        shape = (layout.counts[layout.rank], *first.shape[1:-1], run.width)
+        out = torch.empty(shape, dtype=first.dtype, device=run.device)
+        self._gather = GatherPipeline([run.result(out, run.plan.result_queue())], layout)
+        return out
 
     def finish(self) -> Tensor:
-        """All of it."""
+        """Return the whole result, once all of it has arrived."""
         assert self._out is not None
-        if self._back is not None:
-            self._back.finish()
+        if self._gather is not None:
+            self._gather.finish()
         return self._out
 
 
-def _gradients_of_results(hop: ChunkedHop, grad: Tensor) -> Iterator[tuple[int, SliceChunk, Tensor]]:
-    """Chunks, the last one first, with the gradients of what they made; those of the next are on their way."""
-    plan, communicator, every, there = hop.plan, hop.ranks.communicator, grad, None
-    if hop.width is not None:
-        held = slices_of(hop.width, communicator.world_size)[communicator.rank]
-        every = hop.ranks.overflow.empty((plan.num_rows, *grad.shape[1:-1], length_of(held)), grad.dtype)
+def _gradients_of_results(run: ChunkedRun, grad: Tensor) -> Iterator[tuple[int, Chunk, Tensor]]:
+    """Yield number, chunk and the gradients of its results, the last chunk first; those of the next are under way."""
+    plan, layout, rows, sources = run.plan, run.layout, grad, None
+    if run.width is not None:
+        rows = layout.memory.empty((plan.num_rows, *grad.shape[1:-1], layout.held(run.width)), grad.dtype)
         row_bytes = math.prod(grad.shape[1:]) * grad.element_size()
-        queue = plan.result_queue(most_rows=hop.ranks.overflow.rows_at_a_time(row_bytes))
-        there = Outward(
-            [hop.result(grad, queue[::-1], every)], communicator, ahead=hop.ahead, what="backward of gather"
-        )  # fmt: skip
-        if not hop.ranks.overlap:
-            there.take(len(plan.chunks))
+        queue = plan.result_queue(most_rows=layout.memory.rows_at_a_time(row_bytes))
+        sources = SplitPipeline([run.result(grad, queue[::-1], rows)], layout, what="backward of gather")
+        if not layout.overlap:
+            sources.wait_for(len(plan.chunks))
     for turn, (number, chunk) in enumerate(reversed(list(enumerate(plan.chunks)))):
-        if there is not None:
-            there.take(turn + 1)
-        yield number, chunk, rows_of(every, plan.joined(chunk))
+        if sources is not None:
+            sources.wait_for(turn + 1)
+        yield number, chunk, rows_of(rows, plan.joined(chunk))
 
 
 class _Gradients:
-    """Gradients of what a hop read: added up chunk by chunk, on their way home when they are complete.
+    """Gradients of a hop's inputs: added up chunk by chunk, and sent to the owners of rows when they are complete.
 
-    Args:
-        hop: The hop.
-        rows: What its chunks read.
-        own: Shape, dtype and device of what it was given.
-        needed: Whether a gradient of that is needed.
-        of_kept: Gradients of what was kept for later hops, which are added to.
+    For each input: ``rows`` are those of all ranks that chunks read, ``given`` its shape, dtype and device as the hop
+    was given it, ``needed`` tells if it needs a gradient. ``of_returned``, from later hops, are added to in place.
     """
 
     def __init__(
         self,
-        hop: ChunkedHop,
+        run: ChunkedRun,
         rows: Sequence[Tensor],
-        own: Sequence[tuple[tuple[int, ...], torch.dtype, torch.device]],
+        given: Sequence[tuple[tuple[int, ...], torch.dtype, torch.device]],
         needed: Sequence[bool],
-        of_kept: Sequence[Tensor],
+        of_returned: Sequence[Tensor],
     ) -> None:
-        kept = iter(of_kept)
-        known = [next(kept) if one.kept else None for one in hop.waiting]
-        self._every = [
-            (hop.ranks.overflow.empty(tuple(one.shape), one.dtype).zero_() if found is None else found)
-            if want
-            else None
-            for one, found, want in zip(rows, known, needed, strict=False)
+        later = iter(of_returned)
+        from_later = [next(later) if one.returned else None for one in run.inputs]
+        self._totals = [
+            (run.layout.memory.empty(tuple(one.shape), one.dtype).zero_() if total is None else total) if need else None
+            for one, total, need in zip(rows, from_later, needed, strict=False)
         ]
-        self._found: list[Tensor | None] = list(self._every)
-        freights: list[tuple[int, Tensor, Tensor]] = []
-        for number, (one, every) in enumerate(zip(hop.waiting, self._every, strict=True)):
-            if one.way != "here" and every is not None:
-                shape, dtype, device = own[number]
-                mine = self._found[number] = torch.empty(shape, dtype=dtype, device=device)
-                freights.append((number, mine, every))
-        self._back = Homeward(
-            [hop.freight(*one, len(freights)) for one in freights], hop.ranks.communicator, ahead=hop.ahead,
-            what="backward of split",
-        )  # fmt: skip
+        self._gradients: list[Tensor | None] = list(self._totals)
+        travelling: list[tuple[int, Tensor, Tensor]] = []
+        for number, (one, total) in enumerate(zip(run.inputs, self._totals, strict=True)):
+            if one.way != "here" and total is not None:
+                shape, dtype, device = given[number]
+                owned = self._gradients[number] = torch.empty(shape, dtype=dtype, device=device)
+                travelling.append((number, owned, total))
+        shipments = [run.shipment(*one, len(travelling)) for one in travelling]
+        self._gather = GatherPipeline(shipments, run.layout, what="backward of split")
 
-    def leaves(self, taken: list[Taken]) -> list[tuple[str, Tensor, Tensor]]:
-        """Let what a chunk takes have a gradient: which end of an edge, what to add it to, and the part itself."""
-        found = []
-        for number, every in enumerate(self._every):
-            if every is not None:
-                parts = {end: part.detach().requires_grad_() for end, part in taken[number]._asdict().items()
-                         if part is not None}  # fmt: skip
-                found += [(end, every, part) for end, part in parts.items()]
-                taken[number] = Taken(**parts)
-        return found
+    def require(self, rows: list[ChunkRows]) -> list[tuple[str, Tensor, Tensor]]:
+        """Let the rows of a chunk require gradients, in place.
 
-    def complete(self, chunk: int) -> None:
-        """No chunk that is still to come reads what was sent for this one."""
-        self._back.send_chunk(chunk)
+        Returns:
+            For each: the end of an edge at which it is read, the total to which its gradient is added, and the rows.
+        """
+        graded = []
+        for number, total in enumerate(self._totals):
+            if total is not None:
+                parts = {
+                    end: part.detach().requires_grad_()
+                    for end, part in rows[number]._asdict().items() if part is not None
+                }  # fmt: skip
+                graded += [(end, total, part) for end, part in parts.items()]
+                rows[number] = ChunkRows(**parts)
+        return graded
+
+    def send(self, chunk: int) -> None:
+        """Send the gradients of the rows that were sent for a chunk: no chunk that is still to come adds to them."""
+        self._gather.send_chunk(chunk)
 
     def finish(self) -> list[Tensor | None]:
-        """The gradient of all that the hop was given."""
-        self._back.finish()
-        return self._found
+        """Return the gradient of each input as the hop was given it, once all have arrived."""
+        self._gather.finish()
+        return self._gradients
 
 
-class _Repeated(torch.autograd.Function):
+class _Repeat(torch.autograd.Function):
+    """One tensor for several readers. The backward pass stays on the rank and adds all gradients to the first."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, times: int) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for _ in range(times))

@@ -1,7 +1,7 @@
-"""What a hop by chunks reads, how all ranks come by it, and what a chunk takes of it to the device.
+"""One hop chunk by chunk: its inputs, how all ranks obtain them, and the rows that a chunk reads on the device.
 
-To a layer a chunk is a small bipartite graph, from the rows that it reads to its destinations. What a rank has of its
-own rows or edges is split or shared piece by piece, in the order in which chunks read it (NeutronTP, Sec. 4.2.2).
+To a layer a chunk is a small bipartite graph, from the rows that it reads to its destinations. The rows or edges that a
+rank owns are split or shared in pieces, in the order in which chunks read them (NeutronTP, Sec. 4.2.2).
 """
 
 from __future__ import annotations
@@ -15,50 +15,33 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pygdist.backends.slicing.chunk_plan import AHEAD, Queue, SliceChunk, SlicePlan, length_of
-from pygdist.backends.slicing.pipeline import Freight, slices_of
-from pygdist.comm import Communicator
+from pygdist.backends.slicing.chunk_plan import Chunk, ChunkPlan, Queue, length_of
+from pygdist.backends.slicing.layout import SliceLayout
+from pygdist.backends.slicing.pipeline import Shipment
 from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.reads import leaves_of
 from pygdist.kernels import CSR
-from pygdist.memory.overflow import Overflow
 
-__all__ = ["ChunkRun", "ChunkedHop", "Ranks", "Taken", "Waiting", "rows_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Who runs a hop, and within which memory.
-
-    Attributes:
-        communicator: The ranks.
-        counts: How many rows each has.
-        overflow: Where rows, edges and results wait.
-        overlap: Rows travel while a chunk is computed; without, all before the first one, and results after each.
-    """
-
-    communicator: Communicator
-    counts: tuple[int, ...]
-    overflow: Overflow
-    overlap: bool = True
+__all__ = ["ChunkFunction", "ChunkInput", "ChunkRows", "ChunkedRun", "rows_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """What a hop reads of nodes or edges.
+class ChunkInput:
+    """A tensor of nodes or edges that a hop reads.
 
     Attributes:
         rows: One for each node; for each edge if neither end is read.
-        name: Named when something goes wrong.
-        source: A chunk reads those of its edges' sources.
-        target: A chunk reads those of its destinations.
-        way: How all ranks come by what they read: ``split``, each its columns, or ``share``, all whole rows, where
-            ``rows`` are this rank's; or ``here``, where they are those of all ranks.
-        most_columns: Of what is here, where each rank has some of the columns: the most that one has, as all must make
+        name: Names the tensor in errors.
+        source: Chunks read the rows of their edges' sources.
+        target: Chunks read the rows of their destinations.
+        way: How all ranks obtain the rows they read. ``split``: ``rows`` are the owned ones, each rank gets its
+            columns. ``share``: ``rows`` are the owned ones, each rank gets all columns. ``here``: ``rows`` are those of
+            all ranks.
+        most_columns: With ``here``, if each rank has some of the columns: the most that one has. All ranks must make
             the same chunks.
-        kept: What arrives is given back by the hop, to be read by those after it.
+        returned: The hop returns the rows that arrived too, to be read by later hops.
     """
 
     rows: Tensor
@@ -67,72 +50,67 @@ class Waiting:
     target: bool = False
     way: Literal["split", "share", "here"] = "here"
     most_columns: int | None = None
-    kept: bool = False
+    returned: bool = False
 
     @property
     def of_edges(self) -> bool:
-        """Whether there is one row for each edge."""
+        """True if there is one row for each edge."""
         return not (self.source or self.target)
 
     def row_bytes(self, world_size: int) -> int:
-        """Bytes of a row as it is read, on the rank that has the most of it."""
+        """Return the bytes of a row as it is read, on the rank that reads the most of it."""
         most = -(-self.rows.size(-1) // world_size) if self.way == "split" else self.most_columns
         shape = self.rows.shape[1:] if most is None else (*self.rows.shape[1:-1], most)
         return math.prod(shape) * self.rows.element_size()
 
 
-class Taken(NamedTuple):
-    """What a chunk gets of something that waits."""
+class ChunkRows(NamedTuple):
+    """The rows of one input that a chunk reads: at the sources of its edges, at its destinations, or of the edges."""
 
     source: Tensor | None = None
     target: Tensor | None = None
     edge: Tensor | None = None
 
 
-ChunkRun = Callable[[Adjacency, list[Taken]], Tensor]
-"""Called with the edges of a chunk and what it gets of all that waits; gives one row for each of its destinations."""
+ChunkFunction = Callable[[Adjacency, list[ChunkRows]], Tensor]
+"""Computes a chunk from its edges and its rows of each input; returns one row for each of its destinations."""
 
 
 @dataclass(frozen=True)
-class ChunkedHop:
-    """A hop, all of whose chunks are computed alike.
+class ChunkedRun:
+    """A hop that runs chunk by chunk: its chunks, and what :func:`~.chunked_autograd.hop_in_chunks` was given.
 
-    Attributes:
-        run: Computes a chunk.
-        waiting: What it reads.
-        plan: The chunks.
-        ranks: Who runs it.
-        label: Named when something goes wrong.
-        width: How many columns all ranks have together of the result, of which each then gets its rows; ``None`` if
-            every rank keeps its columns of all rows.
-        device: Of a rank's rows of the result.
-        others: Leaves that it may read beside what waits, such as parameters.
+    It holds no rows and nothing that was computed. ``leaves`` are those that :attr:`compute` reads.
     """
 
-    run: ChunkRun
-    waiting: tuple[Waiting, ...]
-    plan: SlicePlan
-    ranks: Ranks
+    compute: ChunkFunction
+    inputs: tuple[ChunkInput, ...]
+    plan: ChunkPlan
+    layout: SliceLayout
     label: str
     width: int | None
     device: torch.device
-    others: tuple[Tensor, ...] = ()
+    leaves: tuple[Tensor, ...] = ()
 
-    def check(self, out: Tensor, taken: Sequence[Tensor] = ()) -> Tensor:
-        """Complain of what a chunk was computed from if that would not get its gradient; the same on every rank."""
-        known = {id(one) for one in (*self.others, *taken)}
+    def check(self, out: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:
+        """Return the result of a chunk; refuse one computed from a tensor that would not get its gradient.
+
+        Every rank reads the same tensors, so all of them refuse.
+        """
+        expected = {id(one) for one in (*self.leaves, *rows)}
         for leaf in leaves_of(out):
-            if id(leaf) not in known:
+            if id(leaf) not in expected:
                 raise InputError(
-                    f"{self.label}: computes with a tensor of shape {tuple(leaf.shape)} that needs a gradient, and is "
-                    "neither an argument of propagate nor known to be a parameter or an attribute that the layer's "
-                    "hops read, so it would get none by chunks; make it one of these, or leave memory_gib out"
+                    f"{self.label}: the hop computes with a tensor of shape {tuple(leaf.shape)} that needs a gradient, "
+                    "and that is neither an argument of propagate nor a parameter or attribute which the layer's hops "
+                    "are known to read. A hop that runs in chunks would give it no gradient: pass the tensor to "
+                    "propagate, make it an attribute of the layer, or leave memory_gib out"
                 )
         return out
 
-    def edges(self, chunk: SliceChunk) -> Adjacency:
-        """The edges of a chunk, from the rows that it reads to its destinations."""
-        csr, device = self.plan.csr, self.ranks.overflow.device
+    def edges(self, chunk: Chunk) -> Adjacency:
+        """Return the edges of a chunk, from the rows that it reads to its destinations."""
+        csr, device = self.plan.csr, self.layout.memory.device
         assert chunk.sources is not None
         spans = self.plan.joined(chunk)
         degrees = torch.cat([csr.indptr[span.start : span.stop + 1].diff() for span in spans])
@@ -141,78 +119,67 @@ class ChunkedHop:
         index = rows_of(csr.index, [self.plan.edges_of(span) for span in spans])
         return Adjacency.from_csr(CSR(indptr.to(device), index.to(device), chunk.sources.numel()))
 
-    def take(self, chunk: SliceChunk, tensors: Sequence[Tensor]) -> list[Taken]:
-        """What a chunk reads, on the device."""
-        spans, device = self.plan.joined(chunk), self.ranks.overflow.device
-        among = [self.plan.edges_of(span) for span in spans]
+    def rows(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[ChunkRows]:
+        """Return the rows that a chunk reads of each input, on the device; ``tensors`` hold the rows of all ranks."""
+        spans, device = self.plan.joined(chunk), self.layout.memory.device
+        edges = [self.plan.edges_of(span) for span in spans]
         return [
-            Taken(edge=rows_of(rows, among).to(device))
+            ChunkRows(edge=rows_of(tensor, edges).to(device))
             if one.of_edges
-            else Taken(
-                source=self.plan.sources_of(chunk, rows) if one.source else None,
-                target=rows_of(rows, spans).to(device) if one.target else None,
+            else ChunkRows(
+                source=self.plan.sources_of(chunk, tensor) if one.source else None,
+                target=rows_of(tensor, spans).to(device) if one.target else None,
             )
-            for one, rows in zip(self.waiting, tensors, strict=True)
+            for one, tensor in zip(self.inputs, tensors, strict=True)
         ]
 
-    def add(self, chunk: SliceChunk, end: str, gradient: Tensor, found: Tensor) -> None:
-        """Add what a chunk found to the gradient of something that waits."""
-        found = found.to(gradient.device)
+    def add_gradient(self, chunk: Chunk, end: str, total: Tensor, part: Tensor) -> None:
+        """Add the gradient of a chunk's rows to that of all rows."""
+        part = part.to(total.device)
         if end == "source":
             assert chunk.sources is not None
-            gradient.index_add_(0, chunk.sources, found)  # no row comes twice, so there is but one order
+            total.index_add_(0, chunk.sources, part)  # no row comes twice, so there is but one order
             return
         spans = [self.plan.edges_of(span) if end == "edge" else span for span in self.plan.joined(chunk)]
-        for span, part in zip(spans, found.split([length_of(span) for span in spans]), strict=True):
-            gradient[span] += part
+        for span, rows in zip(spans, part.split([length_of(span) for span in spans]), strict=True):
+            total[span] += rows
 
-    def computing(self, number: int) -> AbstractContextManager[None]:
-        """Notes the time of a chunk."""
-        return recorded(self.ranks.communicator.recorder, "aggregate", f"chunk {number}")
+    def recorded(self, number: int) -> AbstractContextManager[None]:
+        """Note the time that a chunk takes."""
+        return recorded(self.layout.communicator.recorder, "aggregate", f"chunk {number}")
 
-    # -- what travels -------------------------------------------------------------------------------------------------
+    # -- shipments: the tensors that travel ---------------------------------------------------------------------------
 
-    @property
-    def ahead(self) -> int:
-        """Pieces of a tensor that are under way at once."""
-        return AHEAD if self.ranks.overlap else 1
-
-    def memory_for(self, number: int, own: Tensor) -> Tensor:
-        """Where something that travels waits when it is here."""
-        one, communicator = self.waiting[number], self.ranks.communicator
+    def memory_for(self, number: int, owned: Tensor) -> Tensor:
+        """Return memory for the rows of all ranks of an input that travels."""
+        one = self.inputs[number]
         num_rows = int(self.plan.csr.indptr[-1]) if one.of_edges else self.plan.num_rows
-        shape = own.shape[1:]
+        shape = list(owned.shape[1:])
         if one.way == "split":
-            held = slices_of(own.size(-1), communicator.world_size)[communicator.rank]
-            shape = torch.Size([*own.shape[1:-1], length_of(held)])
-        return self.ranks.overflow.empty((num_rows, *shape), own.dtype)
+            shape[-1] = self.layout.held(owned.size(-1))
+        return self.layout.memory.empty((num_rows, *shape), owned.dtype)
 
-    def freight(self, number: int, own: Tensor, every: Tensor, num_tensors: int) -> Freight:
-        """Something that waits, to travel there or back."""
-        one, plan, size = self.waiting[number], self.plan, self.ranks.communicator.world_size
-        columns = slices_of(own.size(-1), size) if one.way == "split" else None
-        row_bytes = math.prod(own.shape[1:]) * own.element_size() * (1 if columns is not None else size)
-        most_rows = self.ranks.overflow.rows_at_a_time(row_bytes, num_tensors)
-        starts = plan.edge_starts if one.of_edges else plan.starts
-        queue = (
-            plan.edge_queue(most_rows=most_rows)
-            if one.of_edges
-            else plan.queue(source=one.source, target=one.target, most_rows=most_rows)
-        )
-        return Freight(
-            own=own, every=every, columns=columns, start=starts[self.ranks.communicator.rank], queue=queue,
-            label=f"{self.label}, {one.name}",
-        )  # fmt: skip
+    def shipment(self, number: int, owned: Tensor, rows: Tensor, num_tensors: int) -> Shipment:
+        """Return an input, or its gradient, as one of ``num_tensors`` that travel side by side."""
+        one, plan, layout = self.inputs[number], self.plan, self.layout
+        columns = layout.columns(owned.size(-1)) if one.way == "split" else None
+        copies = 1 if columns is not None else layout.communicator.world_size
+        row_bytes = math.prod(owned.shape[1:]) * owned.element_size() * copies
+        most_rows, start = layout.memory.rows_at_a_time(row_bytes, num_tensors), plan.starts[layout.rank]
+        if one.of_edges:
+            start, queue = int(plan.csr.indptr[start]), plan.edge_queue(most_rows=most_rows)
+        else:
+            queue = plan.queue(source=one.source, target=one.target, most_rows=most_rows)
+        label = f"{self.label}, {one.name}"
+        return Shipment(owned=owned, rows=rows, columns=columns, start=start, queue=queue, label=label)
 
-    def result(self, own: Tensor, queue: Queue, every: Tensor | None = None) -> Freight:
-        """This rank's rows of the result, or of its gradient."""
-        communicator = self.ranks.communicator
-        return Freight(
-            own=own, every=every, columns=slices_of(own.size(-1), communicator.world_size),
-            start=self.plan.starts[communicator.rank], queue=queue, label=f"{self.label}, result",
-        )  # fmt: skip
+    def result(self, owned: Tensor, queue: Queue, rows: Tensor | None = None) -> Shipment:
+        """Return the result, or its gradient, as a tensor that travels."""
+        columns, start = self.layout.columns(owned.size(-1)), self.plan.starts[self.layout.rank]
+        label = f"{self.label}, result"
+        return Shipment(owned=owned, rows=rows, columns=columns, start=start, queue=queue, label=label)
 
 
 def rows_of(rows: Tensor, spans: Sequence[slice]) -> Tensor:
-    """Some rows one after the other, which are not copied if they are so anyway."""
+    """Return the rows of all spans, one span after the other; a view if there is one span."""
     return rows[spans[0]] if len(spans) == 1 else torch.cat([rows[span] for span in spans])

@@ -1,79 +1,85 @@
-"""Whether each column of a layer's hop depends on that column alone, so that ranks may share the columns out.
+"""Trials of layers: which hops compute each column from that column alone, so that ranks may share the columns out.
 
-Nothing is known of layers here: a copy of the layer with parameters of its own runs on a tiny graph, as in evaluation
-and as in training, and each of its hops once more on some of the columns. A hop qualifies if it gives the same numbers
-there, whatever is drawn at random (NeutronTP, Sec. 3, for any message and aggregation).
+Nothing is known of layers in advance. A copy of the layer with random parameters runs on a tiny graph, in evaluation
+and in training mode, and each of its hops runs again on some of the columns. A hop qualifies if it gives the same
+numbers there, whatever is drawn at random (NeutronTP, Sec. 3, for any message and aggregation).
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import itertools
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import names_of
+from pygdist.backends.slicing.trial_inputs import ANY_WIDTH, guesses, likely_widths, plain_copy, propagates, sizes_of
 from pygdist.errors import InputError
 from pygdist.hops.hop import Ends, ends_of, is_pair, source_of, with_passed_rows
-from pygdist.hops.layer import BASE, CACHES, asked_arguments, having, own_class
+from pygdist.hops.layer import BASE, asked_arguments, having, own_class
 from pygdist.hops.reads import tensors_read
 from pygdist.hops.trials import TrialCache
 
 log = logging.getLogger(__name__)
 
-__all__ = ["TRIED_WITH", "Columns", "acts_on_columns", "columns_of_hops", "read_ends"]
+__all__ = ["TRIED_WITH", "ArgumentKind", "Columns", "acts_on_columns", "advice", "columns_of_hops", "read_ends"]
 
 TRIED_WITH = ("x", "edge_index", "edge_weight", "edge_type", "edge_attr", "x_0")
-"""Arguments of a layer's ``forward`` that a trial may give."""
+"""Arguments of a layer's ``forward`` that a trial may pass."""
 
-Kind = Literal["columns", "nodes", "edges", "edge columns", "same"]
-"""What a hop gets: columns of nodes' rows, whole rows of nodes or of edges, columns of edges' rows, or the same."""
+ArgumentKind: TypeAlias = Literal["columns", "nodes", "edges", "edge columns", "same"]
+"""What a hop gets of an argument: columns of nodes' rows, whole rows of nodes or of edges, columns of edges' rows, or
+the argument as it is."""
 
-_NODES, _EDGES, _ANY_WIDTH = 6, 17, 7  # or more nodes and edges
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Columns:
-    """How one hop of a layer is shared out.
+    """The way in which ranks share out one hop of a layer.
 
     Attributes:
-        kinds: What each argument of ``propagate`` is, by name.
-        fold: The result has so many blocks of columns, each as wide as the rows that go in.
+        kinds: The kind of each argument of ``propagate``, by name.
+        fold: Number of blocks of columns in the result, each as wide as the rows that go in.
         repeated: The layer reads the same rows in several hops, one for each relation, say.
         reads: Names of the layer's parameters, and of other tensors that are its attributes, which it computes with.
-        needs_all_edges: Why some of the destinations, with all edges into them, are not enough to get their rows right;
-            empty if they are.
+        needs_all_edges: Reason why a chunk (some destinations with all their in-edges) does not get the right rows;
+            empty if it does.
     """
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, ArgumentKind]
     fold: int
     repeated: bool = False
     reads: frozenset[str] = frozenset()
     needs_all_edges: str = ""
 
 
+HopColumns: TypeAlias = dict[frozenset[str], Columns]
+"""The hops of a layer, by the names of the arguments that the layer passes."""
+
+
 def read_ends(layer: MessagePassing, name: str) -> tuple[bool, bool]:
-    """Whether a layer reads an argument at the sources of edges, and at their destinations or as it is."""
+    """Tell if a layer reads an argument at the sources of edges, and if at their destinations or as it is."""
     asked = asked_arguments(layer)
     return f"{name}_j" in asked, f"{name}_i" in asked or name in asked
 
 
+def advice() -> str:
+    """Say in an error which backends run a layer whose columns ranks cannot share out."""
+    return f"use backend {names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
+
+
 class _RefusedError(Exception):
-    """Why a layer does not qualify: a clause that begins with a verb."""
+    """The reason why a layer does not qualify: a clause that begins with a verb."""
 
 
-def columns_of_hops(layer: MessagePassing) -> dict[frozenset[str], Columns]:
-    """How each hop of a layer is shared out, by the names of the arguments that it gets; found once.
+def columns_of_hops(layer: MessagePassing) -> HopColumns:
+    """Return how ranks share out each hop of a layer, found by one trial.
 
     Raises:
         InputError: With the reason, as a clause that begins with a verb, if the layer does not qualify.
@@ -81,16 +87,17 @@ def columns_of_hops(layer: MessagePassing) -> dict[frozenset[str], Columns]:
     if not hasattr(type(layer), BASE):  # about to be distributed, maybe again and with other options
         _HOPS.of_layer.pop(layer, None)
         _WHOLE.of_layer.pop(layer, None)
-    found = _HOPS.of(layer)
-    if isinstance(found, str):
-        raise InputError(found)
-    return found
+    hops = _HOPS.of(layer)
+    if isinstance(hops, str):
+        raise InputError(hops)
+    return hops
 
 
 def acts_on_columns(layer: MessagePassing) -> bool:
-    """Whether a layer does nothing but hops and what acts on each column by itself, so that it may run on slices.
+    """True if a layer does nothing but hops and what acts on each column by itself, so that it may run on slices.
 
-    The answer is for the layer as it is, in training or not: what it draws at random has to be the same on all ranks.
+    This holds for the layer's present mode, training or not: in training it may draw random numbers, which would have
+    to be the same on all ranks.
     """
     return any(one.training for one in layer.modules()) in _WHOLE.of(layer)
 
@@ -98,350 +105,285 @@ def acts_on_columns(layer: MessagePassing) -> bool:
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
-def _tried(layer: MessagePassing) -> dict[frozenset[str], Columns] | str:
-    """The hops of a layer, or why it does not qualify; an error if that is not known, which may change."""
+def _find_hops(layer: MessagePassing) -> HopColumns | str:
+    """Return the hops of a layer, or the reason why it does not qualify; raise if that is not known and may change."""
     if any(isinstance(one, nn.UninitializedParameter) for one in layer.parameters()):
         raise InputError(
             "has parameters without a shape yet; call the model once on a few nodes before it is distributed"
         )
-    found: dict[frozenset[str], Columns] = {}
-    if not _propagates(own_class(layer)):
-        return found
-    failed, ran = "", False
-    for width in _widths(layer):
-        for arguments in _guesses(layer, width):
-            tried = dict(found)
+    hops: HopColumns = {}
+    if not propagates(own_class(layer)):
+        return hops
+    failure, ran = "", False
+    for width in likely_widths(layer):
+        for arguments in guesses(layer, width):
             try:
-                for training in (False, True):
-                    _watched(layer, arguments, training, tried)
-                    _watched_with_signs(layer, arguments, training, tried)
+                hops, ran = _watch_all(layer, arguments, hops), True
             except _RefusedError as error:
-                return f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
-            except Exception as error:  # whatever a layer says of arguments that do not fit
-                failed = failed or str(error).split("\n")[0] or type(error).__name__  # of the most arguments
-            else:
-                found, ran = tried, True
+                return f"{error}; {advice()}"
+            except Exception as error:  # whatever a layer raises for arguments that do not fit
+                _log_error(layer, f"with {', '.join(arguments)}", error)
+                failure = failure or str(error).split("\n")[0] or type(error).__name__  # with the most arguments
         if ran:
-            return found
-    raise InputError(f"could not be tried on a few nodes ({failed}), so it is not known whether it mixes columns")
+            return hops
+    raise InputError(f"could not be tried on a few nodes ({failure}), so it is not known whether it mixes columns")
 
 
-def _watched(
-    layer: MessagePassing, arguments: dict[str, Any], training: bool, found: dict[frozenset[str], Columns]
-) -> None:
-    trial = _plain_copy(layer).train(training)
-    trial.__dict__["propagate"] = _watching(trial, found)
+def _log_error(layer: MessagePassing, trial: str, error: Exception) -> None:
+    """Log why a trial of one of PyG's layers failed: it may be an argument that does not fit, or a bug of ours."""
+    if own_class(layer).__module__.startswith("torch_geometric"):
+        log.debug("trial of %s failed %s", own_class(layer).__name__, trial, exc_info=error)
+
+
+def _watch_all(layer: MessagePassing, arguments: dict[str, Any], hops: HopColumns) -> HopColumns:
+    """Return the hops with those of runs in both modes, on positive rows and on rows of both signs."""
+    for training in (False, True):
+        hops = _watch(layer, arguments, training, hops)
+        try:  # a threshold may hide what mixes
+            hops = _watch(layer, _with_signs(arguments), training, hops)
+        except _RefusedError:
+            raise
+        except Exception as error:  # whatever a layer raises for the logarithm or root of a negative number
+            _log_error(layer, "with negative rows", error)
+    return hops
+
+
+def _watch(layer: MessagePassing, arguments: dict[str, Any], training: bool, hops: HopColumns) -> HopColumns:
+    """Return the hops with those of a run."""
+    trial = plain_copy(layer).train(training)
+    watched = trial.__dict__["propagate"] = _Watched(trial, hops)
     _run(trial, arguments)
-
-
-def _watched_with_signs(
-    layer: MessagePassing, arguments: dict[str, Any], training: bool, found: dict[frozenset[str], Columns]
-) -> None:
-    """The same with rows of both signs, which not all layers take: a threshold may let nothing through that mixes."""
-    with_signs = dict(found)
-    try:
-        _watched(layer, _with_signs(arguments), training, with_signs)
-    except _RefusedError:
-        raise
-    except Exception as error:  # whatever a layer says of the logarithm or root of what is negative
-        log.debug("%s does not take negative rows: %s", type(layer).__name__, error)
-    else:
-        found.update(with_signs)
+    return watched.hops
 
 
 def _with_signs(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rows of nodes and attributes of edges with both signs."""
+    """Return the arguments with rows of nodes and attributes of edges of both signs."""
     return {name: 2 * value - 1 if name in ("x", "x_0", "edge_attr") else value for name, value in arguments.items()}
 
 
-def _tried_whole(layer: MessagePassing) -> frozenset[bool]:
-    """In which modes a layer may run on slices: in evaluation (``False``), in training (``True``)."""
+def _find_modes(layer: MessagePassing) -> frozenset[bool]:
+    """Return the modes in which a layer may run on slices: evaluation (``False``), training (``True``)."""
     if list(layer.children())[1:]:
         return frozenset()
-    return frozenset(training for training in (False, True) if _whole_alone(layer, training))
+    return frozenset(training for training in (False, True) if _runs_on_slices(layer, training))
 
 
-_HOPS = TrialCache(_tried)
-_WHOLE = TrialCache(_tried_whole)
+_HOPS = TrialCache(_find_hops)
+_WHOLE = TrialCache(_find_modes)
 
 
-def _whole_alone(layer: MessagePassing, training: bool) -> bool:
-    width, found = _ANY_WIDTH, False
-    guesses = [guess for guess in _guesses(layer, width) if "x" in guess]
-    for number, arguments in enumerate((*guesses, *map(_with_signs, guesses))):
+def _runs_on_slices(layer: MessagePassing, training: bool) -> bool:
+    width, qualifies = ANY_WIDTH, False
+    positive = [guess for guess in guesses(layer, width) if "x" in guess]
+    for number, arguments in enumerate((*positive, *map(_with_signs, positive))):
         try:
-            trial = _plain_copy(layer).train(training)
+            trial = plain_copy(layer).train(training)
             whole, again = _run(trial, arguments), _run(trial, arguments, seed=1)
-        except Exception:  # whatever a layer says of arguments that do not fit
+        except Exception as error:  # whatever a layer raises for arguments that do not fit
+            _log_error(layer, f"as a whole with {', '.join(arguments)}", error)
             continue
-        if number >= len(guesses) and isinstance(whole, Tensor) and whole.isnan().any():
+        if number >= len(positive) and isinstance(whole, Tensor) and whole.isnan().any():
             continue  # roots of negative numbers, say
-        if not (isinstance(whole, Tensor) and whole.shape == arguments["x"].shape and _same(again, whole)):
+        if not (isinstance(whole, Tensor) and whole.shape == arguments["x"].shape and _equal(again, whole)):
             return False
         for part in (slice(0, 3), slice(3, width)):
             cut = {name: value[:, part] if name in ("x", "x_0") else value for name, value in arguments.items()}
             try:
-                some = _run(trial, cut)
-            except Exception:  # whatever a layer says of rows of another width
+                out = _run(trial, cut)
+            except Exception as error:  # whatever a layer raises for rows of another width
+                _log_error(layer, "as a whole on some columns", error)
                 return False
-            if not _same(some, whole[:, part]):
+            if not _equal(out, whole[:, part]):
                 return False
-        found = True
-    return found
+        qualifies = True
+    return qualifies
 
 
 def _run(trial: MessagePassing, arguments: dict[str, Any], seed: int = 0) -> Any:
-    """What the layer gives, without the hooks on it: these get rows, not slices."""
+    """Return the layer's result, without the hooks on it: these get rows, not slices."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return trial.forward(**arguments)
 
 
-def _same(found: Any, expected: Tensor) -> bool:
-    if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
+def _equal(out: Any, expected: Tensor) -> bool:
+    if not isinstance(out, Tensor) or out.shape != expected.shape or out.dtype != expected.dtype:
         return False
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+    return torch.allclose(out, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
-def _plain_copy(layer: MessagePassing) -> MessagePassing:
-    """A copy on the host, in float64, that no backend knows of, and with parameters as training may make them."""
-    memo: dict[int, Any] = {}
-    for one in layer.modules():
-        for name, value in vars(one).items():
-            if name in CACHES and value is not None:  # of another graph
-                memo[id(value)] = None
-            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                # maybe of a pass that was made, and these cannot be copied
-                plain = value.detach().cpu().clone()
-                memo[id(value)] = plain.double() if plain.is_floating_point() else plain
-    trial = copy.deepcopy(layer, memo).cpu().double()
-    for one in trial.modules():
-        one.__class__ = own_class(one)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trial.parameters():
-            if not parameter.is_floating_point():
-                continue
-            # zeros would hide what they are multiplied with; logarithms and roots are taken of scalars and vectors
-            drawn = torch.empty(parameter.shape, dtype=parameter.dtype).uniform_(0.1, 0.9, generator=generator)
-            if sum(size > 1 for size in parameter.shape) > 1:
-                drawn *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.copy_(drawn)
-    return trial
+# -- a hop -------------------------------------------------------------------------------------------------------------
 
 
-def _propagates(cls: type[MessagePassing]) -> bool:
-    """Whether the code of a layer class makes hops; it may leave them to another layer in it."""
-    written = cls.__mro__[: cls.__mro__.index(MessagePassing)]
-    functions = [value for one in written for value in vars(one).values() if isinstance(value, types.FunctionType)]
-    return any("propagate" in function.__code__.co_names for function in functions)
+class _Watched:
+    """A ``propagate`` for a plain copy of a layer, which adds each hop to those noted in ``hops``."""
 
+    def __init__(self, layer: MessagePassing, hops: HopColumns) -> None:
+        self.hops = dict(hops)
+        self._layer, (self._num_nodes, _) = layer, sizes_of(layer)
+        self._rows_read: list[Any] = []  # by earlier hops
 
-def _guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
-    """Arguments that its ``forward`` may take: rows, edges, and inputs of edges that it names, or none of these."""
-    generator = torch.Generator().manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
-
-    parameters = inspect.signature(own_class(layer).forward).parameters
-    nodes, edges = _sizes(layer)
-    targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
-    given: dict[str, Any] = {"x": rand(nodes, width), "x_0": rand(nodes, width)}
-    given["edge_index"] = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
-    types = getattr(layer, "num_relations", 1)
-    of_edges = {
-        "edge_weight": rand(edges),
-        "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (edges,), generator=generator),
-    }
-    for attributes in _edge_widths(layer, width):
-        every = {**given, **of_edges, "edge_attr": rand(edges, attributes)}
-        yield {name: value for name, value in every.items() if name in parameters}
-    yield {name: value for name, value in {**given, **of_edges}.items() if name in parameters}
-    yield {name: value for name, value in given.items() if name in parameters}
-
-
-def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
-    """Likely widths of edge attributes; the rows' own last, for layers that add the two (``GINEConv``)."""
-    inside = [getattr(layer, name, None) for name in ("lin_edge", "lin")]
-    candidates = [getattr(layer, name, None) for name in ("edge_dim", "in_edge_channels", "dim")]
-    candidates += [getattr(one, name, None) for one in inside for name in ("in_channels", "in_features")]
-    yield from dict.fromkeys(one for one in [*candidates, width] if isinstance(one, int) and one > 0)
-
-
-def _sizes(layer: MessagePassing) -> tuple[int, int]:
-    """Nodes and edges of a trial: numbers that count nothing else in the layer, as its relations or heads.
-
-    What a hop gets is told by its size to be of nodes or of edges, to which a layer may have added self-loops.
-    """
-    inside = [value for one in layer.modules() for name, value in vars(one).items() if name not in CACHES]
-    tensors = [*layer.parameters(), *layer.buffers(), *(value for value in inside if isinstance(value, Tensor))]
-    taken = {size for one in tensors for size in one.shape} | {value for value in inside if isinstance(value, int)}
-    nodes = next(number for number in itertools.count(_NODES) if number not in taken)
-    edges = next(number for number in itertools.count(_EDGES) if taken.isdisjoint(range(number, number + nodes + 1)))
-    return nodes, edges
-
-
-def _widths(layer: MessagePassing) -> Iterator[int]:
-    """Likely widths of rows; what is one wide says nothing of how columns mix, unless the layer says that it is."""
-    said = [getattr(layer, name, None) for name in ("in_channels", "channels")]
-    said = [one[0] if isinstance(one, (tuple, list)) else one for one in said]
-    seen = [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]
-    narrow = [1] if 1 in [*seen, getattr(layer, "out_channels", None)] else []
-    seen += [one.size(dim) for one in layer.parameters() for dim in range(one.dim())]
-    seen += [one // 2 for one in seen if isinstance(one, int)]  # of both ends of an edge
-    found = [one for one in said if isinstance(one, int) and one > 0]
-    wide = [one for one in seen if isinstance(one, int) and one > 1]
-    yield from dict.fromkeys([*found, *wide, _ANY_WIDTH, *narrow])
-
-
-def _watching(layer: MessagePassing, found: dict[frozenset[str], Columns]) -> Callable[..., Tensor]:
-    """A ``propagate`` that notes how each hop is shared out."""
-    own, (num_nodes, _) = type(layer).propagate, _sizes(layer)
-    read: list[Any] = []
-
-    def propagate(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-        run = partial(own, layer, edge_index, size=size)
-        names = frozenset(name for name, value in kwargs.items() if value is not None)
+    def __call__(self, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        hop = _TriedHop(self._layer, edge_index, size, kwargs)
         torch.default_generator.manual_seed(0)
-        whole: Tensor = run(**kwargs)
-        if whole.isnan().any():  # compares with nothing, and may hide what mixes
-            raise ValueError("gives no numbers")
+        whole = hop.run()
+        if whole.isnan().any():  # equals nothing, and may hide what mixes
+            raise ValueError("its result is NaN")
         torch.default_generator.manual_seed(1)
-        if not _same(run(**kwargs), whole):
-            when = " while it trains" if layer.training else ""
+        if not _equal(hop.run(), whole):
+            when = " while it trains" if self._layer.training else ""
             raise _RefusedError(
-                f"draws random numbers in its hops{when} ({_called(names)}), "
-                "and ranks would draw others for other columns"
+                f"draws random numbers in its hops{when} ({hop}), and each rank would draw others for its columns"
             )
-        columns = _shared_out(layer, run, (num_nodes, edge_index.size(1)), kwargs, whole)
-        known = found.setdefault(names, columns)
-        part = known.needs_all_edges or _needs_all_edges(
-            layer, partial(own, layer), edge_index, kwargs, known.kinds, whole
+        columns = hop.share_out(self._num_nodes, whole)
+        noted = self.hops.get(hop.names, columns)
+        if (noted.kinds, noted.fold) != (columns.kinds, columns.fold):
+            raise _RefusedError(f"makes hops with the same arguments that are not alike ({hop})")
+        rows = [kwargs[name] for name, kind in noted.kinds.items() if kind == "columns"]
+        self.hops[hop.names] = replace(
+            noted,
+            repeated=noted.repeated or any(one is other for one in rows for other in self._rows_read),
+            reads=noted.reads | tensors_read(self._layer, hop.run),
+            needs_all_edges=noted.needs_all_edges or hop.needs_all_edges(noted.kinds, whole),
         )
-        known = replace(known, reads=known.reads | tensors_read(layer, partial(run, **kwargs)), needs_all_edges=part)
-        found[names] = known
-        if (known.kinds, known.fold) != (columns.kinds, columns.fold):
-            raise _RefusedError(f"makes hops with the same arguments that are not alike ({_called(names)})")
-        rows = [kwargs[name] for name, kind in known.kinds.items() if kind == "columns"]
-        if any(one is other for one in rows for other in read):
-            found[names] = replace(known, repeated=True)
-        read.extend(rows)
+        self._rows_read.extend(rows)
         return whole
 
-    return propagate
 
+@dataclass(frozen=True)
+class _TriedHop:
+    """A hop, as the layer called ``propagate``; methods compare parts of the hop with its result ``whole``."""
 
-def _needs_all_edges(
-    layer: MessagePassing,
-    run: Callable[..., Tensor],
-    edge_index: Tensor,
-    kwargs: dict[str, Any],
-    kinds: Mapping[str, Kind],
-    whole: Tensor,
-) -> str:
-    """Why a hop that gave ``whole`` cannot be run on half of the destinations; nothing if it can."""
-    dim, half = layer.node_dim, -(-whole.size(layer.node_dim) // 2)
-    # update() gets of both ends what it gets where a hop runs by chunks
-    update = vars(layer).get("update", types.MethodType(with_passed_rows(type(layer).update), layer))
-    for span in (range(half), range(half, whole.size(dim))):
-        among = (edge_index[1] >= span.start) & (edge_index[1] < span.stop)
-        if not among.any():  # many layers do not run on no edges
-            continue
-        sources, source = edge_index[0, among].unique(return_inverse=True)
-        rows = sources, torch.arange(span.start, span.stop)
+    layer: MessagePassing
+    edge_index: Tensor
+    size: Any
+    arguments: Mapping[str, Any]
 
-        def taken(name: str, value: Any, among: Tensor = among, rows: tuple[Tensor, Tensor] = rows) -> Any:
-            kind = kinds.get(name, "same")
-            if value is None or kind == "same":
-                return value
-            if kind in ("edges", "edge columns"):
-                return value[among]
-            ends = ends_of(value)
-            read = read_ends(layer, name)
-            parts = [
-                one.index_select(dim, place) if used and one is not None else None
-                for one, place, used in zip(ends, rows, read, strict=True)
-            ]
-            if not read[0]:
-                return parts[1]
-            return tuple(parts) if is_pair(value) else Ends(parts)
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the arguments that are not ``None``."""
+        return frozenset(name for name, value in self.arguments.items() if value is not None)
 
-        given = {name: taken(name, value) for name, value in kwargs.items()}
-        edges, size = torch.stack([source, edge_index[1, among] - span.start]), (sources.numel(), len(span))
-        try:
-            with having(layer, {"update": update}):
-                found = run(edges, size=size, **given)
-        except Exception as error:  # whatever a layer says of some of its rows
-            return f"could not be tried on some of the edges ({type(error).__name__}: {error})"
-        if not _same(found, whole.narrow(dim, span.start, len(span))):
-            return "gave some destinations other numbers without the edges into others when it was tried on a few nodes"
-    return ""
+    def __str__(self) -> str:
+        return f"propagate({', '.join(sorted(self.names))})"
 
+    def run(self) -> Tensor:
+        """Run the layer's own code."""
+        out: Tensor = type(self.layer).propagate(self.layer, self.edge_index, size=self.size, **self.arguments)
+        return out
 
-def _called(names: Iterable[str]) -> str:
-    return f"propagate({', '.join(sorted(names))})"
+    def share_out(self, num_nodes: int, whole: Tensor) -> Columns:
+        """Return how ranks share out the hop; refuse it if its columns mix."""
+        lifted = {name[:-2] for name in asked_arguments(self.layer) if name.endswith(("_i", "_j"))}
+        first = {name: source_of(value) for name, value in self.arguments.items() if value is not None}
+        sizes = num_nodes, self.edge_index.size(1)
+        kinds = {name: _kind(value, name in lifted, self.layer.node_dim, sizes) for name, value in first.items()}
+        widths = {
+            name: value.size(-1)
+            for name, value in first.items()
+            if kinds[name] in ("nodes", "edges") and value.is_floating_point() and value.dim() > 1
+        }
+        width = max((widths[name] for name in widths if kinds[name] == "nodes" and name in lifted), default=0)
+        if width == 0 or whole.size(-1) % width:
+            raise _mixes(f"{width} columns in, {whole.size(-1)} out")
+        fold = whole.size(-1) // width
+        wide = [name for name in widths if widths[name] == width]
+        nodes: dict[str, ArgumentKind] = {name: "columns" for name in wide if kinds[name] == "nodes"}
+        edges: dict[str, ArgumentKind] = {name: "edge columns" for name in wide if kinds[name] == "edges"}
+        for cut in (nodes, {**nodes, **edges}):
+            if self._columns_stay_apart(cut, whole.view(*whole.shape[:-1], fold, width)):
+                return Columns({**kinds, **cut}, fold)
+        raise _mixes(str(self))
+
+    def _columns_stay_apart(self, cut: Mapping[str, ArgumentKind], whole: Tensor) -> bool:
+        """True if some columns of the arguments ``cut`` give these columns of the result."""
+        width = whole.size(-1)
+        half = -(-width // 2)
+        parts = [slice(0, half), slice(half, width)] if width > 1 else [slice(0, 1)]
+        if width > 2:  # neighbours may mix within a half
+            parts += [slice(0, width, 2), slice(1, width, 2)]
+        for part in parts:
+            arguments = {
+                name: _columns(value, part) if name in cut else value for name, value in self.arguments.items()
+            }
+            try:
+                out = replace(self, arguments=arguments).run()
+            except Exception as error:  # whatever a layer raises for rows of another width
+                _log_error(self.layer, f"on some columns of {self}", error)
+                return False
+            if not _equal(out, whole[..., part].flatten(-2)):
+                return False
+        return True
+
+    def needs_all_edges(self, kinds: Mapping[str, ArgumentKind], whole: Tensor) -> str:
+        """Return the reason why the hop cannot run on half of the destinations; empty if it can."""
+        layer, dim, (sources, targets) = self.layer, self.layer.node_dim, self.edge_index
+        half = -(-whole.size(dim) // 2)
+        # update() gets the same ends of arguments as in a hop that runs in chunks
+        update = vars(layer).get("update", types.MethodType(with_passed_rows(type(layer).update), layer))
+        for span in (range(half), range(half, whole.size(dim))):
+            inside = (targets >= span.start) & (targets < span.stop)
+            if not inside.any():  # many layers do not run on no edges
+                continue
+            read, source = sources[inside].unique(return_inverse=True)
+            ends = read, torch.arange(span.start, span.stop)
+            chunk = replace(
+                self,
+                edge_index=torch.stack([source, targets[inside] - span.start]),
+                size=(read.numel(), len(span)),
+                arguments={
+                    name: _rows(layer, name, value, kinds.get(name, "same"), inside, ends)
+                    for name, value in self.arguments.items()
+                },
+            )
+            try:
+                with having(layer, {"update": update}):
+                    out = chunk.run()
+            except Exception as error:  # whatever a layer raises for some of its rows
+                _log_error(layer, f"on some of the edges of {self}", error)
+                return f"could not be tried on some of the edges ({type(error).__name__}: {error})"
+            if not _equal(out, whole.narrow(dim, span.start, len(span))):
+                return "gave some destinations other rows without the edges into others, in a trial on a few nodes"
+        return ""
 
 
 def _mixes(how: str) -> _RefusedError:
     return _RefusedError(f"mixes columns ({how}), so ranks cannot share them out")
 
 
-def _shared_out(
-    layer: MessagePassing, run: Callable[..., Tensor], sizes: tuple[int, int], kwargs: dict[str, Any], whole: Tensor
-) -> Columns:
-    """How a hop that gave ``whole`` is shared out."""
-    lifted = {name[:-2] for name in asked_arguments(layer) if name.endswith(("_i", "_j"))}
-    first = {name: source_of(value) for name, value in kwargs.items() if value is not None}
-    kinds = {name: _kind(name, value, lifted, layer.node_dim, sizes) for name, value in first.items()}
-    wide = {
-        name: value.size(-1)
-        for name, value in first.items()
-        if kinds[name] in ("nodes", "edges") and value.is_floating_point() and value.dim() > 1
-    }
-    width = max((wide[name] for name in wide if kinds[name] == "nodes" and name in lifted), default=0)
-    if width == 0 or whole.size(-1) % width:
-        raise _mixes(f"{width} columns in, {whole.size(-1)} out")
-    fold = whole.size(-1) // width
-    nodes: dict[str, Kind] = {name: "columns" for name in wide if wide[name] == width and kinds[name] == "nodes"}
-    edges: dict[str, Kind] = {name: "edge columns" for name in wide if wide[name] == width and kinds[name] == "edges"}
-    for cut in (nodes, {**nodes, **edges}):
-        if _alone(run, kwargs, cut, whole.view(*whole.shape[:-1], fold, width)):
-            return Columns({**kinds, **cut}, fold)
-    raise _mixes(_called(first))
-
-
-def _kind(name: str, value: Any, lifted: set[str], node_dim: int, sizes: tuple[int, int]) -> Kind:
+def _kind(value: Any, is_lifted: bool, node_dim: int, sizes: tuple[int, int]) -> ArgumentKind:
+    """Return the kind of an argument that is not cut; lifted is one that the layer reads at ends of edges."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return "same"
     num_nodes, num_edges = sizes
     by_node = value.dim() >= abs(node_dim) and value.size(node_dim) == num_nodes
-    if name in lifted and by_node:
+    if is_lifted and by_node:
         return "nodes"
     if value.size(0) == num_edges:
         return "edges"
     return "nodes" if by_node else "same"
 
 
-def _alone(run: Callable[..., Tensor], kwargs: dict[str, Any], cut: Mapping[str, Kind], whole: Tensor) -> bool:
-    """Whether a hop on some columns gives these columns of the result."""
-    width = whole.size(-1)
-    half = -(-width // 2)
-    parts = [slice(0, half), slice(half, width)] if width > 1 else [slice(0, 1)]
-    if width > 2:  # neighbours may mix within a half
-        parts += [slice(0, width, 2), slice(1, width, 2)]
-    for part in parts:
+def _columns(value: Any, part: slice) -> Any:
+    """Return some columns of an argument, or of both its ends."""
+    if is_pair(value):
+        return tuple(_columns(end, part) for end in value)
+    return None if value is None else value[..., part]
 
-        def taken(value: Any, part: slice = part) -> Any:
-            if is_pair(value):
-                return tuple(None if one is None else taken(one) for one in value)
-            return value[..., part]
 
-        given = {name: taken(value) if name in cut else value for name, value in kwargs.items()}
-        try:
-            found = run(**given)
-        except Exception:  # whatever a layer says of rows of another width
-            return False
-        if not _same(found, whole[..., part].flatten(-2)):
-            return False
-    return True
+def _rows(
+    layer: MessagePassing, name: str, value: Any, kind: ArgumentKind, edges: Tensor, ends: tuple[Tensor, Tensor]
+) -> Any:
+    """Return the rows of an argument that a chunk reads; ``edges`` masks its edges, ``ends`` are its nodes."""
+    if value is None or kind == "same":
+        return value
+    if kind in ("edges", "edge columns"):
+        return value[edges]
+    read = read_ends(layer, name)
+    rows = [
+        end.index_select(layer.node_dim, nodes) if used and end is not None else None
+        for end, nodes, used in zip(ends_of(value), ends, read, strict=True)
+    ]
+    if not read[0]:
+        return rows[1]
+    return tuple(rows) if is_pair(value) else Ends(rows)

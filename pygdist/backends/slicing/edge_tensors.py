@@ -1,158 +1,128 @@
-"""What all ranks have of tensors of edges, such as weights."""
+"""Tensors with one row for each edge of all ranks, such as weights, made from each rank's own rows.
+
+What stays the same from pass to pass travels once. A rank recognises a tensor by its memory and version; where some
+ranks may see a new tensor and others the same one, all ranks agree first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.slicing.everyone import Everyone, Topology
-from pygdist.comm import Communicator
+from pygdist.backends.slicing.all_nodes import AllNodes, Topology
 from pygdist.comm.slices import share_rows
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import is_self_loop
-from pygdist.memory.overflow import Overflow
 
-__all__ = ["EdgeTensors"]
+__all__ = ["EdgeReader", "EdgeTensors"]
+
+
+@dataclass(frozen=True)
+class EdgeReader:
+    """A layer that reads a tensor of edges.
+
+    Attributes:
+        layer: The layer.
+        argument: The argument that holds the tensor.
+        topology: The edges of all ranks.
+        label: Names the tensor in errors.
+    """
+
+    layer: MessagePassing
+    argument: str
+    topology: Topology
+    label: str
 
 
 class EdgeTensors:
-    """What all ranks have of tensors of edges, such as weights; those that stay the same travel once.
+    """The tensors of edges that layers read; every rank makes every call.
 
     Args:
-        communicator: The ranks; each makes every call.
+        nodes: The nodes of all ranks.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        # by the identity of this rank's; and who reads which of these
-        self._known: dict[tuple[object, ...], tuple[Tensor, Topology, Tensor | None]] = {}
-        # not weakly: layers are collected at other times on other ranks, which would then disagree on what is known
-        self._readers: dict[tuple[MessagePassing, str], tuple[object, ...]] = {}
+    def __init__(self, nodes: AllNodes) -> None:
+        self._nodes = nodes
+        self._memo = Memo[Tensor | None]()  # by the identity of this rank's tensor
+        # strong references: layers are collected at other times on other ranks, which would then disagree
+        self._read_by: dict[tuple[MessagePassing, str], tuple[object, ...]] = {}
 
-    def of_all(
-        self,
-        layer: MessagePassing,
-        name: str,
-        value: Tensor,
-        topology: Topology,
-        *,
-        label: str,
-        dtype: torch.dtype | None = None,
-        overflow: Overflow | None = None,
-    ) -> Tensor:
-        """The rows of all ranks' edges.
+    def share(self, reader: EdgeReader, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        r"""Return the rows of all ranks' edges, :math:`(e, *) \to (E, *)`, in ``dtype``; the value's own by default."""
+        rows = self._kept(reader, reader.argument, value, dtype, partial(self._share, reader, value, dtype))
+        assert rows is not None
+        return rows
 
-        Args:
-            layer: Who reads them.
-            name: As which argument.
-            value: Those of this rank's edges.
-            topology: The edges.
-            label: Named when something goes wrong.
-            dtype: Of the result.
-            overflow: Where it is; on the rank's device by default.
-        """
-        found = self._of_all(layer, name, value, topology, label, dtype, overflow, anew=True)
-        assert found is not None
-        return found
+    def share_constant(self, reader: EdgeReader, value: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """:meth:`share` a tensor that stays the same from pass to pass; ``None`` if it would travel in each pass."""
+        find = partial(self._share, reader, value, dtype)
+        return self._kept(reader, reader.argument, value, dtype, find, constant_only=True)
 
-    def kept_of_all(
-        self,
-        layer: MessagePassing,
-        name: str,
-        value: Tensor,
-        topology: Topology,
-        *,
-        label: str,
-        dtype: torch.dtype | None = None,
-        overflow: Overflow | None = None,
-    ) -> Tensor | None:
-        """:meth:`of_all` of what stays the same from pass to pass; nothing of what would travel in each."""
-        return self._of_all(layer, name, value, topology, label, dtype, overflow, anew=False)
+    def factors(self, reader: EdgeReader, edges: Adjacency, value: Tensor) -> Tensor | None:
+        """Return a factor for each node such that each weight is the product of its two ends' factors, as GCN's are.
 
-    def _of_all(
-        self,
-        layer: MessagePassing,
-        name: str,
-        value: Tensor,
-        topology: Topology,
-        label: str,
-        dtype: torch.dtype | None,
-        overflow: Overflow | None,
-        *,
-        anew: bool,
-    ) -> Tensor | None:
-        def share() -> Tensor:
-            given = value if dtype is None else value.to(dtype)
-            return share_rows(given, topology.counts, self._communicator, label=label, overflow=overflow)
-
-        return self._kept(layer, name, value, topology, dtype, share, anew=anew)
-
-    def factors_of_all(
-        self,
-        layer: MessagePassing,
-        value: Tensor,
-        own: Adjacency,
-        topology: Topology,
-        everyone: Everyone,
-        *,
-        label: str,
-    ) -> Tensor | None:
-        """A factor for each row, if all weights are the product of those of both ends, as GCN's are; else ``None``.
-
-        The product is within a rounding or two of the weights. Factors are found from the weights of self-loops.
+        Factors are read off the weights of self-loops. Products equal the weights to a rounding or two.
 
         Args:
-            layer: Who reads them.
-            value: The weights of this rank's edges.
-            own: These edges.
-            topology: Those of all ranks.
-            everyone: The rows of all ranks.
-            label: Named when something goes wrong.
+            reader: The layer that reads the weights.
+            edges: This rank's edges.
+            value: Their weights.
+
+        Returns:
+            ``(N, 1)``, or ``None`` if there are no such factors.
         """
         if value.dim() != 1 or not fixable(value):
             return None
+        return self._kept(reader, "factors", value, "factors", partial(self._find_factors, reader, edges, value))
 
-        def find() -> Tensor | None:
-            csr = own.csr()
-            is_loop, row = is_self_loop(csr), csr.row_index()
-            ours = value.new_full((csr.num_rows,), float("nan"))
-            ours[row[is_loop]] = value[is_loop].sqrt()
-            factors = share_rows(ours, everyone.counts, self._communicator, label=label)
-            product = factors[everyone.place[csr.index.long()]] * ours[row]
-            same = (product - value).abs() <= 4 * torch.finfo(value.dtype).eps * value.abs()
-            agreed = self._communicator.gather([float(bool(same.all()) and not bool(ours.isnan().any()))])
-            return factors.unsqueeze(1) if bool(agreed.all()) else None
+    def _share(self, reader: EdgeReader, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        layout, value = self._nodes.layout, value if dtype is None else value.to(dtype)
+        counts, label = reader.topology.counts, reader.label
+        return share_rows(value, counts, layout.communicator, label=label, overflow=layout.overflow)
 
-        return self._kept(layer, "factors", value, topology, "factors", find)
+    def _find_factors(self, reader: EdgeReader, edges: Adjacency, value: Tensor) -> Tensor | None:
+        layout, csr = self._nodes.layout, edges.csr()
+        is_loop, row = is_self_loop(csr), csr.row_index()
+        own_factors = value.new_full((csr.num_rows,), float("nan"))
+        own_factors[row[is_loop]] = value[is_loop].sqrt()
+        factors = share_rows(own_factors, layout.counts, layout.communicator, label=f"{reader.label}, factors")
+        products = factors[self._nodes.positions[csr.index.long()]] * own_factors[row]
+        equal = (products - value).abs() <= 4 * torch.finfo(value.dtype).eps * value.abs()
+        agreed = layout.communicator.gather([float(bool(equal.all()) and not bool(own_factors.isnan().any()))])
+        return factors.unsqueeze(1) if bool(agreed.all()) else None
 
     def _kept(
         self,
-        layer: MessagePassing,
+        reader: EdgeReader,
         name: str,
         value: Tensor,
-        topology: Topology,
-        what: object,
+        form: object,
         find: Callable[[], Tensor | None],
         *,
-        anew: bool = True,
+        constant_only: bool = False,
     ) -> Tensor | None:
-        """What ``find`` gives, or has given; of what is not kept, nothing unless it is to be found ``anew``."""
-        key = *identity_of(value), id(topology), what
-        known = fixable(value) and key in self._known
-        if min(topology.counts) <= 1:  # see blind_to()
-            known = not self._communicator.gather([float(not known)]).any()
-        if not known:
-            # most of what evaluation computes, it computes anew; that must not replace what training has kept
-            passing = not torch.is_grad_enabled() and (layer, name) in self._readers
+        """Return the result of ``find`` for ``value`` in a ``form``, from the time before if ``value`` is the same.
+
+        With ``constant_only`` nothing is found that could not be kept.
+        """
+        slot, inputs = (*identity_of(value), id(reader.topology), form), (value, reader.topology)
+        is_kept = self._memo.knows(slot, inputs)
+        if min(reader.topology.counts) <= 1:  # see blind_to()
+            is_kept = not self._nodes.layout.communicator.gather([float(not is_kept)]).any()
+        if not is_kept:
+            # evaluation computes most tensors anew; these must not replace those that training has kept
+            passing = not torch.is_grad_enabled() and (reader.layer, name) in self._read_by
             if not fixable(value) or passing:
-                return find() if anew else None
+                return None if constant_only else find()
             with torch.inference_mode(False), torch.no_grad():
-                self._known[key] = value.detach(), topology, find()
-        self._readers[layer, name] = key
-        read = set(self._readers.values())
-        self._known = {one: kept for one, kept in self._known.items() if one in read}
-        return self._known[key][2]
+                self._memo.put(slot, inputs, find())
+        self._read_by[reader.layer, name] = slot
+        self._memo.clear(but=set(self._read_by.values()))
+        return self._memo.last(slot)

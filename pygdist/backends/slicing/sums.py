@@ -1,155 +1,162 @@
-"""Sums over slices chunk by chunk: a chunk's sources are split just before it, its sums gathered just after.
+"""Sums over in-edges on slices, chunk by chunk: sources are split before a chunk is summed, results gathered after it.
 
-While a chunk is aggregated the sources of the next one travel, and the sums of the one before (NeutronTP, Sec. 4.2.2).
-With an :class:`~pygdist.memory.overflow.Overflow` nothing but the chunk that runs is on the device: its edges, the
+While a chunk is summed, the sources of the next one and the sums of the one before are under way (NeutronTP, Sec.
+4.2.2). With an :class:`~pygdist.memory.overflow.Overflow` only the chunk that runs is on the device: its edges, the
 rows that it reads, its sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pygdist.backends.slicing.chunk_plan import AHEAD, SliceChunk, SlicePlan, length_of
-from pygdist.backends.slicing.pipeline import Freight, Homeward, Outward, slices_of
-from pygdist.comm import Communicator
-from pygdist.comm.recorder import recorded
+from pygdist.backends.slicing.chunk_plan import Chunk, ChunkPlan, length_of
+from pygdist.backends.slicing.layout import SliceLayout
+from pygdist.backends.slicing.pipeline import GatherPipeline, Shipment, SplitPipeline
+from pygdist.comm.recorder import Recorder, recorded
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import spmm_into
 
-__all__ = ["aggregate_slices"]
+__all__ = ["Rounds", "aggregate_slices"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    r"""Hops one after the other, and the work on each row between them.
+
+    Attributes:
+        number: Number of hops.
+        before: Factor of each row before every hop, :math:`(N, 1)`.
+        after: Factor of each sum after every hop, :math:`(N, 1)`.
+        own_factors: For each hop: the row itself, times this, is added to its sum. Not together with ``before``.
+        visit: Called after each hop with its number and this rank's columns of all rows before the hop.
+    """
+
+    number: int = 1
+    before: Tensor | None = None
+    after: Tensor | None = None
+    own_factors: Sequence[float] | None = None
+    visit: Callable[[int, Tensor], None] | None = None
+
+    @property
+    def between(self) -> Tensor | None:
+        """Factor of each sum between two hops: after the one, and before the other."""
+        if self.before is None or self.after is None:
+            return self.after if self.before is None else self.before
+        return self.before * self.after
+
+    def reversed(self) -> Rounds:
+        """Return the hops of the backward pass."""
+        own_factors = None if self.own_factors is None else self.own_factors[::-1]
+        return replace(self, before=self.after, after=self.before, own_factors=own_factors)
 
 
 def aggregate_slices(
-    x: Tensor,
-    plan: SlicePlan,
-    communicator: Communicator,
-    *,
-    label: str,
-    value: Tensor | None = None,
-    rounds: int = 1,
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-    own: Sequence[float] | None = None,
-    visit: Callable[[int, Tensor], None] | None = None,
-    overlap: bool = True,
+    x: Tensor, plan: ChunkPlan, layout: SliceLayout, rounds: Rounds, *, label: str, value: Tensor | None = None
 ) -> Tensor:
-    r"""Sum the rows of sources so many times, each rank some of the columns; no gradient.
+    r"""Sum the rows of sources, each rank some of the columns; without gradient.
+
+    Rows travel to all ranks before the first hop, and to their owners after the last:
+    :math:`(n, C) \to (N, c) \to (n, C)`.
 
     Args:
-        x: This rank's rows.
+        x: This rank's rows, :math:`(n, C)`.
         plan: The edges.
-        communicator: The ranks; each makes the call, with the same arguments but for ``x``.
-        label: Named when something goes wrong.
-        value: The weight of each edge.
-        rounds: How many times.
-        before: Each row is multiplied by this before every round.
-        after: And by this after it.
-        own: In each round a row is added to its sum, times this; not together with ``before``.
-        visit: Called after each round with its number and this rank's columns of all rows as they were before it.
-        overlap: Aggregate while rows and sums travel; without, all rows first, and each chunk's sums before the next.
-
-    Shapes:
-        ``x`` and the result are :math:`(n, C)`, ``value`` is :math:`(E, 1)` and ``before`` and ``after`` are
-        :math:`(N, 1)`, where N and E count the rows and edges of all ranks.
+        layout: The ranks; each makes the call, with the same arguments but for ``x``.
+        rounds: The hops.
+        label: Names the hop in errors.
+        value: Weight of each edge of all ranks, :math:`(E, 1)`.
     """
-    rank, ahead = communicator.rank, AHEAD if overlap else 1
-    start, columns = plan.starts[rank], slices_of(x.size(1), communicator.world_size)
-    if before is not None:
-        x = x * before[start : plan.starts[rank + 1]].to(x.device)
-    between = after if before is None else before if after is None else before * after
-    mine, out = x[:, columns[rank]], torch.empty_like(x)
-    rows = _memory(plan, mine)
-    sums = torch.empty(0) if rounds == 1 else _memory(plan, mine)
+    communicator, own_rows = layout.communicator, slice(*plan.starts[layout.rank : layout.rank + 2])
+    if rounds.before is not None:
+        x = x * rounds.before[own_rows].to(x.device)
+    columns, out = layout.columns(x.size(1)), torch.empty_like(x)
+    held = x[:, columns[layout.rank]]
+    rows = _memory(plan, held)
+    sums = _memory(plan, held) if rounds.number > 1 else torch.empty(0)
     most_rows = None if plan.overflow is None else plan.overflow.rows_at_a_time(x.size(1) * x.element_size())
-    queue = plan.queue(target=own is not None, most_rows=most_rows)
-    there = Outward(
-        [Freight(own=x, every=rows, columns=columns, start=start, queue=queue, label=label)], communicator, ahead=ahead,
-    )  # fmt: skip
-    back = Homeward(
-        [Freight(own=out, columns=columns, start=start, queue=plan.result_queue(), label=label)],
-        communicator, ahead=ahead,
-    )  # fmt: skip
-    if not overlap:
-        there.take(len(plan.chunks))
-    for number in range(rounds):
+    queue = plan.queue(target=rounds.own_factors is not None, most_rows=most_rows)
+    ship = partial(Shipment, columns=columns, start=own_rows.start, label=label)
+    sources = SplitPipeline([ship(owned=x, rows=rows, queue=queue)], layout)
+    results = GatherPipeline([ship(owned=out, queue=plan.result_queue())], layout)
+    if not layout.overlap:
+        sources.wait_for(len(plan.chunks))
+    between, last = rounds.between, rounds.number - 1
+    for hop in range(rounds.number):
+        scale = rounds.after if hop == last else between
         for turn, chunk in enumerate(plan.chunks):
-            if number == 0:
-                there.take(turn + 1)
-            block = _Block(plan, chunk, plan.sources_of(chunk, rows), value, communicator)
-            more = None if own is None else (rows, own[number])
-            if number < rounds - 1:
+            if hop == 0:
+                sources.wait_for(turn + 1)
+            added = None if rounds.own_factors is None else (rows, rounds.own_factors[hop])
+            chunk_sum = _ChunkSum(plan, chunk, plan.sources_of(chunk, rows), value, scale, added, communicator.recorder)
+            if hop == last:
+                results.send(chunk.spans, partial(chunk_sum.for_rank, results, held))
+            else:
                 for span in plan.joined(chunk):
-                    block.add_up(span, sums[span], between, more)
-                continue
-
-            def summed(peer: int, block: _Block = block, more: tuple[Tensor, float] | None = more) -> Tensor:
-                span = block.chunk.spans[peer]
-                memory = back.memory(peer, length_of(span), mine)
-                block.add_up(span, memory, after, more)
-                return memory
-
-            back.send(chunk.spans, summed)
-        if visit is not None:
-            visit(number, rows)
+                    chunk_sum.write(span, sums[span])
+        if rounds.visit is not None:
+            rounds.visit(hop, rows)
         rows, sums = sums, rows
-    back.finish()
+    results.finish()
     return out
 
 
-def _memory(plan: SlicePlan, mine: Tensor) -> Tensor:
-    """For this rank's columns of all rows."""
-    shape = (plan.num_rows, mine.size(1))
-    return mine.new_empty(shape) if plan.overflow is None else plan.overflow.empty(shape, mine.dtype)
+def _memory(plan: ChunkPlan, like: Tensor) -> Tensor:
+    """Return memory for this rank's columns of all rows."""
+    shape = (plan.num_rows, like.size(1))
+    return like.new_empty(shape) if plan.overflow is None else plan.overflow.empty(shape, like.dtype)
 
 
-class _Block:
-    """The edges of a chunk and what they read.
+@dataclass(frozen=True)
+class _ChunkSum:
+    """The sums of a chunk.
 
-    Args:
-        plan: The edges of all ranks.
-        chunk: Some of these.
-        x: The rows that the chunk reads.
-        value: The weight of each edge.
-        communicator: Notes the time.
+    ``sources`` are the rows that it reads, on the device; ``value``, ``scale`` and the rows of ``added`` (added to the
+    sums, times a number) are those of all ranks' edges and rows.
     """
 
-    def __init__(
-        self, plan: SlicePlan, chunk: SliceChunk, x: Tensor, value: Tensor | None, communicator: Communicator
-    ) -> None:
-        self.chunk, self._plan, self._x, self._value, self._communicator = chunk, plan, x, value, communicator
+    plan: ChunkPlan
+    chunk: Chunk
+    sources: Tensor
+    value: Tensor | None
+    scale: Tensor | None
+    added: tuple[Tensor, float] | None
+    recorder: Recorder | None
 
-    def add_up(self, span: slice, out: Tensor, scale: Tensor | None, more: tuple[Tensor, float] | None = None) -> None:
-        """Write the sums of some rows, one after the other, into ``out``, on whatever device.
+    def for_rank(self, results: GatherPipeline, like: Tensor, rank: int) -> Tensor:
+        """Return the sums that travel to a rank, in memory of the exchange."""
+        span = self.chunk.spans[rank]
+        memory = results.buffer(rank, length_of(span), like)
+        self.write(span, memory)
+        return memory
 
-        Args:
-            span: The rows.
-            out: As many.
-            scale: Each sum is multiplied by its row of this.
-            more: Of this, its row is added, times a number.
-        """
-        with self._aggregating(span):
+    def write(self, span: slice, out: Tensor) -> None:
+        """Write the sums of consecutive rows into ``out``, on whatever device."""
+        with recorded(self.recorder, "aggregate", f"rows {span.start} to {span.stop}"):
             if out.numel() == 0:
                 return
-            device, first = self._x.device, 0
+            device = self.sources.device
             sums = out if out.device == device else torch.empty_like(out, device=device)
-            for csr in self._plan.blocks if self._value is None else (self._plan.csr,):
-                indptr = csr.indptr[span.start : span.stop + 1]
-                edges = slice(int(indptr[0]), int(indptr[-1]))
-                x = self._x[first : first + csr.num_cols]
-                block = CSR((indptr - edges.start).to(device), csr.index[edges].to(device), x.size(0))
-                value = None if self._value is None else self._value[edges].to(device)
-                spmm_into(sums, block, x, value, onto=first > 0)
-                first += csr.num_cols
-            if scale is not None:
-                sums *= scale[span].to(device)
-            if more is not None:
-                sums.add_(more[0][span].to(device), alpha=more[1])
+            self._add_up(span, sums)
+            if self.scale is not None:
+                sums *= self.scale[span].to(device)
+            if self.added is not None:
+                rows, factor = self.added
+                sums.add_(rows[span].to(device), alpha=factor)
             if sums is not out:
                 out.copy_(sums)
 
-    def _aggregating(self, span: slice) -> AbstractContextManager[None]:
-        return recorded(self._communicator.recorder, "aggregate", f"rows {span.start} to {span.stop}")
+    def _add_up(self, span: slice, sums: Tensor) -> None:
+        device, first = self.sources.device, 0
+        for csr in self.plan.blocks if self.value is None else (self.plan.csr,):
+            indptr = csr.indptr[span.start : span.stop + 1]
+            edges = slice(int(indptr[0]), int(indptr[-1]))
+            sources = self.sources[first : first + csr.num_cols]
+            block = CSR((indptr - edges.start).to(device), csr.index[edges].to(device), sources.size(0))
+            weight = None if self.value is None else self.value[edges].to(device)
+            spmm_into(sums, block, sources, weight, onto=first > 0)
+            first += csr.num_cols

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv
 
 from pygdist.backends import TensorBackend
-from pygdist.backends.slicing import everyone as topologies
+from pygdist.backends.slicing import all_nodes
 from pygdist.backends.slicing.attention import weights_of_scores
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
@@ -68,7 +68,7 @@ def _run(
         columns = out.unflatten(1, (-1, 4))
         return float((columns - columns[..., :1]).abs().max()) if out.numel() else 0.0
 
-    with mock.patch.object(topologies, "_drawn", return_value=rank if unlike else 0):
+    with mock.patch.object(all_nodes, "_drawn", return_value=rank if unlike else 0):
         out = run(3)
     meter.reset()
     out = run(3)

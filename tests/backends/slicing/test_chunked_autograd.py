@@ -15,7 +15,7 @@ from torch_geometric.nn import GAT, GATConv, GATv2Conv, GraphConv, MessagePassin
 
 from pygdist import Shard, distribute
 from pygdist.backends import TensorBackend
-from pygdist.backends.slicing.chunk_plan import SlicePlan, length_of
+from pygdist.backends.slicing.chunk_plan import ChunkPlan, length_of
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.kernels import CSR
@@ -52,7 +52,7 @@ def _csr() -> CSR:
 @pytest.mark.parametrize("target", [True, False])
 def test_a_row_is_in_one_queue_before_any_chunk_that_reads_it(source: bool, target: bool) -> None:
     csr, counts = _csr(), (11, 0, 17)
-    plan = SlicePlan(csr, counts, CHUNKS)
+    plan = ChunkPlan(csr, counts, CHUNKS)
     here: set[int] = set()
     for chunk, (piece,) in zip(plan.chunks, plan.queue(source=source, target=target), strict=True):
         rows = [row for part in piece for row in (
@@ -70,7 +70,7 @@ def test_a_row_is_in_one_queue_before_any_chunk_that_reads_it(source: bool, targ
 
 def test_an_edge_is_in_the_queue_of_the_chunk_that_reads_it() -> None:
     csr = _csr()
-    plan = SlicePlan(csr, (11, 0, 17), CHUNKS)
+    plan = ChunkPlan(csr, (11, 0, 17), CHUNKS)
     edges: list[int] = []
     for chunk, pieces in zip(plan.chunks, plan.edge_queue(most_rows=5), strict=True):
         found = [edge for piece in pieces for part in piece if isinstance(part, slice)
@@ -129,7 +129,7 @@ def _pass(rank: int, world_size: int, store: str, name: str, num_chunks: int, ov
     shard, backend = Shard.load(store, rank), TensorBackend(memory_gib=1.0, overlap=overlap)  # all of a chunk at once
     backend.bind(shard, Communicator(dist.new_group(), check_order=True))
     model, meter = distribute(_model(name), backend=backend), backend.communicator.meter
-    with mock.patch("pygdist.backends.slicing.chunked_autograd.chunks_within", return_value=num_chunks):
+    with mock.patch("pygdist.backends.slicing.chunk_plan.chunks_within", return_value=num_chunks):
         for _ in range(2):  # what stays the same travels in the first pass
             x, values = _inputs(shard, HOPS[name][1])
             model.zero_grad()

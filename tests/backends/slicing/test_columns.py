@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -32,8 +33,8 @@ from pygdist.errors import InputError
 from pygdist.routing import distribute, undistribute
 
 MIXES = "mixes columns .*, so ranks cannot share them out; use backend cache, comm.* hybrid"
-DRAWS = r"draws random numbers in its hops while it trains \(propagate\(x\)\), and ranks would draw others"
-NO_TRIAL = mock.patch.object(trials, "_plain_copy", side_effect=AssertionError("another trial"))
+DRAWS = r"draws random numbers in its hops while it trains \(propagate\(x\)\), and each rank would draw others"
+NO_TRIAL = mock.patch.object(trials, "plain_copy", side_effect=AssertionError("another trial"))
 
 
 class Hop(MessagePassing):
@@ -315,7 +316,7 @@ def test_hops_that_look_beyond_a_destination_are_known() -> None:
         return why
 
     for layer in (Centred(only_in_training=False), Centred(only_in_training=True)):
-        assert found(layer).startswith("gave some destinations other numbers")
+        assert found(layer).startswith("gave some destinations other rows")
     assert found(Whole()) == "could not be tried on some of the edges (ValueError: too few)"
     assert found(Scaled()) == found(Added()) == ""
 
@@ -365,6 +366,21 @@ def test_what_could_not_be_tried_is_tried_again() -> None:
         columns_of_hops(layer)
     Moody.broken = False
     columns_of_hops(layer)
+
+
+def _raises(layer: MessagePassing, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+    raise RuntimeError("a bug")
+
+
+def test_errors_of_trials_of_pygs_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    Moody.broken = True
+    layers = Moody(), SimpleConv("mean", combine_root="sum")
+    with caplog.at_level(logging.DEBUG, trials.log.name), mock.patch.object(SimpleConv, "message", _raises):
+        for layer in layers:
+            with pytest.raises(InputError, match="could not be tried on a few nodes"):
+                columns_of_hops(layer)
+    assert {record.getMessage() for record in caplog.records} == {"trial of SimpleConv failed with x, edge_index"}
+    assert "RuntimeError: a bug" in caplog.text
 
 
 class Renamed(Hop):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.backends.slicing.adjacency import SlicedEdges, sum_of_slices
-from pygdist.backends.slicing.chunk_plan import SlicePlan
+from pygdist.backends.slicing.chunk_plan import ChunkPlan
+from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Communicator, Recorder
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
@@ -39,7 +40,7 @@ def _edges(num_rows: int, num_edges: int = 120) -> tuple[Tensor, CSR]:
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 100])
 def test_chunks_have_every_row_once(num_chunks: int) -> None:
     _, csr = _edges(sum(COUNTS))
-    plan = SlicePlan(csr, COUNTS, num_chunks)
+    plan = ChunkPlan(csr, COUNTS, num_chunks)
     assert len(plan.chunks) == min(num_chunks, max(COUNTS))
     rows = [row for chunk in plan.chunks for span in chunk.spans for row in range(span.start, span.stop)]
     assert sorted(rows) == list(range(28))
@@ -68,12 +69,10 @@ def test_a_number_of_chunks_does_not_lift_the_limit_of_memory(budget: int, asked
     csr = _edges(sum(COUNTS))[1]
     sliced = SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)),
-        counts=COUNTS,
+        layout=SliceLayout(communicator=Communicator(), counts=COUNTS, overflow=Overflow(torch.device("cpu"), budget)),
         num_chunks=asked,
-        communicator=Communicator(),
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
-        overflow=Overflow(torch.device("cpu"), budget),
     )
     assert len(sliced.plan(torch.zeros(28, 5), None).chunks) == expected
 
@@ -89,9 +88,8 @@ def _sum(
     adjacency = Adjacency.from_csr(CSR(csr.indptr, csr.index, 28))
     sliced = SlicedEdges(
         edges=adjacency,
-        counts=COUNTS,
+        layout=SliceLayout(communicator=communicator, counts=COUNTS),
         num_chunks=num_chunks,
-        communicator=communicator,
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
     )
@@ -165,9 +163,9 @@ def test_fewer_columns_than_ranks(width: int, pool: RankPool) -> None:
 def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] = COUNTS) -> SlicedEdges:
     _, csr = _edges(sum(counts))
     return SlicedEdges(
-        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), counts=counts, num_chunks=CHUNKS,
-        communicator=communicator, weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
-        overlap=overlap,
+        edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), num_chunks=CHUNKS,
+        layout=SliceLayout(communicator=communicator, counts=counts, overlap=overlap),
+        weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
     )  # fmt: skip
 
 

@@ -1,0 +1,127 @@
+"""The nodes and edges of all ranks, as each rank numbers them to aggregate some columns of every node.
+
+The nodes of all ranks stand one rank's after the other, each rank's in its own order; so do their in-edges. A rank's
+edges hold local ids, which are translated once for each set of edges.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pygdist.backends.slicing.layout import SliceLayout
+from pygdist.comm import Communicator
+from pygdist.comm.slices import share_rows
+from pygdist.graph import Adjacency, Shard
+from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest
+from pygdist.memory.overflow import Overflow
+from pygdist.nn.relations import of_relation
+
+__all__ = ["AllNodes", "Topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Edges of all ranks.
+
+    Attributes:
+        edges: In-edges of all nodes; an :class:`~pygdist.graph.Adjacency` if the rank's edges were one.
+        counts: Number of edges of each rank.
+    """
+
+    edges: Tensor
+    counts: tuple[int, ...]
+
+
+class AllNodes:
+    """The nodes of all ranks. Every rank makes every call, this one included.
+
+    Args:
+        shard: The part of the graph that this rank holds.
+        communicator: The ranks.
+        overflow: Memory for the edges of all ranks; the rank's device by default.
+        overlap: See :class:`~pygdist.backends.slicing.layout.SliceLayout`.
+
+    Attributes:
+        layout: The nodes that each rank owns.
+        draws_alike: True if a seed gives the same random numbers on all ranks.
+        positions: Position among all nodes of each row of the shard (owned, then halo); ``(n + h,)`` int64.
+    """
+
+    def __init__(
+        self, shard: Shard, communicator: Communicator, overflow: Overflow | None = None, *, overlap: bool = True
+    ) -> None:
+        self._num_made = 0  # topologies, which are numbered in the order in which all ranks make them
+        self._topologies: dict[int, tuple[Adjacency, Topology]] = {}  # with this rank's edges
+        self._read_by: dict[tuple[object, ...], int] = {}
+        facts = communicator.gather([float(shard.num_owned), float(_drawn(shard.n_id.device))])
+        counts = tuple(int(count) for count in facts[:, 0])
+        self.layout = SliceLayout(communicator=communicator, counts=counts, overflow=overflow, overlap=overlap)
+        self.draws_alike = bool((facts[:, 1] == facts[0, 1]).all())
+        first = sum(counts[: communicator.rank])
+        owned = torch.arange(first, first + shard.num_owned, device=shard.n_id.device)
+        halo = communicator.exchange_rows(owned[:, None], shard.plan, label="positions of rows").squeeze(1)
+        self.positions = torch.cat([owned, halo])
+
+    def forget(self) -> None:
+        """Drop all topologies; every rank makes the call."""
+        self._topologies.clear()
+        self._read_by.clear()
+
+    def topology(self, edge_index: Tensor, reader: tuple[object, ...]) -> Topology:
+        """Return the edges of all ranks, from this rank's edges in local ids; translated once for an adjacency.
+
+        A reader that comes with the same edges as last time gets their topology without communication. Otherwise ranks
+        agree on whether all of them have met these edges before: two relations of which a rank has no edge are one
+        object to that rank, and two to others. For the same reason ranks always agree on the edges of a relation.
+
+        Args:
+            edge_index: This rank's edges.
+            reader: A layer and the number of its hop; the same on all ranks.
+        """
+        if not isinstance(edge_index, Adjacency):
+            with torch.no_grad():
+                return self._of_list(edge_index)
+        edges, number = edge_index.origin, self._read_by.get(reader)
+        if number is None or self._topologies[number][0] is not edges or of_relation(edges):
+            met = [1.0, *(float(one is edges) for one, _ in self._topologies.values())]
+            met_by_all = self.layout.communicator.gather(met).amin(0)[1:].tolist()
+            number = next((one for one, by_all in zip(self._topologies, met_by_all, strict=True) if by_all), None)
+            if number is None:
+                number, self._num_made = self._num_made, self._num_made + 1
+                with torch.inference_mode(False), torch.no_grad():
+                    self._topologies[number] = edges, self._of_rows(edge_index.csr())
+            self._read_by[reader] = number
+            still_read = set(self._read_by.values())
+            self._topologies = {one: entry for one, entry in self._topologies.items() if one in still_read}
+        return self._topologies[number][1]
+
+    def _of_rows(self, csr: CSR) -> Topology:
+        layout, communicator = self.layout, self.layout.communicator
+        index = self.positions.to(narrowest(layout.num_rows)).index_select(0, csr.index)
+        counts = tuple(int(count) for count in communicator.gather([float(csr.num_entries)])[:, 0])
+        sources = share_rows(index, counts, communicator, label="in-edges of all", overflow=layout.overflow)
+        degrees = share_rows(csr.indptr.diff(), layout.counts, communicator, label="in-edges of all, numbers")
+        indptr = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device=sources.device)
+        torch.cumsum(degrees.to(sources.device), 0, out=indptr[1:])
+        return Topology(Adjacency.from_csr(CSR(indptr, sources, layout.num_rows)), counts)
+
+    def _of_list(self, edge_index: Tensor) -> Topology:
+        communicator = self.layout.communicator
+        edges = self.positions[edge_index].t().contiguous()
+        by_rank = communicator.all_to_all([edges] * communicator.world_size, label="edges of all")
+        return Topology(torch.cat(by_rank).t().contiguous(), tuple(part.size(0) for part in by_rank))
+
+
+def _drawn(device: torch.device) -> int:
+    """Return a number that tells devices apart on which one seed draws different random numbers.
+
+    GPUs of different kinds do, as soon as more values are drawn than there are threads.
+    """
+    values = torch.ones(1 << 22 if device.type == "cuda" else 1 << 12, device=device)
+    values.bernoulli_(0.5, generator=torch.Generator(device).manual_seed(0))
+    return zlib.crc32(values.to(torch.uint8).cpu().numpy().tobytes())

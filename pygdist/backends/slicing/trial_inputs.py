@@ -1,0 +1,113 @@
+"""Layers, graphs and arguments for trials: a copy of a layer, and guesses at what its ``forward`` takes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from pygdist.hops.layer import CACHES, own_class
+
+__all__ = ["ANY_WIDTH", "guesses", "likely_widths", "plain_copy", "propagates", "sizes_of"]
+
+ANY_WIDTH = 7
+"""Width of rows for a layer that takes any."""
+
+_NODES, _EDGES = 6, 17  # at least so many
+
+
+def plain_copy(layer: MessagePassing) -> MessagePassing:
+    """Return a copy on the host, in float64, on no backend, and with parameters as training may make them."""
+    memo: dict[int, Any] = {}
+    for one in layer.modules():
+        for name, value in vars(one).items():
+            if name in CACHES and value is not None:  # of another graph
+                memo[id(value)] = None
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                # maybe computed in an earlier pass, and these cannot be copied
+                plain = value.detach().cpu().clone()
+                memo[id(value)] = plain.double() if plain.is_floating_point() else plain
+    trial = copy.deepcopy(layer, memo).cpu().double()
+    for one in trial.modules():
+        one.__class__ = own_class(one)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            if not parameter.is_floating_point():
+                continue
+            # zeros would hide what they are multiplied with; logarithms and roots are taken of scalars and vectors
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype).uniform_(0.1, 0.9, generator=generator)
+            if sum(size > 1 for size in parameter.shape) > 1:
+                drawn *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.copy_(drawn)
+    return trial
+
+
+def propagates(cls: type[MessagePassing]) -> bool:
+    """True if the code of a layer class makes hops; it may leave them to another layer in it."""
+    written = cls.__mro__[: cls.__mro__.index(MessagePassing)]
+    functions = [value for one in written for value in vars(one).values() if isinstance(value, types.FunctionType)]
+    return any("propagate" in function.__code__.co_names for function in functions)
+
+
+def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
+    """Yield arguments that ``forward`` may take: rows, edges, and the inputs of edges that it names, or fewer."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    parameters = inspect.signature(own_class(layer).forward).parameters
+    nodes, edges = sizes_of(layer)
+    targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
+    of_nodes: dict[str, Any] = {"x": rand(nodes, width), "x_0": rand(nodes, width)}
+    of_nodes["edge_index"] = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
+    types = getattr(layer, "num_relations", 1)
+    of_edges = {
+        "edge_weight": rand(edges),
+        "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (edges,), generator=generator),
+    }
+    attributes = ({"edge_attr": rand(edges, width)} for width in _edge_widths(layer, width))
+    for more in itertools.chain(({**of_edges, **one} for one in attributes), [of_edges, {}]):
+        yield {name: value for name, value in {**of_nodes, **more}.items() if name in parameters}
+
+
+def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
+    """Yield likely widths of edge attributes; the rows' own last, for layers that add the two (``GINEConv``)."""
+    inside = [getattr(layer, name, None) for name in ("lin_edge", "lin")]
+    candidates = [getattr(layer, name, None) for name in ("edge_dim", "in_edge_channels", "dim")]
+    candidates += [getattr(one, name, None) for one in inside for name in ("in_channels", "in_features")]
+    yield from dict.fromkeys(one for one in [*candidates, width] if isinstance(one, int) and one > 0)
+
+
+def sizes_of(layer: MessagePassing) -> tuple[int, int]:
+    """Return numbers of nodes and edges that count nothing else in the layer, as its relations or heads.
+
+    The size of an argument tells if it is of nodes or of edges, to which a layer may have added self-loops.
+    """
+    inside = [value for one in layer.modules() for name, value in vars(one).items() if name not in CACHES]
+    tensors = [*layer.parameters(), *layer.buffers(), *(value for value in inside if isinstance(value, Tensor))]
+    taken = {size for one in tensors for size in one.shape} | {value for value in inside if isinstance(value, int)}
+    nodes = next(number for number in itertools.count(_NODES) if number not in taken)
+    edges = next(number for number in itertools.count(_EDGES) if taken.isdisjoint(range(number, number + nodes + 1)))
+    return nodes, edges
+
+
+def likely_widths(layer: MessagePassing) -> Iterator[int]:
+    """Yield likely widths of rows; one column shows nothing, so 1 comes last unless the layer says that it is 1."""
+    said = [getattr(layer, name, None) for name in ("in_channels", "channels")]
+    said = [one[0] if isinstance(one, (tuple, list)) else one for one in said]
+    seen = [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]
+    narrow = [1] if 1 in [*seen, getattr(layer, "out_channels", None)] else []
+    seen += [one.size(dim) for one in layer.parameters() for dim in range(one.dim())]
+    seen += [one // 2 for one in seen if isinstance(one, int)]  # of both ends of an edge
+    likely = [one for one in said if isinstance(one, int) and one > 0]
+    wide = [one for one in seen if isinstance(one, int) and one > 1]
+    yield from dict.fromkeys([*likely, *wide, ANY_WIDTH, *narrow])
