@@ -149,7 +149,7 @@ class SlicedAdjacency(Adjacency):
         if reduce not in ("max", "min") and sliced.sums(other, value):
             return sum_of_slices(other, sliced, label=self._label, value=value, mean=reduce == "mean")
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
-        rows = other.movedim(dim, 0)
+        rows = other if dim == 0 else other.movedim(dim, 0)  # rows that are split once are known by object
         if sliced.layout.overflow is not None:
             return self._in_chunks(rows, reduce, value).movedim(0, dim)
         sliced.runs_in_one_chunk()
