@@ -1,4 +1,4 @@
-"""The tensors in a call's arguments and outputs, and the rows that they hold for nodes."""
+"""Tensors in the arguments and outputs of calls, and their rows of nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mapped(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, each changed by its name and value; those in tuples one by one."""
+    """Apply ``change`` to the name and value of each argument of a call; to those in tuples and lists one by one."""
     parameters = inspect.signature(forward).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names += [""] * (len(args) - len(names))
@@ -32,40 +32,40 @@ def mapped(
             return type(value)(changed(name, one) for one in value)
         return change(name, value)
 
-    made = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
-    return made, {name: changed(name, value) for name, value in kwargs.items()}
+    positional = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
+    return positional, {name: changed(name, value) for name, value in kwargs.items()}
 
 
 def each_tensor(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Every tensor of an output changed: in tuples, lists, dictionaries and dataclasses, however deep."""
+    """Apply ``change`` to every tensor of an output: in tuples, lists, dictionaries and dataclasses, however deep."""
     return apply_to_collection(out, Tensor, change, wrong_dtype=Adjacency)
 
 
 def tensors_of(out: Any) -> list[Tensor]:
     """Every tensor of an output."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(one: Tensor) -> Tensor:
-        found.append(one)
+        tensors.append(one)
         return one
 
     each_tensor(out, note)
-    return found
+    return tensors
 
 
-def first_rows(value: Tensor, held: tuple[int, ...], wanted: int, dim: int = 0) -> Tensor:
-    """The first rows of a tensor that holds as many as one of ``held``; any other as it is."""
-    return value.narrow(dim, 0, wanted) if value.size(dim) != wanted and value.size(dim) in held else value
+def first_rows(value: Tensor, possible: tuple[int, ...], wanted: int, dim: int = 0) -> Tensor:
+    """Cut a tensor to its first ``wanted`` rows, if its number of rows is one of ``possible``; keep any other."""
+    return value.narrow(dim, 0, wanted) if value.size(dim) != wanted and value.size(dim) in possible else value
 
 
-def with_rows(layer: MessagePassing, value: Tensor, held: tuple[int, ...], num_rows: int) -> Tensor:
-    """A tensor that holds as many rows as one of ``held``, and more below them, so that there are ``num_rows``.
+def with_rows(layer: MessagePassing, value: Tensor, possible: tuple[int, ...], num_rows: int) -> Tensor:
+    """Fill a tensor up to ``num_rows`` rows, if its number of rows is one of ``possible``; keep any other.
 
-    They are there for their number; what they hold is the first row, since steps that cannot go wrong on a node's row
-    cannot on its copy (a norm of zeros divided by makes NaN of all gradients).
+    The rows that are added are copies of the first one, since a step that works on a node's row works on its copy;
+    zeros could make NaN of all gradients, where their norm is divided by.
     """
     dim = node_dim(layer, value)
-    if value.size(dim) not in held or value.size(dim) == num_rows:
+    if value.size(dim) not in possible or value.size(dim) == num_rows:
         return value
     shape = list(value.shape)
     shape[dim] = num_rows - value.size(dim)
@@ -74,5 +74,5 @@ def with_rows(layer: MessagePassing, value: Tensor, held: tuple[int, ...], num_r
 
 
 def node_dim(layer: MessagePassing, value: Tensor) -> int:
-    """Where a layer has its nodes; 0 in tensors without that dimension."""
+    """The dimension in which a layer's tensor has its nodes; 0 in tensors without that dimension."""
     return layer.node_dim if value.dim() >= max(2, abs(layer.node_dim)) else 0

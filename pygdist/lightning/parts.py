@@ -222,7 +222,7 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
             in_degree=graph.get("in_degree"),
             n_id=graph.get("n_id"),
         )
-        fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).given
+        fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).passed
     for name, value in fields.items():
         graph[name] = value
     return graph, adjacency

@@ -1,9 +1,9 @@
-"""What makes up for how edges of a mini-batch were sampled (GraphSAINT, Zeng et al., ICLR 2020, Sec. 3.2).
+"""GraphSAINT's edge weights: they make up for the sampling of a mini-batch (Zeng et al., ICLR 2020, Sec. 3.2).
 
-A weight for each edge, by which a sum over the sampled neighbours is on average that over all. A layer that takes edge
-weights gets it as one, from the model or, if the model gives it none, from here; degrees that it normalises by are
-those of the part. For layers that take none, a sum or mean of neighbours' rows is weighted here, as it is one sparse
-product. Any other hop knows no such weight.
+With these weights, a sum over the sampled neighbours is on average the sum over all. A layer that takes edge weights
+gets them as such, from the model or, if the model passes none, from here; it normalises by the degrees of the part. For
+layers that take none, a sum or mean of neighbours' rows is weighted here, as it is one sparse product. Other hops
+cannot be weighted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ __all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
 
 @dataclass(frozen=True)
 class EdgeNorm:
-    """The weights of a mini-batch's edges, in the order of its adjacency.
+    """The norms of a mini-batch's edges, in the order of its adjacency.
 
     Attributes:
-        weight: ``(E,)``; a sum of neighbours' rows times this is on average that of the whole part.
-        given: ``(E,)``, what the model is given as ``edge_weight``: the same, times the graph's own weights.
-        missing: ``(n,)``, how many in-edges of each row were not sampled; ``None`` if nobody knows, and so how many
-            there are to take a mean over.
-        n_id: ``(n,)``, the rows of the part that the batch has; ``None`` if nobody knows.
+        weight: ``(E,)``, the norm of each edge.
+        passed: ``(E,)``, the ``edge_weight`` that the model gets: the norm times the graph's own edge weight.
+        missing: ``(n,)``, the number of in-edges of each row that were not sampled, for means; ``None`` if unknown.
+        n_id: ``(n,)``, the rows of the part that are in the batch; ``None`` if unknown.
     """
 
     weight: Tensor
-    given: Tensor
+    passed: Tensor
     missing: Tensor | None = None
     n_id: Tensor | None = None
 
@@ -46,29 +45,29 @@ class EdgeNorm:
     def of(
         cls, weight: Tensor, csr: CSR, *, edge_weight: Tensor | None, in_degree: Tensor | None, n_id: Tensor | None
     ) -> EdgeNorm:
-        """From GraphSAINT's norm of each edge, and how many in-edges each row has where nothing is sampled.
+        """Make it from GraphSAINT's norm of each edge, and the in-degree of each row in the part.
 
         Shapes:
             ``weight`` and ``edge_weight`` are :math:`(E)`, ``in_degree`` and ``n_id`` :math:`(n)`, and ``csr`` has
             :math:`n` rows and :math:`E` entries.
         """
-        given = weight if edge_weight is None else weight * edge_weight
-        return cls(weight, given, None if in_degree is None else in_degree - csr.indptr.diff(), n_id)
+        passed = weight if edge_weight is None else weight * edge_weight
+        return cls(weight, passed, None if in_degree is None else in_degree - csr.indptr.diff(), n_id)
 
     def is_weighted_by_graph(self, edge_weight: Tensor) -> bool | None:
-        """Whether edge weights are these times the graph's own, or these alone; ``None`` if they are others."""
-        for known in (self.weight, self.given):
-            if _same(edge_weight, known):
-                return known is not self.weight
+        """True if edge weights are norms times the graph's weights, False if norms alone, ``None`` if neither."""
+        for norms in (self.weight, self.passed):
+            if _same(edge_weight, norms):
+                return norms is not self.weight
         return None
 
     def to_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """A call of a layer's ``forward`` with this as its edge weights, if it takes some and has none.
+        """Pass the norms to a layer's ``forward`` as edge weights, if it takes edge weights and gets none.
 
         Returns:
-            The arguments, and whether this alone is its weights: in the whole part it has none.
+            The arguments, and True if the norms alone are the edge weights: on the whole part the layer has none.
         """
         names = list(inspect.signature(forward).parameters)
         if "edge_weight" not in names:
@@ -118,7 +117,7 @@ class EdgeNorm:
         return None
 
     def _sampled_share(self, csr: CSR) -> Tensor:
-        """Of each edge: how many there are into its row, of those in the whole part; the layer's loops are in both."""
+        """For each edge: the sampled share of the in-edges of its row. Self-loops of the layer count in both."""
         assert self.missing is not None
         sampled = csr.indptr.diff()
         share = sampled.to(self.weight.dtype) / (sampled + self.missing).clamp(min=1)
@@ -129,11 +128,11 @@ class EdgeNorm:
 
 
 EDGE_NORM = Slot[EdgeNorm]("edge_norm")
-"""Where the adjacency of a mini-batch keeps it; see :meth:`Adjacency.slot`."""
+"""Slot of a mini-batch's adjacency that holds its norms."""
 
 
 def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:
-    """What :attr:`~pygdist.graph.surroundings.Surroundings.in_degree` notes of each row, by these edges alone."""
+    """Facts about the in-edges of each row, as :attr:`~pygdist.graph.surroundings.Surroundings.in_degree` has them."""
     row, loop = csr.row_index().long(), is_self_loop(csr)
 
     def summed(values: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:
 
 
 def in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tensor:
-    """In-degrees, from :func:`in_degree_facts` of each row: with the self-loops it has, or with one at every node."""
+    """In-degrees from :func:`in_degree_facts`: with the self-loops that exist, or with one at every node."""
     number, loops, *weights = facts.unbind(1)
     if not weighted:
         return number if loop_weight is None else number - loops + 1
@@ -159,7 +158,7 @@ def in_degrees(facts: Tensor, weighted: bool, loop_weight: float | None) -> Tens
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, however they are viewed."""
+    """True if two tensors share their memory, whatever their shapes."""
     return one.numel() == other.numel() > 0 and one.data_ptr() == other.data_ptr()
 
 

@@ -32,12 +32,12 @@ _COUNTED_ON = 2  # rows
 _LEFT = 89  # rows that a model is left with where each hop leaves one fewer
 
 Kind: TypeAlias = Literal["node", "edge"] | None
-"""Of what an argument holds a row."""
+"""An argument holds a row per node, a row per edge, or neither (``None``)."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model, and of what each of its arguments holds a row, in the order of :func:`~.arguments.mapped`."""
+    """A call of a model, and the kinds of its arguments, in the order of :func:`~pygdist.hops.arguments.mapped`."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Call:
     kinds: list[Kind]
 
     def changed(self, change: Callable[[Any, Kind], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, each changed by its value and its kind."""
+        """Apply ``change`` to the value and kind of each argument."""
         kind = iter(self.kinds)
         return mapped(self.model.forward, self.args, self.kwargs, lambda _, value: change(value, next(kind)))
 
@@ -152,29 +152,29 @@ Attempt: TypeAlias = Callable[[ModelFacts, Rows, bool], AbstractContextManager[N
 
 
 def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> ModelFacts:
-    """The hops of a forward pass: on a few nodes, each with a self-loop.
+    """Run a model on a few nodes with self-loops, to learn its hops and whether its layers are a chain.
 
-    Two passes are made: only in the second is known whether the rows that the first layers get stay the same, and so
+    The model makes two passes: only in the second do layers know whether their input rows stay the same, and so on
     which side of their weights they aggregate.
 
-    In a chain of layers each may put out fewer rows than the one before. Whether a model is one is tried: where rows of
-    several depths meet, in a sum or a concatenation, their numbers do not fit.
+    In a chain, each layer may put out fewer rows than the one before. A model is taken for a chain if it runs that way:
+    where rows of several depths meet, in a sum or a concatenation, their numbers do not fit.
 
     Args:
-        call: The model, and what it is given.
-        rehearse: Runs it by itself.
-        attempt: The same on given rows.
+        call: The model and its arguments.
+        rehearse: Runs it on a rehearsal's nodes.
+        attempt: Runs it on chosen rows.
         begin_pass: Called before each pass.
     """
-    counted = [Rehearsal(_COUNTED_ON) for _ in range(2)]
-    for rehearsal, training in zip(counted, (True, False), strict=True):  # some layers are there for training alone
+    rehearsals = [Rehearsal(_COUNTED_ON) for _ in range(2)]
+    for rehearsal, training in zip(rehearsals, (True, False), strict=True):  # some layers run in training only
         with rehearse(rehearsal, training):
             model = _on_loops(call, _loops(call, _COUNTED_ON), _COUNTED_ON)
             for _ in range(2):
                 begin_pass()
                 rehearsal.begin_pass()
                 model()
-    longer = max(counted, key=lambda one: one.num_hops)
+    longer = max(rehearsals, key=lambda one: one.num_hops)
     # a hop that never ran reads nothing: an earlier one over the same rows stands for it
     widths = tuple(longer.widths.get(hop, 0) for hop in range(1, longer.num_hops + 1))
     chain = ModelFacts(widths, shrinks=True, hops_of=longer.hops_of)
@@ -184,26 +184,26 @@ def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callab
 
 
 def _fits(call: Call, attempt: Attempt, chain: ModelFacts, training: bool) -> bool:
-    """Whether the model runs where each hop leaves one row fewer, and puts out nothing of an earlier layer."""
+    """True if the model runs where each hop leaves one row fewer, and puts out no rows of an earlier layer."""
     rows = _rows_of_loops(_loops(call, _LEFT + len(chain.widths)), len(chain.widths))
     try:
         with attempt(chain, rows, training):
             out = _on_loops(call, rows.adjacency, rows.num_owned)()
     except Exception as error:  # whatever a model says where numbers of rows do not fit
-        log.debug("taken for no chain of layers, so each hop keeps all rows: %s: %s", type(error).__name__, error)
+        log.debug("the model is no chain of layers, so each hop keeps all rows: %s: %s", type(error).__name__, error)
         return False
     return not any(one.dim() and _LEFT < one.size(0) < rows.num_rows for one in tensors_of(out))
 
 
 def _loops(call: Call, num_rows: int) -> Adjacency:
-    given = [*call.args, *call.kwargs.values(), *call.model.parameters()]
-    device = next((one.device for one in given if isinstance(one, Tensor)), None)
+    values = [*call.args, *call.kwargs.values(), *call.model.parameters()]
+    device = next((one.device for one in values if isinstance(one, Tensor)), None)
     indptr = torch.arange(num_rows + 1, device=device)
     return Adjacency.from_csr(CSR(indptr, indptr[:-1].to(torch.int32), num_rows))
 
 
 def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
-    """Of each hop all rows but one are left, and nothing is fetched."""
+    """Rows of which each hop leaves all but one; nothing is fetched."""
     computed = tuple(edges.num_dst - hop for hop in range(num_hops + 1))
     nothing = Arrival.nothing(edges.device)
     return Rows(
@@ -222,16 +222,16 @@ def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
 
 
 def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
-    """The model on a graph of self-loops, with ones in place of numbers that are given, and ids below ``num_ids``."""
+    """Return a run of the model on a graph of self-loops: numbers become ones, ids become ids below ``num_ids``."""
 
-    def given(value: Any, kind: Kind) -> Any:
+    def replaced(value: Any, kind: Kind) -> Any:
         if isinstance(value, Adjacency):
             return edges
         if kind is None:
             return within(value, num_ids)
         return value.new_full((edges.num_dst, *value.shape[1:]), 1 if value.is_floating_point() else 0)
 
-    args, kwargs = call.changed(given)
+    args, kwargs = call.changed(replaced)
 
     def run() -> Any:
         # as in training, where a layer's weight may come before or after its sum for other reasons
@@ -242,7 +242,7 @@ def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
 
 
 def within(value: Any, num_rows: int) -> Any:
-    """A tensor of ids, say of nodes whose rows are wanted, as ids in a graph of so many; anything else as it is."""
+    """Map ids, for example of nodes whose rows the model picks, into ``range(num_rows)``; keep any other value."""
     ids = isinstance(value, Tensor) and not (
         value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
     )

@@ -20,16 +20,16 @@ class Rows:
 
     Attributes:
         n_id: Global ids.
-        num_owned: The first so many are the rank's own.
-        computed: ``computed[l]`` leading rows are there after hop ``l``, for ``l`` from 0 (the features) to L.
+        num_owned: Owned nodes; they come first.
+        computed: ``computed[l]`` leading rows exist after hop ``l``, for ``l`` from 0 (the features) to L.
         num_sources: ``num_sources[l - 1]`` leading rows hold every source of hop ``l``.
         adjacency: In-edges of the first ``computed[1]`` rows; the other rows have none.
-        fetched: What arrives for hop ``l``, at ``l - 1``.
-        inputs: Fetches the replicas' rows of what the model is given.
-        everything: Fetches all rows that are not owned.
-        edges: Fetches rows of the replicas' edges; positions are among the edges of ``adjacency``.
-        num_own_edges: Edges of the rank's own nodes; they come first.
-        exchanges: Whether any rank fetches anything for hop ``l``, at ``l - 1``.
+        fetched: At ``l - 1``: the rows that arrive for hop ``l``.
+        inputs: Input rows of the replicas.
+        everything: Rows of all nodes that are not owned.
+        edges: Rows of the replicas' edges; positions are among the edges of ``adjacency``.
+        num_own_edges: In-edges of owned nodes; they come first.
+        exchanges: At ``l - 1``: True if any rank fetches rows for hop ``l``.
     """
 
     n_id: Tensor
@@ -46,7 +46,7 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the model is given."""
+        """Input rows of the model."""
         return self.computed[0]
 
     @property
@@ -56,7 +56,7 @@ class Rows:
 
 
 def leading(adjacency: Adjacency, num_rows: int, num_with_edges: int, num_sources: int) -> Adjacency:
-    """The first ``num_rows`` rows, of which those after the first ``num_with_edges`` lose their edges."""
+    """Cut to the first ``num_rows`` rows; those after the first ``num_with_edges`` lose their edges."""
     csr = adjacency.csr()
     end = int(csr.indptr[num_with_edges])
     indptr = torch.cat([csr.indptr[: num_with_edges + 1], csr.indptr.new_full((num_rows - num_with_edges,), end)])

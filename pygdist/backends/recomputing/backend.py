@@ -170,7 +170,7 @@ class RecomputingBackend(Backend):
         return self._fetcher
 
     def _held(self) -> list[Tensor]:
-        return [*self.kept.first_hop.results, *self._on_graph.inputs.grown]
+        return [*self.kept.first_hop.results, *self._on_graph.inputs.kept]
 
     # -- a model -------------------------------------------------------------------------------------------------------
 

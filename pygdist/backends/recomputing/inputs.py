@@ -1,7 +1,7 @@
-"""What a model is given where a rank computes rows of others too: their inputs beside its own.
+"""Inputs of a model on a rank that also computes rows of other ranks: their input rows follow its own.
 
-Which arguments hold a row for each node, or for each edge, is told by their length, and by all ranks together: class
-weights may be as long as one rank's nodes are many. What stays the same is fetched once.
+An argument holds a row per node, or per edge, if its length says so on all ranks: on one rank alone, class weights may
+happen to be as long as it has nodes. Inputs that stay the same are fetched once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pygdist.backends.passes.rows import Rows, in_order
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
-from pygdist.graph.identity import fixable, identity_of
+from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped
 
 __all__ = ["ModelInputs", "kinds_of"]
@@ -30,17 +30,17 @@ def kinds_of(
     kwargs: dict[str, Any],
     shard: Shard,
     communicator: Communicator,
-    known: dict[tuple[object, ...], list[Kind]],
+    kinds: dict[tuple[object, ...], list[Kind]],
 ) -> tuple[tuple[object, ...], list[Kind]]:
-    """What tells this call from others, and of what each argument holds a row; see :class:`~.rehearsal.Call`.
+    """Return a key for calls like this one, and the kinds of the arguments; see :class:`~.rehearsal.Call`.
 
     Args:
-        model: What is called.
-        args: By position.
-        kwargs: By name.
-        shard: What the rank holds.
-        communicator: The ranks; each makes the call.
-        known: What was found before, by what tells calls apart; grows.
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shard: The rank's shard.
+        communicator: The ranks; each makes this call.
+        kinds: The kinds of earlier calls, by key; gets those of this one.
 
     Raises:
         InputError: If an argument holds another number of rows than before.
@@ -58,76 +58,67 @@ def kinds_of(
 
     mapped(model.forward, args, kwargs, look)
     key = tuple(looks)
-    if key not in known:
+    if key not in kinds:
         fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]
         everywhere = communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
         nodes, edges = everywhere[: len(lengths)], everywhere[len(lengths) :]
-        known[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
-    for (name, _), kind, length in zip(looks, known[key], lengths, strict=True):
+        kinds[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
+    for (name, _), kind, length in zip(looks, kinds[key], lengths, strict=True):
         if kind is not None and length != expected[kind]:
             raise InputError(
-                f"argument '{name or type(model).__name__}' of the model held a row for each {kind} of the rank "
-                f"before, {expected[kind]}; now it has another number on rank {shard.rank}",
+                f"argument '{name or type(model).__name__}' of the model has {length} rows on rank {shard.rank}; in "
+                f"earlier calls it had one for each of the rank's {expected[kind]} {kind}s, and must have now",
                 of_one_rank=True,
             )
-    return key, known[key]
+    return key, kinds[key]
 
 
 def _kind(name: str, node: bool, edge: bool) -> Kind:
-    """Of what an argument holds a row, by its name and whether it is as long as a rank has nodes, or edges."""
+    """The kind of an argument, from its name and whether all ranks find it as long as they have nodes, or edges."""
     if name.startswith("edge_"):
         return "edge" if edge else None
     return "node" if node else "edge" if edge else None
 
 
 class ModelInputs:
-    """Extends what a model is given by the rows and edges of a rank's replicas."""
+    """Extends the inputs of a model by those of a rank's replicas and their edges."""
 
     def __init__(self) -> None:
-        # of each input that stays the same: what was given, so that its memory stays its own, and how it was told from
-        # others; what the model gets for it
-        self._known: dict[tuple[int, int], tuple[Tensor, tuple[object, ...], Tensor]] = {}
-        self._adjacency: tuple[tuple[object, ...], Adjacency] | None = None
+        self._extended: Memo[Tensor] = Memo()
+        self._weighted: Memo[Adjacency] = Memo()
 
     @property
-    def grown(self) -> list[Tensor]:
-        """What is kept from pass to pass."""
-        return [grown for _, _, grown in self._known.values()]
+    def kept(self) -> list[Tensor]:
+        """Extended inputs that are kept from pass to pass."""
+        return self._extended.results
 
     def extended(
         self, call: Call, rows: Rows, shard: Shard, communicator: Communicator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, on a rank with such rows; every rank makes the call."""
+        """Return the arguments of a call, extended to ``rows``; every rank makes this call."""
         place = itertools.count()
-
-        def grown(value: Tensor, arrival: Arrival, at: int) -> Tensor:
-            return self._grown(value, arrival, at, communicator)
 
         def extend(value: Any, kind: Kind) -> Any:
             at = next(place)
             if isinstance(value, Adjacency) and value.csr() is shard.adjacency.csr():
                 weight = value.value
-                return rows.adjacency if weight is None else self._weighted(rows, grown(weight, rows.edges, at))
-            return value if kind is None else grown(value, rows.edges if kind == "edge" else rows.inputs, at)
+                return (
+                    rows.adjacency if weight is None else self._with_weight(rows, extend_rows(weight, rows.edges, at))
+                )
+            return value if kind is None else extend_rows(value, rows.edges if kind == "edge" else rows.inputs, at)
+
+        def extend_rows(value: Tensor, arrival: Arrival, at: int) -> Tensor:
+            def fetch() -> Tensor:
+                arrived = communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
+                return torch.cat([value, in_order(arrived, arrival)])
+
+            if value.requires_grad and torch.is_grad_enabled():
+                with torch.inference_mode(False):
+                    return fetch()
+            return self._extended.get((id(arrival), at), (value,), fetch)
 
         return call.changed(extend)
 
-    def _weighted(self, rows: Rows, weight: Tensor) -> Adjacency:
-        """The edges with weights, the same object for the same weights: what is derived from it is kept by that."""
-        key = identity_of(weight)
-        if self._adjacency is None or self._adjacency[0] != key:
-            self._adjacency = (key, rows.adjacency.with_value(weight))
-        return self._adjacency[1]
-
-    def _grown(self, value: Tensor, arrival: Arrival, place: int, communicator: Communicator) -> Tensor:
-        """Own rows, then others'."""
-        fixed = fixable(value) and not (value.requires_grad and torch.is_grad_enabled())
-        known = self._known.get((id(arrival), place))
-        if fixed and known is not None and known[1] == identity_of(value):
-            return known[2]
-        with torch.inference_mode(False):
-            arrived = communicator.exchange_rows(value, arrival.plan, label="replicas of the model's input")
-            grown = torch.cat([value, in_order(arrived, arrival)])
-        if fixed:
-            self._known[id(arrival), place] = (value.detach(), identity_of(value), grown)
-        return grown
+    def _with_weight(self, rows: Rows, weight: Tensor) -> Adjacency:
+        """The edges with weights; the same object for the same weights, as results of hops are kept by that."""
+        return self._weighted.get("edges", (rows.adjacency, weight), lambda: rows.adjacency.with_value(weight))

@@ -1,13 +1,12 @@
-"""Rows that a rank computes again instead of fetching them, hop by hop: what ``cache`` and ``hybrid`` share.
+"""Puts the rows that a rank computes in order, hop by hop.
 
-Of the nodes of other ranks that a hop reads, some are *replicas* here: this rank has their in-edges and computes them
-itself, and so those that they read, down to the features (DepCache of NeutronStar, Sec. 2.2, Algorithm 2). The others
-are fetched, as in ``comm``. The model is given rows for all replicas, so that what stands between the layers sees them
-too; each layer then works on the leading rows that it or a later layer needs. In a chain of layers it puts out those
-that are needed after it; where rows of several depths meet, copies of its first row stand for the rest.
+A hop reads rows of other ranks' nodes. Some of these nodes are *replicas* here: this rank has their in-edges and
+computes their rows, and the rows that these read, down to the features (DepCache of NeutronStar, Sec. 2.2, Algorithm
+2). The other rows are fetched. The model gets input rows for all replicas, so that steps between the layers compute
+their rows too.
 
-Rows are in one order: owned, then replicas by the last hop whose result is needed of them, then halo rows that are no
-replicas. So the rows that hop ``l`` computes are leading rows, and the edges into them leading edges.
+Rows have one order: owned nodes, then replicas by the last hop after which their rows are needed, then halo rows that
+are no replicas. So the rows that hop ``l`` computes are leading rows, and the edges into them are leading edges.
 """
 
 from __future__ import annotations
@@ -26,63 +25,64 @@ from pygdist.kernels.csr import narrowest
 __all__ = ["make_rows", "replicas_of"]
 
 
-def replicas_of(found: Neighbourhood, num_owned: int, chosen: list[Tensor]) -> list[Tensor]:
-    """Every row that must be computed here, if the chosen ones are.
+def replicas_of(around: Neighbourhood, num_owned: int, chosen: list[Tensor]) -> list[Tensor]:
+    """Find all replicas that follow from a choice: those chosen, and those that their rows are computed from.
 
     Args:
-        found: The nodes around.
-        num_owned: The first so many are the rank's own.
-        chosen: For hop ``l``, at ``l - 1``: which of the sources of the rank's own edges are not fetched, but
-            computed by this rank in hop ``l - 1``; ``(N,)`` bool.
+        around: The nodes around.
+        num_owned: Owned nodes; they come first.
+        chosen: At ``l - 1``, for hop ``l``: True for the sources of the rank's own edges that this rank computes in hop
+            ``l - 1`` instead of fetching them; ``(N,)`` bool.
 
     Returns:
-        For ``l`` from 0 to L: the replicas whose row after hop ``l`` is needed; each holds those of the next.
+        For ``l`` from 0 to L: True for the replicas whose rows after hop ``l`` are needed; those of ``l + 1`` are among
+        them.
     """
-    own = torch.arange(found.n_id.numel()) < num_owned
-    target = torch.repeat_interleave(torch.arange(found.n_id.numel()), found.indptr.diff())
-    needed = [torch.zeros_like(own)]
+    owned = torch.arange(around.n_id.numel()) < num_owned
+    target = torch.repeat_interleave(torch.arange(around.n_id.numel()), around.indptr.diff())
+    needed = [torch.zeros_like(owned)]
     for mask in reversed(chosen):
         later = needed[0]
         now = later | mask
-        now[found.index[later[target]]] = True
-        needed.insert(0, now & ~own)
+        now[around.index[later[target]]] = True
+        needed.insert(0, now & ~owned)
     return needed
 
 
-def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, chosen: list[Tensor]) -> Rows:
-    """Put rows and edges in order, and agree with the other ranks on what travels. Every rank makes the call.
+def make_rows(shard: Shard, communicator: Communicator, around: Neighbourhood, chosen: list[Tensor]) -> Rows:
+    """Put rows and edges in order, and plan the exchanges with the other ranks. Every rank makes the call.
 
     Args:
-        shard: What the rank holds.
+        shard: The rank's shard.
         communicator: The ranks.
-        found: The nodes within as many hops as ``chosen`` has entries.
-        chosen: See :func:`replicas_of`.
+        around: The nodes within as many hops as ``chosen`` has entries.
+        chosen: The rows that are computed; see :func:`replicas_of`.
     """
     num_owned, num_halo = shard.num_owned, shard.num_halo
-    needed = replicas_of(found, num_owned, chosen)
-    position = torch.arange(found.n_id.numel())
+    needed = replicas_of(around, num_owned, chosen)
+    position = torch.arange(around.n_id.numel())
     is_halo = (position >= num_owned) & (position < num_owned + num_halo)
-    # what is needed longest comes first; of these, what own nodes read: others may have to be fetched later
+    # rows that are needed longest come first; among these, sources of own nodes: others may have to be fetched later
     last = torch.stack(needed).sum(0)
-    kept = (position < num_owned) | is_halo | (last > 0)
+    has_row = (position < num_owned) | is_halo | (last > 0)
     rank_of = torch.where(position < num_owned, 4 * len(needed), 2 * last + is_halo.long())
     order = torch.argsort(-rank_of, stable=True)
-    order = order[kept[order]]
+    order = order[has_row[order]]
     base = torch.full_like(position, -1)
     base[order] = torch.arange(order.numel())
     computed = tuple(num_owned + int(mask.sum()) for mask in needed)
 
-    degree = found.indptr.diff()[order]
+    degree = around.indptr.diff()[order]
     rows_with_edges = computed[min(1, len(chosen))]
     degree[rows_with_edges:] = 0
-    entries = ranges(found.indptr[order], degree)
+    entries = ranges(around.indptr[order], degree)
     indptr = torch.zeros(computed[0] + 1, dtype=torch.int64)
     torch.cumsum(degree[: computed[0]], 0, out=indptr[1:])
-    index = base[found.index[entries]]
+    index = base[around.index[entries]]
     num_own_edges = int(indptr[num_owned])
     csr = CSR(indptr, index.to(narrowest(order.numel())), order.numel())
 
-    n_id, owner = found.n_id[order], found.owner[order]
+    n_id, owner = around.n_id[order], around.owner[order]
     replicas = slice(num_owned, rows_with_edges)
     fetched, exchanges = [], []
     for hop in range(1, len(needed)):
@@ -102,7 +102,7 @@ def make_rows(shard: Shard, communicator: Communicator, found: Neighbourhood, ch
         fetched=tuple(fetched),
         inputs=_arrival(shard, communicator, n_id, owner, torch.arange(num_owned, computed[0])),
         everything=_arrival(shard, communicator, n_id, owner, torch.arange(num_owned, order.numel())),
-        edges=_edges(communicator, found.start[order[replicas]], degree[replicas], owner[replicas], num_own_edges),
+        edges=_edges(communicator, around.start[order[replicas]], degree[replicas], owner[replicas], num_own_edges),
         num_own_edges=num_own_edges,
         exchanges=tuple(exchanges),
     )
@@ -115,7 +115,7 @@ def _arrival(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tens
 
 
 def _edges(communicator: Communicator, start: Tensor, degree: Tensor, owner: Tensor, num_own: int) -> Arrival:
-    """Edges of replicas: where those of each begin at its owner, and how many they are."""
+    """The exchange of the replicas' edges, from the first edge of each at its owner, and its number of edges."""
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
     extents = torch.stack([start, degree], dim=1)[order]
