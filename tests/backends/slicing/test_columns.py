@@ -373,13 +373,12 @@ def _raises(layer: MessagePassing, x_j: Tensor, edge_weight: Tensor | None) -> T
 
 
 def test_errors_of_trials_of_pygs_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    Moody.broken = True
-    layers = Moody(), SimpleConv("mean", combine_root="sum")
+    layers = ByCallable(act=lambda x: x.missing), SimpleConv("mean", combine_root="sum")
     with caplog.at_level(logging.DEBUG, trials.log.name), mock.patch.object(SimpleConv, "message", _raises):
         for layer in layers:
             with pytest.raises(InputError, match="could not be tried on a few nodes"):
                 columns_of_hops(layer)
-    assert {record.getMessage() for record in caplog.records} == {"trial of SimpleConv failed with x, edge_index"}
+    assert all(record.getMessage().startswith("trial of SimpleConv failed with x") for record in caplog.records)
     assert "RuntimeError: a bug" in caplog.text
 
 
