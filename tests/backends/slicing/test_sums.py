@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.backends.slicing.adjacency import SlicedEdges, sum_of_slices
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import ChunkPlan
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Communicator, Recorder
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
@@ -70,6 +70,7 @@ def test_a_number_of_chunks_does_not_lift_the_limit_of_memory(budget: int, asked
     sliced = SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)),
         layout=SliceLayout(communicator=Communicator(), counts=COUNTS, overflow=Overflow(torch.device("cpu"), budget)),
+        label="test",
         num_chunks=asked,
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
@@ -89,6 +90,7 @@ def _sum(
     sliced = SlicedEdges(
         edges=adjacency,
         layout=SliceLayout(communicator=communicator, counts=COUNTS),
+        label="test",
         num_chunks=num_chunks,
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
@@ -101,7 +103,7 @@ def _sum(
     if mean:
         matrix = matrix / dense.sum(1, keepdim=True).clamp(min=1)
     expected = torch.linalg.matrix_power(matrix, rounds) @ whole
-    out = sum_of_slices(own, sliced, label="test", value=value, mean=mean, rounds=rounds)
+    out = sum_of_slices(own, sliced, value=value, mean=mean, rounds=rounds)
     factor = torch.randn(28, width, generator=generator, dtype=torch.float64)
     (expected * factor).sum().backward()
     communicator.meter.reset()
@@ -165,6 +167,7 @@ def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] =
     return SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), num_chunks=CHUNKS,
         layout=SliceLayout(communicator=communicator, counts=counts, overlap=overlap),
+        label="test",
         weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
     )  # fmt: skip
 
@@ -172,7 +175,7 @@ def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] =
 def _order(rank: int, world_size: int, overlap: bool) -> list[str]:
     communicator = Communicator(dist.new_group())
     with noted(communicator) as found:
-        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap))
     return found
 
 
@@ -202,7 +205,7 @@ def _travels(rank: int, world_size: int, overlap: bool) -> tuple[bool, bool]:
         spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.slicing.sums.spmm_into", late):
-        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap))
     began = [span.start for span in recorder.spans if span.kind == "aggregate"][::3]
     ends = {
         f"{what} {chunk}": max(
@@ -227,7 +230,7 @@ def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
     """Whether sums are the same after a pass that failed, and how long they took."""
     communicator = Communicator(dist.new_group(), timeout_s=20)
     x, sliced, calls = torch.randn((11, 17)[rank], 300), _sliced(communicator, True, (11, 17)), iter(range(1000))
-    expected = sum_of_slices(x, sliced, label="test")
+    expected = sum_of_slices(x, sliced)
 
     def failing(*arguments: Any, **options: Any) -> None:
         if next(calls) == turn:
@@ -235,9 +238,9 @@ def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
         spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.slicing.sums.spmm_into", failing), pytest.raises(ValueError, match="no memory"):
-        sum_of_slices(x, sliced, label="test")
+        sum_of_slices(x, sliced)
     start = time.monotonic()
-    found = sum_of_slices(x, sliced, label="test")
+    found = sum_of_slices(x, sliced)
     return torch.equal(found, expected), time.monotonic() - start
 
 
