@@ -57,7 +57,7 @@ from typing_extensions import override
 from pygdist.backends.base import Abilities, Backend
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, norms_refused
 from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
-from pygdist.backends.slicing.all_nodes import AllNodes, Topology
+from pygdist.backends.slicing.all_nodes import AllNodes
 from pygdist.backends.slicing.any_hop import SlicedRun, gather_result
 from pygdist.backends.slicing.attention import (
     attention_in_chunks,
@@ -204,12 +204,11 @@ class TensorBackend(Backend):
     def _decoupled_sums(self, layer: Propagation, arguments: Mapping[str, Any]) -> Tensor | None:
         """All hops of decoupled sums, on slices; ``None`` if the weights of edges need a gradient, say."""
         edges, x, weight = arguments["edge_index"], arguments["x"], arguments.get("edge_weight")
-        sliced = self._sliced(layer, edges, self._nodes.topology(edges, (layer, self._hop)))
+        sliced = self._sliced(layer, edges, layer_name(layer))
         own_factors, mean = layer.own_factors(), layer.aggr == "mean"
         if not sliced.sums(x, weight) or (own_factors is not None and mean):
             return None
-        label, rounds = layer_name(layer), layer.rounds
-        return sum_of_slices(x, sliced, label=label, value=weight, mean=mean, rounds=rounds, own_factors=own_factors)
+        return sum_of_slices(x, sliced, value=weight, mean=mean, rounds=layer.rounds, own_factors=own_factors)
 
     def _on_slices(self, layer: MessagePassing, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
         """The layer's ``forward`` on this rank's columns of all nodes."""
@@ -313,11 +312,11 @@ class TensorBackend(Backend):
         """One sparse product, on slices."""
         edges = cast(Adjacency, hop.edge_index)
         self._rows.check(hop, "x", hop.sources["x"])
-        sliced = self._sliced(hop.layer, edges, self._nodes.topology(edges, (hop.layer, self._hop)))
+        sliced = self._sliced(hop.layer, edges, self._label(hop))
         columns = columns_of_hops(hop.layer).get(_names(hop))
         if columns is not None and columns.repeated and sliced.layout.overflow is None:
             sliced = replace(sliced, splits=self._splits)
-        return hop.run(SlicedAdjacency.over(edges, sliced, self._label(hop)))
+        return hop.run(SlicedAdjacency.over(edges, sliced))
 
     def _messages(self, hop: Hop) -> Tensor:
         """Any other hop: messages of all edges, on slices."""
@@ -371,16 +370,17 @@ class TensorBackend(Backend):
 
     # -- all nodes -----------------------------------------------------------------------------------------------------
 
-    def _sliced(self, layer: MessagePassing, own: Adjacency, topology: Topology) -> SlicedEdges:
-        """Return the edges of all ranks for a hop that is one sparse product; ``own`` are this rank's."""
-        tensors = self._edge_tensors
+    def _sliced(self, layer: MessagePassing, edges: Adjacency, label: str) -> SlicedEdges:
+        """Return the edges of all ranks for a hop that is one sparse product; ``edges`` are this rank's."""
+        topology, tensors = self._nodes.topology(edges, (layer, self._hop)), self._edge_tensors
         weights = EdgeReader(layer, "edge_weight", topology, f"{layer_name(layer)}, edge weights")
         return SlicedEdges(
             edges=cast(Adjacency, topology.edges),
             layout=self._nodes.layout,
+            label=label,
             weights_of_all=partial(tensors.share, weights),
             kept_weights_of_all=partial(tensors.share_constant, weights),
-            factors_of_all=partial(tensors.factors, weights, own),
+            factors_of_all=partial(tensors.factors, weights, edges),
             num_chunks=self.num_chunks,
             runs_in_one_chunk=partial(self._warn_of_one_chunk, layer),
         )

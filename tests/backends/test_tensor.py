@@ -266,11 +266,11 @@ def test_a_hop_that_was_not_tried_is_refused(tmp_path: Path, pool: RankPool) -> 
 def _dimensions() -> list[object]:
     """Every number of ranks and features on every graph; without --exhaustive each of both once, on one graph."""
     some = {(2, 7): ("no-train-part",), (3, 3): ("empty-part",), (4, 1): ("directed",), (5, 64): ("isolated",)}
-    found = [pytest.param(*one, graphs, id="{}-ranks-{}-features".format(*one)) for one, graphs in some.items()]
+    cases = [pytest.param(*one, graphs, id="{}-ranks-{}-features".format(*one)) for one, graphs in some.items()]
     for world_size, num_features in itertools.product([1, 2, 3, 4, 5], [1, 3, 7, 64]):
         name = f"{world_size}-ranks-{num_features}-features-every-graph"
-        found.append(pytest.param(world_size, num_features, GRAPHS, id=name, marks=pytest.mark.exhaustive))
-    return found
+        cases.append(pytest.param(world_size, num_features, GRAPHS, id=name, marks=pytest.mark.exhaustive))
+    return cases
 
 
 @pytest.mark.parametrize(("world_size", "num_features", "graphs"), _dimensions())
@@ -279,7 +279,7 @@ def test_every_layer_that_qualifies_equals_one_process(
 ) -> None:
     """With fewer columns than ranks too: of 3 features or classes on 4 and 5 of them, some have none."""
     layers = supported_layers("tensor")
-    found = assert_exact(
+    differences = assert_exact(
         "tensor",
         layers=layers,
         world_sizes=[world_size],
@@ -288,7 +288,7 @@ def test_every_layer_that_qualifies_equals_one_process(
         hidden_channels=num_features,
         pool=pool,
     )
-    assert set(found) == set(layers)
+    assert set(differences) == set(layers)
 
 
 def _step(rank: int, world_size: int, store: str, name: str, hidden: int) -> float:
@@ -297,10 +297,10 @@ def _step(rank: int, world_size: int, store: str, name: str, hidden: int) -> flo
     backend.bind(shard, Communicator(dist.new_group(), check_order=True))
     plain = _model(name, hidden)
     model = distribute(copy.deepcopy(plain), backend=backend)
-    found = largest_differences(
+    differences = largest_differences(
         distributed_step(model, shard, backend.communicator), reference_step(plain, data), shard.owned_id
     )
-    return max(one.absolute for one in found.values())
+    return max(one.absolute for one in differences.values())
 
 
 def _model(name: str, hidden: int, num_layers: int = 2) -> BasicGNN:
@@ -336,24 +336,24 @@ def _traffic(
 def test_bytes_are_those_of_the_analysis(hidden: int, tmp_path: Path, pool: RankPool) -> None:
     """Split: a rank keeps its columns of its rows; gather: its rows of its columns; backward the same once more."""
     store = _store(tmp_path / "parts", 3)
-    for rank, (sent, calls, own, every) in enumerate(pool.run(_traffic, 3, store, "GCN", hidden, 2)):
+    for rank, (sent, calls, num_owned, num_nodes) in enumerate(pool.run(_traffic, 3, store, "GCN", hidden, 2)):
         expected = 0
         for width in (hidden, 3):
             mine = columns_of(width, rank, 3)
             held = mine.stop - mine.start
-            expected += 2 * 8 * (own * (width - held) + (every - own) * held)
+            expected += 2 * 8 * (num_owned * (width - held) + (num_nodes - num_owned) * held)
         assert sent == expected
         assert calls == 2 * 2 * 2
 
 
 def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: RankPool) -> None:
-    """Of 4 and 3 columns in 2 layers, and two scores of each node, which travel along to everybody; there and back."""
+    """4 and 3 columns in 2 layers, and two scores of each node, which every rank gets; there and back."""
     store = _store(tmp_path / "parts", 3)
-    found = pool.run(_traffic, 3, store, "GAT", 4, 2)
-    for (sent, calls, own, every), held in zip(found, (2, 1, 1), strict=True):
-        first = own * (4 - held) + (every - own) * held
-        second = own * (3 - 1) + (every - own) * 1
-        scores = 2 * own * 2 + 2 * (every - own)  # to both others, and gradients of the others' rows
+    ranks = pool.run(_traffic, 3, store, "GAT", 4, 2)
+    for (sent, calls, num_owned, num_nodes), held in zip(ranks, (2, 1, 1), strict=True):
+        first = num_owned * (4 - held) + (num_nodes - num_owned) * held
+        second = num_owned * (3 - 1) + (num_nodes - num_owned) * 1
+        scores = 2 * num_owned * 2 + 2 * (num_nodes - num_owned)  # to both others, and gradients of the others' rows
         assert sent == 8 * (2 * first + 2 * second + 2 * scores)
         assert calls == 2 * (2 + 2)
 
@@ -362,8 +362,8 @@ def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: Rank
 @pytest.mark.parametrize(("name", "saved"), [("GCN", 0), ("GraphSAGE", 2), ("GIN", 2)])
 def test_exchanges_grow_with_the_depth(name: str, saved: int, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
     """Two for each hop and their backward; there is none at the features, unless weights come before the hop (GCN)."""
-    found = pool.run(_traffic, 3, _store(tmp_path / "parts", 3), name, 6, num_layers)
-    assert {calls for _, calls, _, _ in found} == {4 * num_layers - saved}
+    ranks = pool.run(_traffic, 3, _store(tmp_path / "parts", 3), name, 6, num_layers)
+    assert {calls for _, calls, _, _ in ranks} == {4 * num_layers - saved}
 
 
 def _relations(rank: int, world_size: int, store: str) -> tuple[int, int, int, int]:
@@ -379,17 +379,17 @@ def _relations(rank: int, world_size: int, store: str) -> tuple[int, int, int, i
 
 
 def test_rows_that_several_relations_read_are_split_once(tmp_path: Path, pool: RankPool) -> None:
-    for rank, (sent, calls, own, every) in enumerate(pool.run(_relations, 3, _store(tmp_path / "parts", 3))):
+    for rank, (sent, calls, num_owned, num_nodes) in enumerate(pool.run(_relations, 3, _store(tmp_path / "parts", 3))):
         mine = columns_of(5, rank, 3)
         held = mine.stop - mine.start
-        split, gather = own * (5 - held), (every - own) * held
+        split, gather = num_owned * (5 - held), (num_nodes - num_owned) * held
         assert sent == 8 * (split + 2 * gather + 2 * split + gather)  # forward, and the same back
         assert calls == 2 * 3
 
 
 def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]:
     """Edges times columns that this rank sums in a forward pass, by backend and width; counted where kernels begin."""
-    shard, found = Shard.load(store, rank), {}
+    shard, loads = Shard.load(store, rank), {}
     load = 0
 
     def counted(out: Tensor, csr: CSR, x: Tensor, *rest: Any, **options: Any) -> None:
@@ -412,9 +412,9 @@ def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]
             layer = distribute(SimpleConv("sum"), backend=backend, savings=PLAIN)
             load = 0
             layer(torch.ones(shard.num_owned, width), shard.adjacency)
-            found[name, width] = load
+            loads[name, width] = load
             backend.unbind()
-    return found
+    return loads
 
 
 def test_ranks_sum_as_much_as_each_other(tmp_path: Path, pool: RankPool) -> None:
@@ -465,8 +465,8 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 
 def _dropout_by_value(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Drops what one process would drop too: it is told by the numbers, not drawn."""
-    kept = (x.detach() * 1e4).sin().abs() > p
-    return x * kept / (1 - p) if training else x
+    mask = (x.detach() * 1e4).sin().abs() > p
+    return x * mask / (1 - p) if training else x
 
 
 def _train(rank: int, world_size: int, store: str, name: str) -> float:
@@ -496,9 +496,9 @@ def _train(rank: int, world_size: int, store: str, name: str) -> float:
             ).backward()
             theirs.step()
     with torch.no_grad():
-        found = [(model.eval()(shard.x, shard.adjacency), plain.eval()(data.x, data.edge_index)[shard.owned_id])]
-    found += zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
-    return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in found)
+        pairs = [(model.eval()(shard.x, shard.adjacency), plain.eval()(data.x, data.edge_index)[shard.owned_id])]
+    pairs += zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in pairs)
 
 
 @pytest.mark.parametrize("name", list(NARROW))
@@ -511,7 +511,7 @@ def test_a_rank_without_columns_trains_with_the_others(name: str, tmp_path: Path
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("name", list(DROPPING))
 def test_a_rank_without_nodes_trains_with_dropout(name: str, world_size: int, tmp_path: Path, pool: RankPool) -> None:
-    """Of four ranks the one without nodes has no column either."""
+    """With four ranks, the one without nodes has no column either."""
     store = _store(tmp_path / "parts", world_size, "empty-part")
     assert max(pool.run(_train, world_size, store, name)) < 1e-10
 
@@ -542,17 +542,17 @@ def _factors(rank: int, world_size: int, store: str) -> tuple[float, bool, int]:
     backend.bind(shard, Communicator(dist.new_group()))
     layer = distribute(GCNConv(5, 3), backend=backend)
     nodes = AllNodes(shard, backend.communicator)
-    found = []
+    results = []
     for weight in (None, shard.edge_weight):
         edges, value = GlobalGCNNorm(backend)(shard.adjacency, weight, shard.num_owned, dtype=torch.float64)
-        reader = EdgeReader(layer, "edge_weight", nodes.topology(edges, (layer, len(found))), "weights")
-        found.append((edges, value, EdgeTensors(nodes).factors(reader, edges, value)))
-    edges, value, factors = found[0]
+        reader = EdgeReader(layer, "edge_weight", nodes.topology(edges, (layer, len(results))), "weights")
+        results.append((edges, value, EdgeTensors(nodes).factors(reader, edges, value)))
+    edges, value, factors = results[0]
     assert factors is not None
-    own = edges.csr()
-    both = factors[nodes.positions[own.index.long()]] * factors[nodes.positions[own.row_index()]]
+    csr = edges.csr()
+    both = factors[nodes.positions[csr.index.long()]] * factors[nodes.positions[csr.row_index()]]
     worst = float((both.squeeze(1) - value).abs().max()) if value.numel() else 0.0
-    return worst, found[1][2] is None, factors.size(0)
+    return worst, results[1][2] is None, factors.size(0)
 
 
 @pytest.mark.parametrize("kind", ["power-law", "empty-part", "isolated"])
@@ -573,7 +573,7 @@ class Gated(MessagePassing):
         return out
 
     def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
-        """Of one edge."""
+        """The message of one edge."""
         return x_j * edge_attr
 
 
@@ -584,10 +584,10 @@ def _gated(rank: int, world_size: int, store: str, width: int) -> float:
     assert data.edge_weight is not None
     assert shard.edge_weight is not None
     expected = Gated()(data.x, data.edge_index, data.edge_weight[:, None].expand(-1, width))
-    found = distribute(Gated(), backend=backend)(
+    out = distribute(Gated(), backend=backend)(
         shard.x, shard.adjacency, shard.edge_weight[:, None].expand(-1, width).contiguous()
     )
-    return float((found - expected[shard.owned_id]).abs().max())
+    return float((out - expected[shard.owned_id]).abs().max())
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -631,10 +631,10 @@ def _evaluated(rank: int, world_size: int, store: str) -> list[int]:
     layer = distribute(GraphConv(5, 3).double(), backend=backend, savings=PLAIN)
     meter, weight, sent = backend.communicator.meter, shard.edge_weight, []
     assert weight is not None
-    for graded, given in ((False, weight), (False, weight), (True, weight), (False, 2 * weight), (True, weight)):
+    for graded, values in ((False, weight), (False, weight), (True, weight), (False, 2 * weight), (True, weight)):
         meter.reset()
         with torch.set_grad_enabled(graded):
-            layer(shard.x, shard.adjacency, given)
+            layer(shard.x, shard.adjacency, values)
         sent.append(meter.read().sent_bytes)
     return sent
 
@@ -653,8 +653,8 @@ def _single_precision(rank: int, world_size: int, store: str) -> float:
     expected = layer(data.x, data.edge_index, torch.ones(data.num_edges))
     assert shard.edge_weight is not None
     distribute(layer, backend=backend)
-    found = layer(shard.x, shard.adjacency, torch.ones_like(shard.edge_weight, dtype=torch.float32))
-    return float((found - expected[shard.owned_id]).abs().max())
+    out = layer(shard.x, shard.adjacency, torch.ones_like(shard.edge_weight, dtype=torch.float32))
+    return float((out - expected[shard.owned_id]).abs().max())
 
 
 def test_weights_in_single_precision_are_those_of_one_process(tmp_path: Path, pool: RankPool) -> None:
@@ -669,8 +669,8 @@ def _cached(rank: int, world_size: int, store: str) -> float:
     expected = copy.deepcopy(layer).eval()(data.x, data.edge_index)
     distribute(layer, backend=backend)
     layer.train()(shard.x, shard.adjacency)
-    found = layer.eval()(shard.x, shard.adjacency)
-    return float((found - expected[shard.owned_id]).abs().max())
+    out = layer.eval()(shard.x, shard.adjacency)
+    return float((out - expected[shard.owned_id]).abs().max())
 
 
 def test_a_layer_that_keeps_its_edges_runs_alike_in_training_and_evaluation(tmp_path: Path, pool: RankPool) -> None:

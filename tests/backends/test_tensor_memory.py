@@ -66,9 +66,9 @@ SMALL = 192 / 2**20  # GiB: what FiLMConv needs for one node's messages at a tim
 
 def test_files_hold_what_is_put_into_them(tmp_path: Path) -> None:
     overflow = Overflow(torch.device("cpu"), BUDGET, tmp_path)
-    found = overflow.empty((3000, 7), torch.float64)
-    found.copy_(torch.arange(21_000.0).view(3000, 7))
-    assert torch.equal(found.sum(1), torch.arange(21_000.0, dtype=torch.float64).view(3000, 7).sum(1))
+    memory = overflow.empty((3000, 7), torch.float64)
+    memory.copy_(torch.arange(21_000.0).view(3000, 7))
+    assert torch.equal(memory.sum(1), torch.arange(21_000.0, dtype=torch.float64).view(3000, 7).sum(1))
     assert overflow.empty((0, 3), torch.int32).shape == (0, 3)
     assert not list(tmp_path.iterdir())  # without a name, gone with the tensor
     missing = Overflow(torch.device("cpu"), BUDGET, tmp_path / "nowhere")
@@ -84,9 +84,9 @@ def test_a_plan_has_as_many_files_however_many_its_chunks(tmp_path: Path) -> Non
         overflow = Overflow(torch.device("cpu"), BUDGET, tmp_path, small=0)
         with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as files:
             plan = ChunkPlan(csr, (50, 50), num_chunks, overflow=overflow)
-            found = plan.queue(), plan.queue(target=True)
+            queues = plan.queue(), plan.queue(target=True)
         made.append(files.call_count)
-        for queue, fresh in zip(found, (False, True), strict=True):
+        for queue, fresh in zip(queues, (False, True), strict=True):
             expected = ChunkPlan(csr, (50, 50), num_chunks).queue(target=fresh)
             for ours, theirs in zip(queue, expected, strict=True):
                 for one, other in zip(ours[0], theirs[0], strict=True):
@@ -179,8 +179,8 @@ def _step(
     gc.collect()
     before = private_bytes()
     with at_most(LIMIT) if limited else contextlib.nullcontext():
-        found = distributed_step(model, shard, communicator)
-    return found, shard.owned_id.clone(), private_bytes() - before
+        step = distributed_step(model, shard, communicator)
+    return step, shard.owned_id.clone(), private_bytes() - before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
@@ -201,8 +201,8 @@ def test_a_graph_beyond_the_budget_trains_by_chunks(name: str, tmp_path: Path) -
     expected = reference_step(_model(name), data)
     with RankPool(2) as pool:  # processes with no memory of others' tests
         answers = [pool.run(_step, 2, *stores, name, *how) for how in ((BUDGET / 2**30, True), (None, False))]
-    for found, rows, _ in itertools.chain(*answers):
-        assert max(one.absolute for one in largest_differences(found, expected, rows).values()) < 1e-10
+    for step, rows, _ in itertools.chain(*answers):
+        assert max(one.absolute for one in largest_differences(step, expected, rows).values()) < 1e-10
     for _, _, grown in answers[1]:
         assert grown > LIMIT
 
@@ -246,8 +246,8 @@ def test_gradients_of_what_several_hops_read_are_added_up() -> None:
     first, second, third = repeated(x, 3)
     (first.exp() + second.square() + 3 * third.sin()).sum().backward()
     assert x.grad is not None
-    given = x.detach()
-    assert torch.allclose(x.grad, given.exp() + 2 * given + 3 * given.cos(), rtol=0, atol=1e-12)
+    values = x.detach()
+    assert torch.allclose(x.grad, values.exp() + 2 * values + 3 * values.cos(), rtol=0, atol=1e-12)
     assert repeated(x, 1) == (x,)
 
 
@@ -264,15 +264,15 @@ NARROW: dict[str, Callable[[], nn.Module]] = {
 
 
 def _narrow(rank: int, world_size: int, store: str, name: str) -> float:
-    """How far off a step ends where ranks wait for each other's gradient of every parameter, as in training."""
+    """Largest error of a step in which ranks wait for each other's gradient of every parameter, as in training."""
     data, _ = random_graph("power-law", num_classes=2)
     shard, backend = Shard.load(store, rank), TensorBackend(memory_gib=TINY)
     backend.bind(shard, Communicator(dist.new_group(), check_order=True))
     torch.manual_seed(0)
     plain = NARROW[name]().double()
     model = distribute(copy.deepcopy(plain), backend=backend)
-    found = distributed_step(model, shard, backend.communicator, static_graph=False)
-    return max(one.absolute for one in largest_differences(found, reference_step(plain, data), shard.owned_id).values())
+    step = distributed_step(model, shard, backend.communicator, static_graph=False)
+    return max(one.absolute for one in largest_differences(step, reference_step(plain, data), shard.owned_id).values())
 
 
 @pytest.mark.parametrize("name", list(NARROW))
@@ -326,8 +326,8 @@ def test_the_backward_pass_holds_nothing_that_has_travelled(what: str, tmp_path:
     layer = KeepsThings() if what == "rows" else GraphConv(5, 4)
     model, shard, _ = one_rank_in_little_memory(layer.double(), tmp_path)
     assert shard.edge_weight is not None
-    given = shard.x if what == "rows" else shard.edge_weight
-    leaf = given.clone().requires_grad_()
+    tensor = shard.x if what == "rows" else shard.edge_weight
+    leaf = tensor.clone().requires_grad_()
     computed = 2 * leaf
     arguments = (computed, shard.adjacency) if what == "rows" else (shard.x, shard.adjacency, computed)
     out, seen = model(*arguments), weakref.ref(computed)
@@ -353,10 +353,10 @@ def test_little_memory_is_several_chunks(layer: MessagePassing, memory_gib: floa
     """The comparisons in little memory compare chunks with one process, not one chunk."""
     model, shard, _ = one_rank_in_little_memory(layer.double(), tmp_path, memory_gib)
     made: list[int] = []
-    own = ChunkPlan.__init__
+    init = ChunkPlan.__init__
 
     def noted(self: ChunkPlan, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
+        init(self, *args, **kwargs)
         made.append(len(self.chunks))
 
     with mock.patch.object(ChunkPlan, "__init__", noted):

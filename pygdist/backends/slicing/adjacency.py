@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import ChunkBytes, ChunkPlan, plan_for
 from pygdist.backends.slicing.chunked_autograd import hop_in_chunks
 from pygdist.backends.slicing.chunked_hop import ChunkInput, ChunkRows
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.backends.slicing.sums import Rounds, aggregate_slices
 from pygdist.comm.slices import with_phantom_column
 from pygdist.graph import Adjacency
@@ -41,6 +41,7 @@ class SlicedEdges:
     Attributes:
         edges: In-edges of all ranks' rows.
         layout: The rows of each rank.
+        label: Names the hop in errors.
         weights_of_all: Turns the weights of this rank's edges into those of all ranks' edges, in a dtype.
         kept_weights_of_all: The same for weights that stay the same from pass to pass; ``None`` for others.
         factors_of_all: Finds a factor for each row such that weights are products of these, ``(N, 1)``, or ``None``.
@@ -51,6 +52,7 @@ class SlicedEdges:
 
     edges: Adjacency
     layout: SliceLayout
+    label: str
     weights_of_all: Callable[[Tensor, torch.dtype], Tensor]
     kept_weights_of_all: Callable[[Tensor, torch.dtype], Tensor | None] = lambda value, dtype: None
     factors_of_all: Callable[[Tensor], Tensor | None]
@@ -58,17 +60,17 @@ class SlicedEdges:
     splits: dict[int, tuple[Tensor, int, Tensor]] | None = None
     runs_in_one_chunk: Callable[[], None] = lambda: None
 
-    def split(self, x: Tensor, label: str) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Return this rank's columns of all ranks' rows; once for rows that several hops read."""
         if self.splits is None:
-            return self.layout.split(x, label)
+            return self.layout.split(x, self.label)
         if id(x) in self.splits:
             _, version, slices = self.splits[id(x)]
             needs_gradient = x.requires_grad and torch.is_grad_enabled()
             # rows split under no_grad carry no gradient back
             if version == version_of(x) and (slices.requires_grad or not needs_gradient):
                 return slices
-        slices = self.layout.split(x, label)
+        slices = self.layout.split(x, self.label)
         self.splits[id(x)] = x, version_of(x), slices
         return slices
 
@@ -78,14 +80,6 @@ class SlicedEdges:
             return False
         plain = value is None or (value.dim() == 1 and not value.requires_grad)
         return plain and x.dim() == 2 and _dtype_of(x, value) in (torch.float32, torch.float64)
-
-    def plan(self, x: Tensor, value: Tensor | None) -> ChunkPlan:
-        """Return the chunks of the edges by destination."""
-        return self._plan("forward", self.edges.csr, x, value)
-
-    def plan_back(self, grad: Tensor, value: Tensor | None) -> ChunkPlan:
-        """Return the chunks of the edges by source."""
-        return self._plan("backward", lambda: self.transposed().unpermuted(), grad, value)
 
     def transposed(self) -> CSR:
         """Return the edges by source; made once."""
@@ -104,7 +98,9 @@ class SlicedEdges:
             (), (value,), lambda: torch.index_select(value, 0, perm, out=overflow.empty(value.shape, value.dtype))
         )
 
-    def _plan(self, way: str, csr: Callable[[], CSR], x: Tensor, value: Tensor | None) -> ChunkPlan:
+    def plan(self, x: Tensor, value: Tensor | None, *, back: bool = False) -> ChunkPlan:
+        """Return the chunks of the edges by destination, or by source if ``back``."""
+        way, csr = ("backward", lambda: self.transposed().unpermuted()) if back else ("forward", self.edges.csr)
         layout, (_, width) = self.layout, x.shape
         if layout.overflow is None:
             values = layout.num_rows * width // len(layout.counts)
@@ -120,20 +116,19 @@ class SlicedAdjacency(Adjacency):
     """This rank's edges, over which a layer aggregates slices of all ranks' rows."""
 
     _sliced: SlicedEdges
-    _label: str
 
     @classmethod
-    def over(cls, adjacency: Adjacency, sliced: SlicedEdges, label: str) -> SlicedAdjacency:
-        """Return the same edges and weights; ``label`` names the hop in errors."""
+    def over(cls, adjacency: Adjacency, sliced: SlicedEdges) -> SlicedAdjacency:
+        """Return the same edges and weights."""
         out = cls.from_csr(adjacency.csr(), adjacency.value)
         assert isinstance(out, SlicedAdjacency)
-        out._origin, out._sliced, out._label = adjacency.origin, sliced, label
+        out._origin, out._sliced = adjacency.origin, sliced
         return out
 
     @override
     def with_value(self, value: Tensor | None) -> SlicedAdjacency:
         """Return the same edges with other weights."""
-        return SlicedAdjacency.over(self.origin.with_value(value), self._sliced, self._label)
+        return SlicedAdjacency.over(self.origin.with_value(value), self._sliced)
 
     @override
     def matmul(
@@ -147,15 +142,15 @@ class SlicedAdjacency(Adjacency):
         """Aggregate; ``other`` and the result hold the rows of this rank alone."""
         sliced, value = self._sliced, self.value if input_value is None else input_value
         if reduce not in ("max", "min") and sliced.sums(other, value):
-            return sum_of_slices(other, sliced, label=self._label, value=value, mean=reduce == "mean")
+            return sum_of_slices(other, sliced, value=value, mean=reduce == "mean")
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
         rows = other if dim == 0 else other.movedim(dim, 0)  # rows that are split once are known by object
         if sliced.layout.overflow is not None:
             return self._in_chunks(rows, reduce, value).movedim(0, dim)
         sliced.runs_in_one_chunk()
         edges = sliced.edges.with_value(None if value is None else sliced.weights_of_all(value, value.dtype))
-        out = _product(edges, sliced.split(rows, self._label), reduce)
-        return sliced.layout.gather(out, other.size(-1), self._label).movedim(0, dim)
+        out = _product(edges, sliced.split(rows), reduce)
+        return sliced.layout.gather(out, other.size(-1), sliced.label).movedim(0, dim)
 
     def _in_chunks(self, rows: Tensor, reduce: Reduce, value: Tensor | None) -> Tensor:
         """Aggregate chunk by chunk, within the budget."""
@@ -172,7 +167,7 @@ class SlicedAdjacency(Adjacency):
             weights = sliced.kept_weights_of_all(value, value.dtype)
             travels = ChunkInput(rows=value, name="edge weights", way="share")
             inputs.append(travels if weights is None else ChunkInput(rows=weights))
-        (out,) = hop_in_chunks(compute, inputs, sliced.edges, sliced.layout, label=self._label, width=width)
+        (out,) = hop_in_chunks(compute, inputs, sliced.edges, sliced.layout, label=sliced.label, width=width)
         return out
 
 
@@ -186,7 +181,6 @@ def sum_of_slices(
     x: Tensor,
     sliced: SlicedEdges,
     *,
-    label: str,
     value: Tensor | None = None,
     mean: bool = False,
     rounds: int = 1,
@@ -197,7 +191,6 @@ def sum_of_slices(
     Args:
         x: This rank's rows.
         sliced: The edges.
-        label: Names the hop in errors.
         value: Weights of this rank's edges, which need no gradient.
         mean: Divide by the number of in-edges.
         rounds: Number of hops.
@@ -218,7 +211,7 @@ def sum_of_slices(
         after = shares if factors is None else factors * shares.to(factors.device)
     numbers = None if own_factors is None else own_factors.tolist()
     hops = Rounds(number=rounds, before=factors, after=after, own_factors=numbers)
-    out: Tensor = _SlicedSum.apply(x, own_factors, sliced, weights, hops, label)  # type: ignore[no-untyped-call]
+    out: Tensor = _SlicedSum.apply(x, own_factors, sliced, weights, hops)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -232,15 +225,9 @@ class _SlicedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        own_factors: Tensor | None,
-        sliced: SlicedEdges,
-        weights: Tensor | None,
-        hops: Rounds,
-        label: str,
+        ctx: Any, x: Tensor, own_factors: Tensor | None, sliced: SlicedEdges, weights: Tensor | None, hops: Rounds
     ) -> Tensor:
-        ctx.sliced, ctx.weights, ctx.hops, ctx.label, ctx.own_factors = sliced, weights, hops, label, own_factors
+        ctx.sliced, ctx.weights, ctx.hops, ctx.own_factors = sliced, weights, hops, own_factors
         ctx.rows = list[Tensor]()  # before each hop, if the gradient of ``own_factors`` needs them
         overflow = sliced.layout.overflow
 
@@ -252,7 +239,7 @@ class _SlicedSum(torch.autograd.Function):
             hops = replace(hops, visit=keep)
         x, plan = x.detach().contiguous(), sliced.plan(x, weights)
         value = None if weights is None else weights.unsqueeze(1)
-        return aggregate_slices(x, plan, sliced.layout, hops, label=f"{label}, forward", value=value)
+        return aggregate_slices(x, plan, sliced.layout, hops, label=f"{sliced.label}, forward", value=value)
 
     @staticmethod
     @once_differentiable
@@ -266,10 +253,10 @@ class _SlicedSum(torch.autograd.Function):
 
         if rows_before:
             hops = replace(hops, visit=compare)
-        grad, plan = grad.contiguous(), sliced.plan_back(grad, weights)
+        grad, plan = grad.contiguous(), sliced.plan(grad, weights, back=True)
         value = None if weights is None else sliced.weights_back(weights).unsqueeze(1)
-        grad_x = aggregate_slices(grad, plan, sliced.layout, hops, label=f"{ctx.label}, backward", value=value)
-        return grad_x, grad_own_factors, None, None, None, None
+        grad_x = aggregate_slices(grad, plan, sliced.layout, hops, label=f"{sliced.label}, backward", value=value)
+        return grad_x, grad_own_factors, None, None, None
 
 
 def _dtype_of(x: Tensor, value: Tensor | None) -> torch.dtype:

@@ -24,12 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.fetching.fetcher import HopRows
-from pygdist.backends.slicing.all_nodes import AllNodes, Topology
+from pygdist.backends.slicing.all_nodes import AllNodes, SliceLayout, Topology
 from pygdist.backends.slicing.chunked_autograd import ChunkCost, hop_in_chunks
 from pygdist.backends.slicing.chunked_hop import ChunkInput, ChunkRows
 from pygdist.backends.slicing.columns import ArgumentKind, Columns, advice, read_ends
 from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm.slices import share_rows, split_columns, with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency

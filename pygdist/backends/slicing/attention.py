@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pygdist.backends.slicing.all_nodes import AllNodes, Topology
+from pygdist.backends.slicing.all_nodes import AllNodes, SliceLayout, Topology
 from pygdist.backends.slicing.chunked_autograd import ChunkCost, hop_in_chunks, repeated
 from pygdist.backends.slicing.chunked_hop import ChunkFunction, ChunkInput, ChunkRows
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Communicator
 from pygdist.comm.slices import share_rows, split_and_share, with_phantom_column
 from pygdist.graph import Adjacency
@@ -114,20 +113,7 @@ def weights_of_scores(
 def sum_of_values(
     rows: Tensor, weights: Tensor, edges: Adjacency, layout: SliceLayout, *, width: int, label: str, rounds: int = 1
 ) -> Tensor:
-    r"""Sum values over in-edges ``rounds`` times, each rank some of the channels.
-
-    Args:
-        rows: This rank's channels of all ranks' rows, :math:`(N, H, c)`.
-        weights: Weights of all ranks' edges, :math:`(E, H)`.
-        edges: These edges.
-        layout: The rows of each rank.
-        width: Number of channels of all ranks together.
-        label: Names the hop in errors.
-        rounds: Number of hops.
-
-    Returns:
-        All channels of this rank's rows, :math:`(n, H, C)`.
-    """
+    """Sum this rank's channels of all rows ``rounds`` times over in-edges; return all channels of its own rows."""
     for _ in range(rounds):
         rows = spmm(edges.csr(), rows, weights, transposed=edges.transposed)
     return layout.gather(rows, width, label)

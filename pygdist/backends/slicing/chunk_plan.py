@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pygdist.backends.slicing.layout import AHEAD, SliceLayout
+from pygdist.backends.slicing.all_nodes import AHEAD, SliceLayout
 from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.kernels import CSR
@@ -153,7 +153,7 @@ class ChunkPlan:
 
         Args:
             source: Chunks read the sources of their edges.
-            target: Chunks read their destinations.
+            target: Chunks read their destinations. Without ``source`` these are the rows of their results.
             most_rows: Most rows of a rank in a piece.
         """
         if len(self.chunks) == 1:
@@ -168,10 +168,6 @@ class ChunkPlan:
     def edge_queue(self, *, most_rows: int | None = None) -> Queue:
         """Return for each chunk its edges, which no other chunk reads."""
         return tuple(_pieces([self.edges_of(span) for span in chunk.spans], most_rows) for chunk in self.chunks)
-
-    def result_queue(self, *, most_rows: int | None = None) -> Queue:
-        """Return for each chunk its destinations, whose results it makes."""
-        return self.queue(source=False, target=True, most_rows=most_rows)
 
     def _find_unread(self, target: bool) -> list[list[Tensor]]:
         """Return for each chunk and rank the rows that no chunk before it reads."""

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Chunk, ChunkBytes, length_of, plan_for
 from pygdist.backends.slicing.chunked_hop import ChunkedRun, ChunkFunction, ChunkInput, ChunkRows, rows_of
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.backends.slicing.pipeline import GatherPipeline, SplitPipeline
+from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 
@@ -93,8 +94,8 @@ def hop_in_chunks(
         cost: Memory that a chunk takes beside its inputs.
 
     Returns:
-        The result, :math:`(n, *, C)`, or :math:`(N, *, c)` without ``width``; then the rows that
-        arrived of each input that is ``returned``.
+        The result, :math:`(n, *, C)`, or :math:`(N, *, c)` without ``width``; then, for each input that is
+        ``returned``, the rows that arrived.
 
     Raises:
         InputError: If the hop needs all edges at once and these do not fit; on every rank.
@@ -153,7 +154,7 @@ class _ChunkedHop(torch.autograd.Function):
         results = _Results(run)
         for number, chunk in enumerate(run.plan.chunks):
             sources.wait_for(number + 1)
-            with run.recorded(number):
+            with recorded(run.layout.communicator.recorder, "aggregate", f"chunk {number}"):
                 of_chunk = run.rows(chunk, rows)
                 # the first chunk's autograd graph tells which other tensors the result depends on
                 with torch.set_grad_enabled(graded and number == 0):
@@ -171,7 +172,7 @@ class _ChunkedHop(torch.autograd.Function):
         of_leaves: list[Tensor | None] = [None] * len(run.leaves)
         kind, dtype, enabled = ctx.autocast
         for number, chunk, of_result in _gradients_of_results(run, grad):
-            with run.recorded(number):
+            with recorded(run.layout.communicator.recorder, "aggregate", f"chunk {number}"):
                 of_chunk = run.rows(chunk, rows)
                 graded = gradients.require(of_chunk)
                 with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
@@ -220,7 +221,7 @@ class _Results:
             return layout.memory.empty((run.plan.num_rows, *first.shape[1:]), first.dtype)
         shape = (layout.counts[layout.rank], *first.shape[1:-1], run.width)
         out = torch.empty(shape, dtype=first.dtype, device=run.device)
-        self._gather = GatherPipeline([run.result(out, run.plan.result_queue())], layout)
+        self._gather = GatherPipeline([run.result(out, run.plan.queue(source=False, target=True))], layout)
         return out
 
     def finish(self) -> Tensor:
@@ -237,7 +238,8 @@ def _gradients_of_results(run: ChunkedRun, grad: Tensor) -> Iterator[tuple[int, 
     if run.width is not None:
         rows = layout.memory.empty((plan.num_rows, *grad.shape[1:-1], layout.held(run.width)), grad.dtype)
         row_bytes = math.prod(grad.shape[1:]) * grad.element_size()
-        queue = plan.result_queue(most_rows=layout.memory.rows_at_a_time(row_bytes))
+        most_rows = layout.memory.rows_at_a_time(row_bytes)
+        queue = plan.queue(source=False, target=True, most_rows=most_rows)
         sources = SplitPipeline([run.result(grad, queue[::-1], rows)], layout, what="backward of gather")
         if not layout.overlap:
             sources.wait_for(len(plan.chunks))

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Chunk, ChunkPlan, Queue, length_of
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.backends.slicing.pipeline import Shipment
-from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.reads import leaves_of
@@ -143,10 +141,6 @@ class ChunkedRun:
         spans = [self.plan.edges_of(span) if end == "edge" else span for span in self.plan.joined(chunk)]
         for span, rows in zip(spans, part.split([length_of(span) for span in spans]), strict=True):
             total[span] += rows
-
-    def recorded(self, number: int) -> AbstractContextManager[None]:
-        """Note the time that a chunk takes."""
-        return recorded(self.layout.communicator.recorder, "aggregate", f"chunk {number}")
 
     # -- shipments: the tensors that travel ---------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def columns_of_hops(layer: MessagePassing) -> HopColumns:
         _WHOLE.of_layer.pop(layer, None)
     hops = _HOPS.of(layer)
     if isinstance(hops, str):
-        raise InputError(hops)
+        raise InputError(f"{hops}; {advice()}")
     return hops
 
 
@@ -120,7 +120,7 @@ def _find_hops(layer: MessagePassing) -> HopColumns | str:
             try:
                 hops, ran = _watch_all(layer, arguments, hops), True
             except _RefusedError as error:
-                return f"{error}; {advice()}"
+                return str(error)
             except Exception as error:  # whatever a layer raises for arguments that do not fit
                 _log_error(layer, f"with {', '.join(arguments)}", error)
                 failure = failure or str(error).split("\n")[0] or type(error).__name__  # with the most arguments

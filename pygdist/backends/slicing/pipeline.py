@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Piece, Positions, Queue, length_of
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Transfer, describe_rows
 from pygdist.comm.recorder import recorded
 

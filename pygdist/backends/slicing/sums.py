@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Chunk, ChunkPlan, length_of
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.backends.slicing.pipeline import GatherPipeline, Shipment, SplitPipeline
 from pygdist.comm.recorder import Recorder, recorded
 from pygdist.kernels import CSR
@@ -82,7 +82,7 @@ def aggregate_slices(
     queue = plan.queue(target=rounds.own_factors is not None, most_rows=most_rows)
     ship = partial(Shipment, columns=columns, start=own_rows.start, label=label)
     sources = SplitPipeline([ship(owned=x, rows=rows, queue=queue)], layout)
-    results = GatherPipeline([ship(owned=out, queue=plan.result_queue())], layout)
+    results = GatherPipeline([ship(owned=out, queue=plan.queue(source=False, target=True))], layout)
     if not layout.overlap:
         sources.wait_for(len(plan.chunks))
     between, last = rounds.between, rounds.number - 1

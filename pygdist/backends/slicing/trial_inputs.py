@@ -17,9 +17,7 @@ from pygdist.hops.layer import CACHES, own_class
 
 __all__ = ["ANY_WIDTH", "guesses", "likely_widths", "plain_copy", "propagates", "sizes_of"]
 
-ANY_WIDTH = 7
-"""Width of rows for a layer that takes any."""
-
+ANY_WIDTH = 7  # of rows, for a layer that takes any
 _NODES, _EDGES = 6, 17  # at least so many
 
 

@@ -26,7 +26,7 @@ STEP = 1e-5
 
 
 class Found(NamedTuple):
-    """What a rank saw of a model whose columns are all alike."""
+    """Measurements of one rank, of a model whose columns are all alike."""
 
     spread: float
     spread_where_ranks_drop_apart: float
@@ -83,10 +83,10 @@ def _run(
         with torch.no_grad():
             for one, way in zip(parameters, along, strict=True):
                 one += by * way
-            found = float(run(3).pow(2).sum())
+            loss = float(run(3).pow(2).sum())
             for one, way in zip(parameters, along, strict=True):
                 one -= by * way
-        return found
+        return loss
 
     slope = (moved(STEP) - moved(-STEP)) / (2 * STEP)
     with torch.no_grad():
@@ -122,22 +122,22 @@ def _store(folder: Path, world_size: int, graph: str = "power-law") -> str:
 @pytest.mark.parametrize("graph", ["power-law", "empty-part"])
 def test_ranks_drop_alike(graph: str, kind: str, tmp_path: Path, pool: RankPool) -> None:
     """All columns of a row are equal where the weights of its edges are, which four columns on three ranks tell."""
-    found = pool.run(_run, 3, _store(tmp_path / "parts", 3, graph), kind)
-    assert max(one.spread for one in found) < 1e-12
-    assert max(one.spread_where_ranks_drop_apart for one in found) > 0.01
-    assert sorted(one.dropped for one in found)[0 if graph == "power-law" else 1] > 0.01
-    assert max(one.again for one in found) == 0
-    slope, along = sum(one.slope for one in found), sum(one.grad_along for one in found)
+    ranks = pool.run(_run, 3, _store(tmp_path / "parts", 3, graph), kind)
+    assert max(one.spread for one in ranks) < 1e-12
+    assert max(one.spread_where_ranks_drop_apart for one in ranks) > 0.01
+    assert sorted(one.dropped for one in ranks)[0 if graph == "power-law" else 1] > 0.01
+    assert max(one.again for one in ranks) == 0
+    slope, along = sum(one.slope for one in ranks), sum(one.grad_along for one in ranks)
     assert abs(slope - along) < 1e-6 * abs(slope)
-    assert {one.calls for one in found} == {4}
+    assert {one.calls for one in ranks} == {4}
 
 
 @pytest.mark.parametrize("kind", ["coupled", "decoupled"])
 def test_chunks_drop_too(kind: str, tmp_path: Path, pool: RankPool) -> None:
-    found = pool.run(_run, 3, _store(tmp_path / "parts", 3), kind, False, 24 / 2**20)
-    assert max(one.spread for one in found) < 1e-12
-    assert min(one.dropped for one in found) > 0.01
-    slope, along = sum(one.slope for one in found), sum(one.grad_along for one in found)
+    ranks = pool.run(_run, 3, _store(tmp_path / "parts", 3), kind, False, 24 / 2**20)
+    assert max(one.spread for one in ranks) < 1e-12
+    assert min(one.dropped for one in ranks) > 0.01
+    slope, along = sum(one.slope for one in ranks), sum(one.grad_along for one in ranks)
     assert abs(slope - along) < 1e-6 * abs(slope)
 
 

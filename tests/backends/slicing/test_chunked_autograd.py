@@ -38,7 +38,7 @@ class Messages(MessagePassing):
         return out
 
     def message(self, x_i: Tensor, x_j: Tensor, edge_weight: Tensor) -> Tensor:
-        """Of one edge."""
+        """The message of one edge."""
         return (edge_weight[:, None] * x_j).tanh() * x_i.sigmoid()
 
 
@@ -73,13 +73,13 @@ def test_an_edge_is_in_the_queue_of_the_chunk_that_reads_it() -> None:
     plan = ChunkPlan(csr, (11, 0, 17), CHUNKS)
     edges: list[int] = []
     for chunk, pieces in zip(plan.chunks, plan.edge_queue(most_rows=5), strict=True):
-        found = [edge for piece in pieces for part in piece if isinstance(part, slice)
+        read = [edge for piece in pieces for part in piece if isinstance(part, slice)
                  for edge in range(part.start, part.stop)]  # fmt: skip
         assert all(length_of(part) <= 5 for piece in pieces for part in piece)
-        assert sorted(found) == [
+        assert sorted(read) == [
             edge for span in chunk.spans for edge in range(plan.edges_of(span).start, plan.edges_of(span).stop)
         ]
-        edges += found
+        edges += read
     assert sorted(edges) == list(range(60))
 
 
@@ -112,7 +112,7 @@ def _model(name: str) -> nn.Module:
 
 
 class Found(NamedTuple):
-    """What a rank did in the forward and in the backward pass, what it sent, and what it got."""
+    """Events of a rank in the forward and in the backward pass, its traffic, and its results."""
 
     forward: list[str]
     backward: list[str]
@@ -170,21 +170,21 @@ def test_a_chunk_is_computed_while_the_next_and_the_last_travel(
     ways = {"forward": ("split", "gather", 1), "backward": ("backward of gather", "backward of split", -1)}
     for rank in pool.run(_pass, 2, store(2), name, CHUNKS, overlap):
         for way, (comes, goes, step) in ways.items():
-            found = getattr(rank, way)
-            computed = [place for place, said in enumerate(found) if said.startswith("computes")]
-            assert [found[place] for place in computed] == [f"computes chunk {n}" for n in range(CHUNKS)][::step]
+            events = getattr(rank, way)
+            computed = [place for place, said in enumerate(events) if said.startswith("computes")]
+            assert [events[place] for place in computed] == [f"computes chunk {n}" for n in range(CHUNKS)][::step]
             for turn, place in enumerate(computed):
-                arrives = [said for said in found if said.endswith(f"{comes} {turn}") and said.startswith("has")]
+                arrives = [said for said in events if said.endswith(f"{comes} {turn}") and said.startswith("has")]
                 assert arrives
-                assert all(found.index(one) < place for one in arrives)
+                assert all(events.index(one) < place for one in arrives)
                 neighbours = [
-                    said for said in found if said.startswith("has")
+                    said for said in events if said.startswith("has")
                     and said.endswith((f"{comes} {turn + 1}", f"{goes} {turn - 1}"))
                 ]  # fmt: skip
                 assert len(neighbours) >= (turn > 0) + (turn < CHUNKS - 1)
                 for one in neighbours:
-                    begins = found.index(one.replace("has", "begins"))
-                    assert (begins < place < found.index(one)) == overlap, one
+                    begins = events.index(one.replace("has", "begins"))
+                    assert (begins < place < events.index(one)) == overlap, one
 
 
 @pytest.mark.parametrize("name", list(HOPS))
@@ -198,17 +198,15 @@ def test_hops_by_chunks_equal_one_process_and_send_as_much_as_at_once(
     folder, traffic = store(3), []
     for num_chunks in (1, CHUNKS):
         ranks = pool.run(_pass, 3, folder, name, num_chunks, True)
-        traffic.append([(found.sent_bytes, found.calls) for found in ranks])
+        traffic.append([(rank.sent_bytes, rank.calls) for rank in ranks])
         assert x.grad is not None
-        for found in ranks:
-            assert torch.allclose(found.out, expected[found.owned_id], rtol=0, atol=1e-10)
-            assert torch.allclose(found.of_x, x.grad[found.owned_id], rtol=0, atol=1e-10)
-        of_edges = (
-            torch.cat([found.of_edges for found in ranks]).sort().values
-        )  # each rank has its own in its own order
+        for rank in ranks:
+            assert torch.allclose(rank.out, expected[rank.owned_id], rtol=0, atol=1e-10)
+            assert torch.allclose(rank.of_x, x.grad[rank.owned_id], rtol=0, atol=1e-10)
+        of_edges = torch.cat([rank.of_edges for rank in ranks]).sort().values  # each rank has its own in its own order
         pairs = [
             (of_edges, _flat(value.grad for value in values.values()).sort().values),
-            (sum(found.of_parameters for found in ranks), _flat(one.grad for one in plain.parameters())),
+            (sum(rank.of_parameters for rank in ranks), _flat(one.grad for one in plain.parameters())),
         ]
         for ours, theirs in pairs:
             assert torch.allclose(torch.as_tensor(ours), theirs, rtol=0, atol=1e-10)

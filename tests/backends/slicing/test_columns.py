@@ -1,4 +1,4 @@
-"""Which layers the trial of ``tensor`` lets through: not by what they happen to be when it is made."""
+"""The trial of ``tensor`` judges layers by what they may become, not by the numbers that they hold when it runs."""
 
 from __future__ import annotations
 
@@ -344,9 +344,9 @@ class Relations(Hop):
 
 @pytest.mark.parametrize(("relations", "loops"), [(2, False), (6, False), (17, False), (23, True)])
 def test_what_has_as_many_rows_as_a_trial_has_nodes_or_edges_is_not_taken_for_them(relations: int, loops: bool) -> None:
-    (found,) = columns_of_hops(Relations(relations=relations, loops=loops)).values()
-    assert found.kinds == {"x": "columns", "edge_type": "edges", "strength": "same"}
-    assert not found.needs_all_edges
+    (columns,) = columns_of_hops(Relations(relations=relations, loops=loops)).values()
+    assert columns.kinds == {"x": "columns", "edge_type": "edges", "strength": "same"}
+    assert not columns.needs_all_edges
 
 
 # -- what cannot be tried ----------------------------------------------------------------------------------------------
@@ -430,8 +430,8 @@ class EdgeDropout(Hop):
     dropout: float
 
     def message(self, x_j: Tensor) -> Tensor:
-        kept = functional.dropout(x_j.new_ones(x_j.size(0), 1), self.dropout, self.training)
-        return kept * x_j
+        mask = functional.dropout(x_j.new_ones(x_j.size(0), 1), self.dropout, self.training)
+        return mask * x_j
 
 
 class RowDropout(Hop):

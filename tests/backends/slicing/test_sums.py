@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.backends.slicing.adjacency import SlicedEdges, sum_of_slices
+from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import ChunkPlan
-from pygdist.backends.slicing.layout import SliceLayout
 from pygdist.comm import Communicator, Recorder
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
@@ -70,6 +70,7 @@ def test_a_number_of_chunks_does_not_lift_the_limit_of_memory(budget: int, asked
     sliced = SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)),
         layout=SliceLayout(communicator=Communicator(), counts=COUNTS, overflow=Overflow(torch.device("cpu"), budget)),
+        label="test",
         num_chunks=asked,
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
@@ -89,27 +90,28 @@ def _sum(
     sliced = SlicedEdges(
         edges=adjacency,
         layout=SliceLayout(communicator=communicator, counts=COUNTS),
+        label="test",
         num_chunks=num_chunks,
         weights_of_all=lambda value, _: value,
         factors_of_all=lambda _: None,
     )
     whole = x.clone().requires_grad_()
-    own = x.split(list(COUNTS))[rank].clone().requires_grad_()
+    rows = x.split(list(COUNTS))[rank].clone().requires_grad_()
     matrix = dense if value is None else torch.zeros_like(dense).index_put(
         (csr.row_index().long(), csr.index.long()), value, accumulate=True
     )  # fmt: skip
     if mean:
         matrix = matrix / dense.sum(1, keepdim=True).clamp(min=1)
     expected = torch.linalg.matrix_power(matrix, rounds) @ whole
-    out = sum_of_slices(own, sliced, label="test", value=value, mean=mean, rounds=rounds)
+    out = sum_of_slices(rows, sliced, value=value, mean=mean, rounds=rounds)
     factor = torch.randn(28, width, generator=generator, dtype=torch.float64)
     (expected * factor).sum().backward()
     communicator.meter.reset()
     (out * factor.split(list(COUNTS))[rank]).sum().backward()
     assert whole.grad is not None
-    assert own.grad is not None
+    assert rows.grad is not None
     differences = [
-        (out - expected.split(list(COUNTS))[rank]).abs(), (own.grad - whole.grad.split(list(COUNTS))[rank]).abs()
+        (out - expected.split(list(COUNTS))[rank]).abs(), (rows.grad - whole.grad.split(list(COUNTS))[rank]).abs()
     ]  # fmt: skip
     meter = communicator.meter.read()
     return max(float(one.max()) if one.numel() else 0.0 for one in differences), meter.sent_bytes, meter.calls
@@ -121,10 +123,10 @@ def _sum(
 def test_sums_are_those_of_one_process(rounds: int, mean: bool, weighted: bool, pool: RankPool) -> None:
     sent = set()
     for num_chunks in (1, 4):
-        found = pool.run(_sum, 3, num_chunks, 5, rounds, mean, weighted)
-        assert max(difference for difference, _, _ in found) < 1e-10
-        sent.add(tuple(num_bytes for _, num_bytes, _ in found))
-        assert {calls for _, _, calls in found} == {2}  # one way there and one back
+        ranks = pool.run(_sum, 3, num_chunks, 5, rounds, mean, weighted)
+        assert max(difference for difference, _, _ in ranks) < 1e-10
+        sent.add(tuple(num_bytes for _, num_bytes, _ in ranks))
+        assert {calls for _, _, calls in ranks} == {2}  # one way there and one back
     assert len(sent) == 1  # no row travels twice
 
 
@@ -165,6 +167,7 @@ def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] =
     return SlicedEdges(
         edges=Adjacency.from_csr(CSR(csr.indptr, csr.index, 28)), num_chunks=CHUNKS,
         layout=SliceLayout(communicator=communicator, counts=counts, overlap=overlap),
+        label="test",
         weights_of_all=lambda value, _: value, factors_of_all=lambda _: None,
     )  # fmt: skip
 
@@ -172,7 +175,7 @@ def _sliced(communicator: Communicator, overlap: bool, counts: tuple[int, ...] =
 def _order(rank: int, world_size: int, overlap: bool) -> list[str]:
     communicator = Communicator(dist.new_group())
     with noted(communicator) as found:
-        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap))
     return found
 
 
@@ -180,20 +183,20 @@ def _order(rank: int, world_size: int, overlap: bool) -> list[str]:
 def test_a_chunk_is_summed_between_the_sources_of_the_next_and_the_sums_of_the_last(
     overlap: bool, pool: RankPool
 ) -> None:
-    for found in pool.run(_order, 3, overlap):
-        sums = [number for number, said in enumerate(found) if said.startswith("computes")]
+    for events in pool.run(_order, 3, overlap):
+        sums = [number for number, said in enumerate(events) if said.startswith("computes")]
         assert len(sums) == 3 * CHUNKS  # of every rank's rows
         for chunk in range(CHUNKS):
             first, last = sums[3 * chunk], sums[3 * chunk + 2]
-            assert found.index(f"has split {chunk}") < first
+            assert events.index(f"has split {chunk}") < first
             neighbours = [f"split {chunk + 1}"] * (chunk < CHUNKS - 1) + [f"gather {chunk - 1}"] * (chunk > 0)
             for one in neighbours:
-                under_way = found.index(f"begins {one}") < first and last < found.index(f"has {one}")
+                under_way = events.index(f"begins {one}") < first and last < events.index(f"has {one}")
                 assert under_way == overlap, one
 
 
 def _travels(rank: int, world_size: int, overlap: bool) -> tuple[bool, bool]:
-    """Whether sources, and sums of the chunk before, arrived after the sums of a chunk were begun."""
+    """Tell if sources, and if sums of the chunk before, arrived after the sums of a chunk had begun."""
     communicator = Communicator(dist.new_group())
     communicator.recorder = recorder = Recorder()
 
@@ -202,7 +205,7 @@ def _travels(rank: int, world_size: int, overlap: bool) -> tuple[bool, bool]:
         spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.slicing.sums.spmm_into", late):
-        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap), label="test")
+        sum_of_slices(torch.randn(COUNTS[rank], 300), _sliced(communicator, overlap))
     began = [span.start for span in recorder.spans if span.kind == "aggregate"][::3]
     ends = {
         f"{what} {chunk}": max(
@@ -224,10 +227,10 @@ def test_rows_travel_while_others_are_summed(overlap: bool, pool: RankPool) -> N
 
 
 def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
-    """Whether sums are the same after a pass that failed, and how long they took."""
+    """Tell if sums are the same after a pass that failed, and how many seconds they took."""
     communicator = Communicator(dist.new_group(), timeout_s=20)
     x, sliced, calls = torch.randn((11, 17)[rank], 300), _sliced(communicator, True, (11, 17)), iter(range(1000))
-    expected = sum_of_slices(x, sliced, label="test")
+    expected = sum_of_slices(x, sliced)
 
     def failing(*arguments: Any, **options: Any) -> None:
         if next(calls) == turn:
@@ -235,10 +238,10 @@ def _again(rank: int, world_size: int, turn: int) -> tuple[bool, float]:
         spmm_into(*arguments, **options)
 
     with mock.patch("pygdist.backends.slicing.sums.spmm_into", failing), pytest.raises(ValueError, match="no memory"):
-        sum_of_slices(x, sliced, label="test")
+        sum_of_slices(x, sliced)
     start = time.monotonic()
-    found = sum_of_slices(x, sliced, label="test")
-    return torch.equal(found, expected), time.monotonic() - start
+    again = sum_of_slices(x, sliced)
+    return torch.equal(again, expected), time.monotonic() - start
 
 
 @pytest.mark.parametrize("turn", [0, 1, 4])
