@@ -16,7 +16,7 @@ from pygdist.graph.sources.load import load_graph, register_generator
 from pygdist.graph.sources.npy import load_npy, save_npy
 from pygdist.graph.sources.prepare import fingerprint, prepare
 from pygdist.graph.sources.whole import WholeGraph
-from pygdist.graph.store.partitioned import (
+from pygdist.graph.store.meta import (
     build_store,
     check_part,
     open_part,
