@@ -251,7 +251,7 @@ class Adjacency(EdgeIndex):
             others: Rows of the destinations, or parameters.
 
         Shapes:
-            Each of ``parts`` is :math:`(n_{src}, H, C)`, the result of ``score`` :math:`(E, H)`, the result
+            Each of ``parts`` is :math:`(n_{src}, H, C)`, the result of ``score`` :math:`(E, H)`, the output
             :math:`(n_{dst}, H, C)`.
         """
         scores = score(self._csr, parts[0], *others, transposed=self.transposed)

@@ -111,14 +111,18 @@ def _check_edges(data: Data, num_nodes: int) -> None:
     if edge_index.dtype.is_floating_point or edge_index.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise InputError(f"edge_index: {edge_index.dtype}, expected integers (torch.int64)")
     for start, block in rows_of(edge_index.t()):
-        wrong = ((block < 0) | (block >= num_nodes)).any(dim=1).nonzero()
-        if len(wrong):
-            edge = int(wrong[0])
+        if (edge := _first(((block < 0) | (block >= num_nodes)).any(dim=1))) is not None:
             source, target = block[edge].tolist()
             raise InputError(
                 f"edge_index: edge {start + edge} goes from {source} to {target}, but the graph has nodes 0 to "
                 f"{num_nodes - 1} (the rows of x); number the nodes from 0 or add the missing rows"
             )
+
+
+def _first(wrong: Tensor) -> int | None:
+    """Return the position of the first true entry; ``None`` if there is none."""
+    positions = wrong.nonzero()
+    return int(positions[0]) if len(positions) else None
 
 
 def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[str], None]) -> None:
@@ -171,24 +175,17 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
         _check_label_matrix(y, num_classes)
         return
     y = y.reshape(-1)
-    if y.dtype.is_floating_point:
-        wrong = (torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y)))).nonzero()
-        if len(wrong):
-            node = int(wrong[0])
-            raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
-    low = torch.nan_to_num(y, nan=-1.0) if y.dtype.is_floating_point else y.to(torch.int64)
-    wrong = (low < -1).nonzero()
-    if len(wrong):
-        node = int(wrong[0])
+    floats = y.dtype.is_floating_point
+    if floats and (node := _first(torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y))))) is not None:
+        raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
+    low = torch.nan_to_num(y, nan=-1.0) if floats else y.to(torch.int64)
+    if (node := _first(low < -1)) is not None:
         raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
-    if num_classes is not None:
-        wrong = (low >= num_classes).nonzero()
-        if len(wrong):
-            node = int(wrong[0])
-            raise InputError(
-                f"y: {len(wrong)} labels out of range, the first is {int(low[node])} at node {node}, but num_classes"
-                f" is {num_classes} (labels 0 to {num_classes - 1}); correct the labels or num_classes"
-            )
+    if num_classes is not None and (node := _first(low >= num_classes)) is not None:
+        raise InputError(
+            f"y: {int((low >= num_classes).sum())} labels out of range, the first is {int(low[node])} at node {node}, "
+            f"but num_classes is {num_classes} (labels 0 to {num_classes - 1}); correct the labels or num_classes"
+        )
 
 
 def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
@@ -196,15 +193,13 @@ def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
         raise InputError(f"y: {y.size(1)} label columns, but num_classes is {num_classes}")
     for start, block in rows_of(y):
         missing = torch.isnan(block)
-        partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
-        if len(partly):
+        if (node := _first(missing.any(dim=1) & ~missing.all(dim=1))) is not None:
             raise InputError(
-                f"y: node {start + int(partly[0])} has NaN in some label columns only; a node is labelled in all "
+                f"y: node {start + node} has NaN in some label columns only; a node is labelled in all "
                 "columns or in none"
             )
-        wrong = ((block < 0) | (block > 1)).any(dim=1).nonzero()
-        if len(wrong):
-            raise InputError(f"y: the label matrix of node {start + int(wrong[0])} holds values outside 0 to 1")
+        if (node := _first(((block < 0) | (block > 1)).any(dim=1))) is not None:
+            raise InputError(f"y: the label matrix of node {start + node} holds values outside 0 to 1")
 
 
 def _check_mask(name: str, mask: Tensor, num_nodes: int) -> None:

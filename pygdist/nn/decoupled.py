@@ -118,7 +118,7 @@ class _Weights(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Transform each row."""
         out: Tensor = self.lin(x)
         return out if self.bias is None else out + self.bias
@@ -138,9 +138,8 @@ class _GINWeights(_Weights):
     names = ("nn", "eps")
     nn: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.nn(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.nn(x)
 
 
 class _GATWeights(_Weights):
@@ -207,13 +206,13 @@ class Decoupled(nn.Module):
         """Return one row for each node; only ``GCNConv`` uses edge weights."""
         for number, conv in enumerate(self.convs):
             x = conv(self._before(number, x))
-        return self._propagated(x, edge_index, edge_weight)
+        out: Tensor = self._propagated(x, edge_index, edge_weight)
+        return out
 
-    def _before(self, number: int, x: Tensor) -> Tensor:
+    def _before(self, number: int, x: Tensor) -> Any:
         """Apply everything before a layer."""
         if self.before is not None:
-            out: Tensor = self.before[number](x)
-            return out
+            return self.before[number](x)
         if number == 0:
             return x
         if self.act is not None and self.act_first:
@@ -221,7 +220,7 @@ class Decoupled(nn.Module):
         x = self.norms[number - 1](x)
         if self.act is not None and not self.act_first:
             x = self.act(x)
-        return self.dropout(x)  # type: ignore[no-any-return]
+        return self.dropout(x)
 
     def _looped(self, edge_index: Tensor, num_nodes: int) -> Tensor:
         """Return the edges with one self-loop at each node."""
@@ -230,7 +229,7 @@ class Decoupled(nn.Module):
         looped: Tensor = add_self_loops(edge_index, num_nodes=num_nodes)[0]
         return looped
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not define _propagated")
 
 
@@ -246,10 +245,9 @@ class _DecoupledGCN(Decoupled):
             )
         ((self.improved, self.add_self_loops),) = options
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
         edges = gcn_norm(edge_index, edge_weight, rows.size(0), self.improved, self.add_self_loops, dtype=rows.dtype)
-        out: Tensor = self.propagation(rows, *edges)
-        return out
+        return self.propagation(rows, *edges)
 
 
 class _DecoupledSAGE(Decoupled):
@@ -259,9 +257,8 @@ class _DecoupledSAGE(Decoupled):
     def _prepare(self, layers: list[Any]) -> None:
         self.propagation = Propagation(len(layers), "mean")
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
-        out: Tensor = self.propagation(rows, self._looped(edge_index, rows.size(0)))
-        return out
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
+        return self.propagation(rows, self._looped(edge_index, rows.size(0)))
 
 
 class _DecoupledGIN(Decoupled):
@@ -270,9 +267,8 @@ class _DecoupledGIN(Decoupled):
     def _prepare(self, layers: list[Any]) -> None:
         self.propagation = Propagation(len(layers), eps_of=list(self.convs))
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
-        out: Tensor = self.propagation(rows, edge_index)
-        return out
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
+        return self.propagation(rows, edge_index)
 
 
 class _DecoupledGAT(Decoupled):
@@ -286,11 +282,10 @@ class _DecoupledGAT(Decoupled):
         self.convs[-1] = _LastGATWeights(last)
         self.propagation = AttentionPropagation(len(layers), last.negative_slope, last.dropout)
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
         values, source, target = rows
         out = self.propagation(values, self._looped(edge_index, values.size(0)), source, target)
-        finished: Tensor = self.convs[-1].finish(out)  # type: ignore[operator]
-        return finished
+        return self.convs[-1].finish(out)  # type: ignore[operator]
 
 
 _HOOKS = re.compile(r"_(?!state_dict|load_state_dict).*hooks")

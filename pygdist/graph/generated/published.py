@@ -40,7 +40,7 @@ __all__ = ["PUBLISHED", "NodeFacts", "PublishedGraph", "RelationFacts", "publish
 _FEWEST_NODES = 4  # of each type
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NodeFacts:
     """Nodes of one type.
 
@@ -130,94 +130,54 @@ class PublishedGraph:
         return float(math.ceil(least * 10**digits) / 10**digits)
 
 
+_MAG = (
+    ("author", "affiliated_with", "institution", 1_043_998, (0.1, 0.5), 0.5),
+    ("author", "writes", "paper", 7_145_660, (0.3, 0.2), 0.6),
+    ("paper", "cites", "paper", 5_416_271, (0.2, 0.5), 0.6),
+    ("paper", "has_topic", "field_of_study", 7_505_078, (0.1, 0.5), 0.5),
+)
+
+
+def _homogeneous(original: str, nodes: NodeFacts, edges: RelationFacts) -> PublishedGraph:
+    return PublishedGraph(original=original, nodes={"node": nodes}, relations=(edges,))
+
+
 PUBLISHED: Mapping[str, PublishedGraph] = MappingProxyType(
     {
-        "reddit-like": PublishedGraph(
-            original="Reddit (GraphSAGE, Hamilton et al., 2017; torch_geometric.datasets.Reddit)",
-            nodes={
-                "node": NodeFacts(
-                    num_nodes=232_965,
-                    num_features=602,
-                    num_classes=41,
-                    split=(153_431, 23_831, 55_703),
-                    noise=0.3,
-                )
-            },
-            relations=(
-                RelationFacts(
-                    num_edges=114_615_892,
-                    undirected=True,
-                    largest_in_degree=21_657,
-                    exponent=(0.315, 0.315),
-                    inside=0.3,
-                ),
+        "reddit-like": _homogeneous(
+            "Reddit (GraphSAGE, Hamilton et al., 2017; torch_geometric.datasets.Reddit)",
+            NodeFacts(232_965, num_features=602, num_classes=41, split=(153_431, 23_831, 55_703), noise=0.3),
+            RelationFacts(
+                num_edges=114_615_892, undirected=True, largest_in_degree=21_657, exponent=(0.315, 0.315), inside=0.3
             ),
         ),
-        "products-like": PublishedGraph(
-            original="ogbn-products (Hu et al., 2020)",
-            nodes={
-                "node": NodeFacts(
-                    num_nodes=2_449_029,
-                    num_features=100,
-                    num_classes=47,
-                    split=(196_615, 39_323, 2_213_091),
-                    noise=0.3,
-                )
-            },
-            relations=(
-                RelationFacts(
-                    num_edges=123_718_280,
-                    undirected=True,
-                    largest_in_degree=17_481,
-                    exponent=(0.4197, 0.4197),
-                    inside=0.7,
-                ),
+        "products-like": _homogeneous(
+            "ogbn-products (Hu et al., 2020)",
+            NodeFacts(2_449_029, num_features=100, num_classes=47, split=(196_615, 39_323, 2_213_091), noise=0.3),
+            RelationFacts(
+                num_edges=123_718_280, undirected=True, largest_in_degree=17_481, exponent=(0.4197, 0.4197), inside=0.7
             ),
         ),
-        "papers-like": PublishedGraph(
-            original="ogbn-papers100M (Hu et al., 2020); an edge leads from a paper to one that it cites",
-            nodes={
-                "node": NodeFacts(
-                    num_nodes=111_059_956,
-                    num_features=128,
-                    num_classes=172,
-                    split=(1_207_179, 125_265, 214_338),
-                    noise=0.2,
-                )
-            },
-            relations=(
-                RelationFacts(
-                    num_edges=1_615_685_872,
-                    largest_in_degree=251_471,
-                    exponent=(0.2, 0.5721),
-                    inside=0.6,
-                ),
-            ),
+        "papers-like": _homogeneous(
+            "ogbn-papers100M (Hu et al., 2020); an edge leads from a paper to one that it cites",
+            NodeFacts(111_059_956, num_features=128, num_classes=172, split=(1_207_179, 125_265, 214_338), noise=0.2),
+            RelationFacts(num_edges=1_615_685_872, largest_in_degree=251_471, exponent=(0.2, 0.5721), inside=0.6),
         ),
         "mag-like": PublishedGraph(
             original="ogbn-mag (Hu et al., 2020)",
             nodes={
                 "paper": NodeFacts(
-                    num_nodes=736_389,
-                    num_features=128,
-                    num_classes=349,
-                    split=(629_571, 41_939, 64_879),
-                    noise=0.2,
+                    736_389, num_features=128, num_classes=349, split=(629_571, 41_939, 64_879), noise=0.2
                 ),
-                "author": NodeFacts(num_nodes=1_134_649),
-                "institution": NodeFacts(num_nodes=8_740),
-                "field_of_study": NodeFacts(num_nodes=59_965),
+                "author": NodeFacts(1_134_649),
+                "institution": NodeFacts(8_740),
+                "field_of_study": NodeFacts(59_965),
             },
             relations=tuple(
                 RelationFacts(
                     source=source, name=name, target=target, num_edges=count, exponent=exponent, inside=inside
                 )
-                for source, name, target, count, exponent, inside in (
-                    ("author", "affiliated_with", "institution", 1_043_998, (0.1, 0.5), 0.5),
-                    ("author", "writes", "paper", 7_145_660, (0.3, 0.2), 0.6),
-                    ("paper", "cites", "paper", 5_416_271, (0.2, 0.5), 0.6),
-                    ("paper", "has_topic", "field_of_study", 7_505_078, (0.1, 0.5), 0.5),
-                )
+                for source, name, target, count, exponent, inside in _MAG
             ),
         ),
     }

@@ -26,7 +26,7 @@ from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.edge_parquet import read_parquet
 from pygdist.graph.streams.edge_text import TEXT_SUFFIXES, read_text
-from pygdist.graph.streams.numbering import checked, distinct_ids, largest_id, renumbered
+from pygdist.graph.streams.numbering import distinct_ids, largest_id, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
 
@@ -148,7 +148,7 @@ class GraphFiles:
         for note in notes:
             log.info("%s", note)
         return WholeGraph(
-            edges=EdgeStream(file, num_nodes=num_nodes, name=str(paths["edge_index"]), progress=progress),
+            edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
             num_classes=self.num_classes or count_classes(nodes.get("y")),
             notes=notes,
@@ -207,7 +207,7 @@ class GraphFiles:
             file = EdgeFile(path)
             if not (self.symmetrize or self.remove_self_loops):
                 return file
-            reader = partial(checked, file, num_nodes, progress=progress)
+            reader = self._stream(file, num_nodes, progress).chunks
         elif suffix == ".parquet" and not packed:
             reader = partial(read_parquet, path, num_nodes=num_nodes, progress=progress)
         elif suffix in TEXT_SUFFIXES or suffix == "":
@@ -237,6 +237,10 @@ class GraphFiles:
             notes.append("kept one edge of each source and target")
         return EdgeFile(place)
 
+    def _stream(self, file: EdgeFile, num_nodes: int | None, progress: Progress | None) -> EdgeStream:
+        num_nodes = 1 << 63 if num_nodes is None else num_nodes
+        return EdgeStream(file, num_nodes=num_nodes, name=str(self.paths["edge_index"]), progress=progress)
+
     def _numbered(
         self, file: EdgeFile, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
     ) -> tuple[EdgeFile, int, NDArray[np.int64] | None]:
@@ -244,19 +248,20 @@ class GraphFiles:
         if num_nodes is not None:
             return file, num_nodes, None
         enter_stage(progress, "finding ids")
-        largest = largest_id(file, progress=progress)
+        stream = self._stream(file, None, progress)
+        largest = largest_id(stream)
         if largest < 0:
             raise InputError(f"{self.edges}: holds no edges; set num_nodes for a graph without edges")
         if self.relabel is False:
             return file, largest + 1, None
-        ids = distinct_ids(file, largest, progress=progress)
+        ids = distinct_ids(stream, largest)
         if self.relabel is None and 2 * len(ids) > largest:
             return file, largest + 1, None
         notes.append(f"renumbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
         enter_stage(progress, "renumbering nodes")
         place = scratch / "numbered.npy"
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
-            for chunk in checked(file, largest + 1, progress=progress):
+            for chunk in stream.chunks():
                 out.append(renumbered(chunk, ids))
         if file.path.parent == scratch:
             file.path.unlink()

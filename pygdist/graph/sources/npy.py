@@ -90,7 +90,14 @@ def read_tensor(path: Path) -> Tensor:
     Raises:
         InputError: If it is not a readable array of numbers.
     """
-    return _tensor(read_array(path), path)
+    array = read_array(path)
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
+        array = array.astype(np.int64)
+    return torch.from_numpy(array)
 
 
 def read_mask(path: Path, num_nodes: int) -> Tensor:
@@ -101,7 +108,17 @@ def read_mask(path: Path, num_nodes: int) -> Tensor:
     """
     if path.stem.endswith("_mask"):
         return read_tensor(path)
-    return _mask(read_array(path), num_nodes, path)
+    index = read_array(path)
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
+    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
+    if len(wrong):
+        raise InputError(
+            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
+        )
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[torch.from_numpy(index.astype(np.int64))] = True
+    return mask
 
 
 def save_npy(data: Data, folder: str | Path) -> None:
@@ -144,26 +161,3 @@ def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
     if not 0 <= split_index < mask.size(1):
         raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
     return mask[:, split_index]
-
-
-def _tensor(array: NDArray[Any], path: Path) -> Tensor:
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
-        array = array.astype(np.int64)
-    return torch.from_numpy(array)
-
-
-def _mask(index: NDArray[Any], num_nodes: int, path: Path) -> Tensor:
-    if index.ndim != 1 or index.dtype.kind not in "iu":
-        raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
-    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
-    if len(wrong):
-        raise InputError(
-            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
-        )
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[torch.from_numpy(index.astype(np.int64))] = True
-    return mask

@@ -114,7 +114,7 @@ class EdgeStream:
     def _check(self, chunk: NDArray[np.int64], start: int) -> None:
         if int(chunk.min()) < 0 or int(chunk.max()) >= self.num_nodes:
             column = int(np.flatnonzero(((chunk < 0) | (chunk >= self.num_nodes)).any(axis=0))[0])
-            raise InputError(
-                f"{self._name}: edge {start + column} joins nodes {chunk[0, column]} and {chunk[1, column]}, but the "
-                f"graph has nodes 0 to {self.num_nodes - 1}"
-            )
+            source, target = chunk[:, column].tolist()
+            last = self.num_nodes - 1
+            nodes = "nodes start at 0" if self.num_nodes >= 1 << 63 else f"the graph has nodes 0 to {last}"
+            raise InputError(f"{self._name}: edge {start + column} joins nodes {source} and {target}, but {nodes}")

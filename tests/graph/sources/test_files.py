@@ -36,7 +36,6 @@ from pygdist.graph import (
     save_npy,
     write_graph,
 )
-from pygdist.graph.streams import numbering
 from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph
@@ -203,7 +202,7 @@ def _write(path: Path, content: bytes) -> None:
 WRONG_FILES: dict[str, tuple[Any, str]] = {
     "flat.npy": (lambda path: _npy(path, np.arange(6)), r"array of shape \(6,\), expected edges"),
     "floats.npy": (lambda path: _npy(path, EDGES.astype(float)), "array of float64, expected edges as integers"),
-    "negative.npy": (lambda path: _npy(path, EDGES - 1), "edge 0 has id -1, ids start at 0"),
+    "negative.npy": (lambda path: _npy(path, EDGES - 1), "edge 0 joins nodes -1 and 0, but nodes start at 0"),
     "text.npy": (lambda path: _write(path, b"0 1\n"), "not a readable .npy array"),
     "short.npy": (lambda path: (_npy(path, EDGES), os.truncate(path, 150)), "is truncated, it has 150 bytes"),
     "short.txt.gz": (lambda path: _write(path, gzip.compress(_text(" "))[:-9]), "could not be read"),
@@ -260,7 +259,11 @@ def test_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ({"x": np.zeros((6, 2), np.longdouble)}, {}, r"x.npy: an array of float128"),
         ({"y": np.array(3)}, {}, r"y.npy: a single number"),
         ({}, {"num_nodes": 1 << 50}, r"num_nodes: \d+ nodes need more than this machine's"),
-        ({}, {"num_nodes": 4, "symmetrize": True}, r"edges.npy: edge 4 has id 4, but the graph has nodes 0 to 3"),
+        (
+            {},
+            {"num_nodes": 4, "symmetrize": True},
+            r"edges.npy: edge 4 joins nodes 4 and 4, but the graph has nodes 0 to 3",
+        ),
         ({"y": np.full(6, -3)}, {}, r"y.npy: node 0 has label -3"),
         ({"y": np.arange(6)}, {"num_classes": 3}, r"y.npy: 3 labels out of range"),
         ({"x": np.zeros((6, 2))}, {"relabel": True}, "relabel: renumbers the nodes"),
@@ -400,7 +403,7 @@ def test_masks_of_several_splits(tmp_path: Path) -> None:
 
 
 def test_reverse_edges_do_not_depend_on_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbering, "_CHUNK_EDGES", 3)
+    monkeypatch.setitem(EdgeStream.__init__.__kwdefaults__, "chunk_edges", 3)
     np.save(tmp_path / "edges.npy", EDGES)
     found = edges_of(whole(GraphFiles(edges=tmp_path / "edges.npy", symmetrize=True), tmp_path / "scratch"))
     np.testing.assert_array_equal(found[:, ::2], EDGES)
