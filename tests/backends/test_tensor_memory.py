@@ -419,9 +419,7 @@ def test_a_hop_that_needs_all_edges_is_not_cut(tmp_path: Path) -> None:
 def test_hooks_do_not_see_chunks(hook: str, tmp_path: Path) -> None:
     model, shard, _ = one_rank_in_little_memory(SAGEConv(5, 4, aggr="max").double(), tmp_path)
     getattr(model, f"register_{hook}_hook")(lambda *_: None)
-    with pytest.raises(
-        InputError, match="hop 1 of SAGEConv: the layer has hooks on its hops, which would see"
-    ):
+    with pytest.raises(InputError, match="hop 1 of SAGEConv: the layer has hooks on its hops, which would see"):
         model(shard.x, shard.adjacency)
 
 
