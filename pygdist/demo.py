@@ -31,8 +31,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, MLP
 
 from pygdist.graph import load_graph
-from pygdist.graph.store.partitioned import peak_rss_bytes
 from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
+from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = ["Run", "compare", "largest_difference", "main", "train_with_pyg", "train_with_pygdist"]
 

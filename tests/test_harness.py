@@ -138,7 +138,7 @@ def test_real_trainings(tmp_path: Path) -> None:
     assert 0 <= row["test_acc"] <= 1
     assert full["note"].startswith("seed 0: fit, rank ")
     assert full["note"].endswith(": out of memory")
-    assert "no such folder, no generator" in lost["note"]
+    assert "neither a folder, nor a generator" in lost["note"]
     assert full["epoch_s"] is None
     trace = json.loads((out / row["timeline"]).read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}

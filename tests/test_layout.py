@@ -89,6 +89,13 @@ def test_no_import_circle() -> None:
     TopologicalSorter({module: _imports(path) for module, path in MODULES.items()}).prepare()
 
 
+def test_the_rooms_of_the_graph_import_downward() -> None:
+    rooms = ["streams", "generated", "sources", "store"]
+    for path in (ROOT / "graph").glob("*/*.py"):
+        above = tuple(f"pygdist.graph.{room}." for room in rooms[rooms.index(path.parent.name) + 1 :])
+        assert not [module for module in _imports(path) if module.startswith(above)], f"{path} imports a room above it"
+
+
 def test_the_root_exports_at_most_ten_names() -> None:
     assert len(pygdist.__all__) <= 10
     assert all(hasattr(pygdist, name) for name in pygdist.__all__)

@@ -24,8 +24,8 @@ from rich.progress import track
 from experiments.catgnn.graphs import show, write
 from experiments.machine import SOME_FAILED
 from pygdist.graph import EdgeFile, EdgeGenerator, EdgeStream, EdgeWriter, Progress
-from pygdist.graph.store.partitioned import peak_rss_bytes
 from pygdist.graph.streams.progress import Advance
+from pygdist.memory.machine import peak_rss_bytes
 
 COLUMNS = (
     "method", "parts", "nodes", "edges", "seconds", "edges_per_second", "passes", "deciding_pass_s",

@@ -216,11 +216,16 @@ class Backend(ABC):
         """
         return None
 
-    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
-        """For each neighbour of a source row that is here, how many it has in the whole graph, ``(num_sources,)``.
+    def rim_scale(self, *, weighted: bool) -> Tensor | None:
+        """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
 
-        By the weights of their edges, if these have any. ``None`` where all neighbours of all rows are here. Normalised
-        weights of edges are multiplied by it.
+        Self-loops are not counted. Degree normalisation multiplies the weights of edges by it.
+
+        Args:
+            weighted: Divide sums of edge weights instead of numbers of edges.
+
+        Returns:
+            ``(num_sources,)``, or ``None`` if this rank has all in-edges of all rows.
         """
         return None
 

@@ -287,7 +287,7 @@ class ReplicaBackend(RecomputingBackend):
         return on_part.degrees
 
     @override
-    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
+    def rim_scale(self, *, weighted: bool) -> Tensor | None:
         if self._alone or self._batch is not None or self.hops == 0 or not self.scale_rim:
             return None
         found, number = self._degrees_of_part(), 2 if weighted else 0  # of in-edges, and of loops after it

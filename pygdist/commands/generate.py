@@ -66,7 +66,7 @@ def run(command: str, arguments: list[str]) -> int:
 
 
 def _print(description: dict[str, Any], folder: Path, seconds: float) -> None:
-    from pygdist.graph.store.partitioned import peak_rss_bytes
+    from pygdist.memory.machine import peak_rss_bytes
 
     hetero = description["heterogeneous"]
     nodes = Table(title=f"{folder}: {description['name']} at scale {description['scale']:g}")

@@ -205,6 +205,8 @@ def _print(meta: dict[str, Any], out: Path) -> None:
 
 def _summary(meta: dict[str, Any], balance: Mapping[str, float]) -> str:
     """Return lines on balance, rows that travel in training, and time and memory of the partitioning."""
+    from pygdist.graph.store.part_files import PLACEMENTS
+
     lines = []
     if "num_clusters" in meta:
         lines.append(f"{meta['num_clusters']:,} clusters merged into {meta['num_merged_clusters']:,}")
@@ -212,7 +214,7 @@ def _summary(meta: dict[str, Any], balance: Mapping[str, float]) -> str:
     lines.append(f"balance (largest over mean): {shares}")
     volume = f" ({meta['bytes_per_layer'] / 1e6:,.1f} MB of features)" if meta["num_features"] else ""
     lines.append(f"{meta['rows_per_hop']:,} rows cross in a layer{volume}")
-    if meta["placement"] == "replicas":
+    if PLACEMENTS[meta["placement"]].has_surroundings:
         hops = [sum(one["halo_per_hop"][hop] for one in meta["parts"]) for hop in range(meta["num_hops"])]
         lines.append("halo rows by hop: " + ", ".join(f"{rows:,}" for rows in hops))
     rate = f"{meta['edges_per_second'] / 1e6:,.1f} million edges/s"

@@ -1,4 +1,4 @@
-"""What a rank knows of the topology: the in-edges of its rows, in a form that unmodified PyG layers accept."""
+"""The in-edges of a rank's rows, in a form that unmodified PyG layers accept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Reduce = Literal["sum", "add", "mean", "max", "min"]
 
 Score: TypeAlias = Callable[..., Tensor]
-"""What gives the edges of attention their scores; see :meth:`Adjacency.attend_by`."""
+"""Computes the attention scores of edges; see :meth:`Adjacency.attend_by`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +37,19 @@ class Slot(Generic[T]):
     name: str
 
 
+_TRANSPOSED = Slot[CSR]("edges by source")
 _TRANSPOSED_WEIGHT = Slot[Memo[Tensor]]("weights by source")
 
 
 class Adjacency(EdgeIndex):
     r"""In-edges sorted by destination, from :math:`n_{src}` source rows to :math:`n_{dst}` destination rows.
 
-    The rows that a rank owns come first on both sides, so a self-loop has the same id on both, and PyG's bipartite
-    rules hold as they stand. To a layer this is an ``edge_index`` of shape ``(2, num_edges)``, dtype int64; layers
-    that PyG can fuse reach :meth:`matmul`, which runs :func:`pygdist.kernels.spmm` on int32 indices where they fit.
+    The owned rows come first on both sides, so both ends of a self-loop have the same id, and PyG's bipartite rules
+    apply unchanged. To a layer this is an ``edge_index`` of shape ``(2, num_edges)``, dtype int64; layers that PyG can
+    fuse call :meth:`matmul`, which runs :func:`pygdist.kernels.spmm` on int32 indices if they fit.
 
-    What is held is the sparse matrix, 4 bytes per edge. The edge list, four times as much, is made when somebody looks
-    at it, and the transpose on the first backward pass; both are kept.
+    The adjacency holds a sparse matrix, 4 bytes per edge. The edge list, four times as large, is made when it is first
+    read, and the transpose in the first backward pass; both are kept.
 
     Args:
         edge_index: ``(2, num_edges)`` int64, sources in row 0, sorted by row 1.
@@ -62,9 +63,8 @@ class Adjacency(EdgeIndex):
 
     _csr: CSR
     _edges: Tensor | None = None
-    _transposed: CSR | None = None
     _edge_value: Tensor | None = None
-    _origin: Adjacency | None = None  # keeps what is made on demand, for every copy with other weights
+    _origin: Adjacency | None = None  # keeps what is made on demand, for all copies with other weights
     _slots: dict[Slot[Any], Any] | None = None
 
     @staticmethod
@@ -84,7 +84,7 @@ class Adjacency(EdgeIndex):
 
     @classmethod
     def from_csr(cls, csr: CSR, value: Tensor | None = None) -> Adjacency:
-        """An adjacency over a sparse matrix of destinations by sources, which is not copied; ``csr.perm`` is not used.
+        """Wrap a sparse matrix of destinations by sources without copying it; ``csr.perm`` is not used.
 
         Raises:
             ValueError: If the weights have another length.
@@ -108,7 +108,7 @@ class Adjacency(EdgeIndex):
     def from_unsorted(
         edge_index: Tensor, value: Tensor | None = None, *, num_src: int, num_dst: int
     ) -> tuple[Adjacency, Tensor]:
-        """Sort edges by destination, keeping their order within one; also returns the permutation used."""
+        """Sort edges by destination, keeping their order within each; also return the permutation."""
         csr = CSR.from_coo(edge_index[1], edge_index[0], num_rows=num_dst, num_cols=num_src)
         perm = csr.perm
         assert perm is not None
@@ -117,7 +117,7 @@ class Adjacency(EdgeIndex):
 
     @property
     def _data(self) -> Tensor:
-        """The edge list, under the name by which PyG's code knows it."""
+        """The edge list, under the name that PyG's code uses."""
         owner = self.origin
         if owner._edges is None:
             with torch.inference_mode(False):
@@ -128,22 +128,22 @@ class Adjacency(EdgeIndex):
         return owner._edges
 
     @_data.setter
-    def _data(self, edges: Tensor) -> None:  # PyG sets what an operation gave back unchanged
+    def _data(self, edges: Tensor) -> None:  # PyG sets the unchanged result of an operation
         self.origin._edges = edges
 
     @property
     def dtype(self) -> torch.dtype:
-        """int64, whether the edge list exists or not."""
+        """int64, also if the edge list does not exist yet."""
         return torch.int64
 
     @property
     def num_src(self) -> int:
-        """Source rows: owned, then halo."""
+        """Number of source rows: owned, then halo."""
         return int(self._sparse_size[0])
 
     @property
     def num_dst(self) -> int:
-        """Destination rows: owned."""
+        """Number of destination rows: owned."""
         return int(self._sparse_size[1])
 
     @property
@@ -152,14 +152,14 @@ class Adjacency(EdgeIndex):
         return self._edge_value
 
     def with_value(self, value: Tensor | None) -> Adjacency:
-        """The same edges with other weights; shares what is made on demand."""
+        """Return the same edges with other weights; they share what is made on demand."""
         out = Adjacency.from_csr(self._csr, value)
         out._origin = self.origin
         return out
 
     @property
     def origin(self) -> Adjacency:
-        """The adjacency that :meth:`with_value` started from; keeps what is made on demand."""
+        """The adjacency on which :meth:`with_value` was called first; it keeps what is made on demand."""
         return self if self._origin is None else self._origin
 
     @overload
@@ -167,11 +167,11 @@ class Adjacency(EdgeIndex):
     @overload
     def slot(self, slot: Slot[T], make: Callable[[], T]) -> T: ...
     def slot(self, slot: Slot[T], make: Callable[[], T] | None = None) -> T | None:
-        """Return what is kept in ``slot`` with these edges; the same for every copy with other weights.
+        """Return the content of ``slot``, which is kept with :attr:`origin`.
 
         Args:
-            slot: The key, a constant of the module that owns the result.
-            make: Called outside inference mode to fill an empty slot, which is ``None`` without it.
+            slot: The key, a constant of the module that owns the content.
+            make: Makes the content of an empty slot, outside inference mode; without it an empty slot is ``None``.
         """
         owner = self.origin
         if owner._slots is None:
@@ -182,23 +182,21 @@ class Adjacency(EdgeIndex):
         return owner._slots.get(slot)
 
     def csr(self) -> CSR:
-        """The edges by destination as :class:`~pygdist.kernels.CSR`."""
+        """Return the edges by destination as :class:`~pygdist.kernels.CSR`."""
         return self._csr
 
     def transposed(self) -> CSR:
-        """The edges by source, made once and kept with the adjacency that :meth:`with_value` started from."""
-        owner = self.origin
-        if owner._transposed is None:
-            with torch.inference_mode(False):
-                csr, made = owner._csr, transpose(owner._csr)
-                # an undirected graph is its own transpose, and needs no second copy
-                if torch.equal(csr.indptr, made.indptr) and torch.equal(csr.index, made.index):
-                    made = CSR(csr.indptr, csr.index, csr.num_rows, made.perm)
-                owner._transposed = made
-        return owner._transposed
+        """Return the edges by source; they are made once and kept with :attr:`origin`."""
+        return self.slot(_TRANSPOSED, self._transpose)
+
+    def _transpose(self) -> CSR:
+        csr, back = self._csr, transpose(self._csr)
+        if torch.equal(csr.indptr, back.indptr) and torch.equal(csr.index, back.index):
+            return CSR(csr.indptr, csr.index, csr.num_rows, back.perm)  # an undirected graph needs no second copy
+        return back
 
     def transposed_weight(self, value: Tensor) -> Tensor:
-        """``value`` by the entries of :meth:`transposed`; kept for weights that stay as they are."""
+        """Return ``value`` in the order of :meth:`transposed`; the result is kept while the weights do not change."""
         return self.slot(_TRANSPOSED_WEIGHT, Memo).get((), (value,), lambda: self._by_source(value.detach()))
 
     def _by_source(self, value: Tensor) -> Tensor:
@@ -215,17 +213,17 @@ class Adjacency(EdgeIndex):
         reduce: Reduce = "sum",
         transpose: bool = False,
     ) -> Tensor:
-        r"""Aggregate source rows at their destinations; the way in of PyG's ``spmm``.
+        r"""Aggregate source rows at their destinations; PyG's ``spmm`` calls this method.
 
-        Whatever ``transpose`` says the product is over in-edges: PyG passes either, depending on the layer, for the
-        one thing that an adjacency sorted by destination can mean here.
+        ``transpose`` is ignored: the product is always over in-edges, the only meaning that edges sorted by destination
+        have here. PyG passes either value, depending on the layer.
 
         Shapes:
             ``other`` is :math:`(n_{src}, *)`, or :math:`(K, n_{src}, F)` for layers that stack features, the result
             :math:`(n_{dst}, *)` or :math:`(K, n_{dst}, F)`.
         """
         if other_value is not None or isinstance(other, EdgeIndex):
-            raise ValueError("Adjacency multiplies dense rows only, not another sparse matrix")
+            raise ValueError("an Adjacency can only be multiplied with dense rows, not with a sparse matrix")
         value = self._edge_value if input_value is None else input_value
         fixed = value is not None and fixable(value)
         stacked = other.dim() == 3
@@ -247,13 +245,13 @@ class Adjacency(EdgeIndex):
         r"""Aggregate source rows by attention with any score.
 
         Args:
-            parts: What is read of the sources: ``score`` gets the first, the last is summed.
+            parts: Rows of the sources: the first are passed to ``score``, the last are summed.
             score: Called as ``score(csr, parts[0], *others, transposed=...)``, where ``csr`` holds these edges or some
                 of them.
             others: Rows of the destinations, or parameters.
 
         Shapes:
-            Each of ``parts`` is :math:`(n_{src}, H, C)`, what ``score`` returns :math:`(E, H)`, the result
+            Each of ``parts`` is :math:`(n_{src}, H, C)`, the result of ``score`` :math:`(E, H)`, the output
             :math:`(n_{dst}, H, C)`.
         """
         scores = score(self._csr, parts[0], *others, transposed=self.transposed)
@@ -264,7 +262,7 @@ class Adjacency(EdgeIndex):
         return self.matmul(other)
 
     def to_device(self, device: torch.device | str) -> Adjacency:
-        """The same adjacency on another device, what is made on demand made there again."""
+        """Return a copy on another device, where what is made on demand is made again."""
         value = None if self._edge_value is None else self._edge_value.to(device)
         return _rebuild(self._csr.indptr.to(device), self._csr.index.to(device), self.num_src, value)
 

@@ -1,7 +1,7 @@
-"""Is this graph one that can be trained on? Each mistake ends in one line that names the field and the first culprit.
+"""Checks that a graph can be trained on; an error names the field and the first wrong entry in one line.
 
-The checks read the data once, in blocks, and change nothing: what a dataset may hold in several forms (labels as
-floats, one-column matrices) passes here and is put into one form by :func:`pygdist.graph.prepare`.
+The checks read the data once, in blocks, and change nothing. All forms that a dataset may use (labels as floats,
+one-column matrices) pass; :func:`pygdist.graph.prepare` puts them into one form.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever th
 
 
 def check(data: Data, *, num_classes: int | None = None) -> None:
-    """Raise on the first thing in the graph that cannot be used.
+    """Raise an error at the first field of a graph that cannot be used.
 
     Args:
         data: A graph with ``edge_index`` and ``x``; labels, masks and edge values are optional.
-        num_classes: Number of classes, where it is known; labels must lie below it.
+        num_classes: Number of classes, if it is known; labels must be below it.
 
     Raises:
-        InputError: Edges that are no ``(2, E)`` integers or point outside the graph; features, edge weights or edge
-            attributes of another length, or that are not finite; edge types that are no integers from 0; labels that
-            are no classes (integers from 0, -1 = unlabelled; floats that hold such integers) and no label matrix (0 to
-            1, a row of NaN = unlabelled); masks of another length or type.
+        InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
+            attributes have another length or are not finite; edge types are not integers from 0; labels are neither
+            classes (integers from 0, -1 = unlabelled, also as floats) nor a label matrix (0 to 1, a row of NaN =
+            unlabelled); or masks have another length or type.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -58,17 +58,17 @@ def check_fields(
     num_classes: int | None = None,
     after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """The part of :func:`check` that looks at all but the edges.
+    """Run the checks of :func:`check` on all fields but the edges.
 
     Args:
-        fields: ``x``, ``y``, masks, and values of edges, where there are any.
+        fields: ``x``, ``y``, masks, and values of edges, as far as they exist.
         num_nodes: Number of nodes.
         num_edges: Number of edges.
-        num_classes: Number of classes, where it is known.
-        after_block: Called with the name of a field whenever a block of its rows has been looked at.
+        num_classes: Number of classes, if it is known.
+        after_block: Called with the name of a field after each block of its rows.
 
     Raises:
-        InputError: As :func:`check`; the message begins with the name of the field and a colon.
+        InputError: As in :func:`check`; the message begins with the name of the field and a colon.
     """
     if "x" in fields:
         _check_finite("x", fields["x"], "node", after_block)
@@ -83,17 +83,17 @@ def check_fields(
 
 
 def is_multi_label(y: Tensor) -> bool:
-    """Whether labels are a matrix with one column per class, rather than one class per node."""
+    """Tell if labels are a matrix with one column per class, rather than one class per node."""
     return y.dim() == 2 and y.size(1) > 1
 
 
 def plain(edge_index: Tensor) -> Tensor:
-    """Edges as an ordinary tensor: PyG's ``EdgeIndex`` has rules of its own, for slices and others."""
+    """Return edges as an ordinary tensor; PyG's ``EdgeIndex`` changes the meaning of slices and other operations."""
     return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
 
 
 def rows_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of rows and the number of the first one, small enough to compute with temporaries."""
+    """Yield blocks of rows and the number of the first row of each, small enough for temporaries of their size."""
     step = max(1, _BLOCK_VALUES // max(1, value[:1].numel()))
     for start in range(0, value.size(0), step):
         yield start, value[start : start + step]
@@ -102,21 +102,27 @@ def rows_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _check_edges(data: Data, num_nodes: int) -> None:
     edge_index = data.get("edge_index")
     if not isinstance(edge_index, Tensor):
-        raise InputError("edge_index: is missing; give a tensor of shape (2, number of edges), without columns if none")
+        raise InputError(
+            "edge_index: is missing; add a tensor of shape (2, number of edges), also if there are no edges"
+        )
     edge_index = plain(edge_index)
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise InputError(f"edge_index: shape {tuple(edge_index.shape)}, expected (2, number of edges)")
     if edge_index.dtype.is_floating_point or edge_index.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise InputError(f"edge_index: {edge_index.dtype}, expected integers (torch.int64)")
     for start, block in rows_of(edge_index.t()):
-        wrong = ((block < 0) | (block >= num_nodes)).any(dim=1).nonzero()
-        if len(wrong):
-            edge = int(wrong[0])
+        if (edge := _first(((block < 0) | (block >= num_nodes)).any(dim=1))) is not None:
             source, target = block[edge].tolist()
             raise InputError(
                 f"edge_index: edge {start + edge} goes from {source} to {target}, but the graph has nodes 0 to "
                 f"{num_nodes - 1} (the rows of x); number the nodes from 0 or add the missing rows"
             )
+
+
+def _first(wrong: Tensor) -> int | None:
+    """Return the position of the first true entry; ``None`` if there is none."""
+    positions = wrong.nonzero()
+    return int(positions[0]) if len(positions) else None
 
 
 def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[str], None]) -> None:
@@ -169,24 +175,17 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
         _check_label_matrix(y, num_classes)
         return
     y = y.reshape(-1)
-    if y.dtype.is_floating_point:
-        wrong = (torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y)))).nonzero()
-        if len(wrong):
-            node = int(wrong[0])
-            raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
-    low = torch.nan_to_num(y, nan=-1.0) if y.dtype.is_floating_point else y.to(torch.int64)
-    wrong = (low < -1).nonzero()
-    if len(wrong):
-        node = int(wrong[0])
+    floats = y.dtype.is_floating_point
+    if floats and (node := _first(torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y))))) is not None:
+        raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
+    low = torch.nan_to_num(y, nan=-1.0) if floats else y.to(torch.int64)
+    if (node := _first(low < -1)) is not None:
         raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
-    if num_classes is not None:
-        wrong = (low >= num_classes).nonzero()
-        if len(wrong):
-            node = int(wrong[0])
-            raise InputError(
-                f"y: {len(wrong)} labels out of range, the first is {int(low[node])} at node {node}, but num_classes"
-                f" is {num_classes} (labels 0 to {num_classes - 1}); correct the labels or num_classes"
-            )
+    if num_classes is not None and (node := _first(low >= num_classes)) is not None:
+        raise InputError(
+            f"y: {int((low >= num_classes).sum())} labels out of range, the first is {int(low[node])} at node {node}, "
+            f"but num_classes is {num_classes} (labels 0 to {num_classes - 1}); correct the labels or num_classes"
+        )
 
 
 def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
@@ -194,15 +193,13 @@ def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
         raise InputError(f"y: {y.size(1)} label columns, but num_classes is {num_classes}")
     for start, block in rows_of(y):
         missing = torch.isnan(block)
-        partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
-        if len(partly):
+        if (node := _first(missing.any(dim=1) & ~missing.all(dim=1))) is not None:
             raise InputError(
-                f"y: node {start + int(partly[0])} has NaN in some label columns only; a node is labelled in all "
+                f"y: node {start + node} has NaN in some label columns only; a node is labelled in all "
                 "columns or in none"
             )
-        wrong = ((block < 0) | (block > 1)).any(dim=1).nonzero()
-        if len(wrong):
-            raise InputError(f"y: the label matrix of node {start + int(wrong[0])} holds values outside 0 to 1")
+        if (node := _first(((block < 0) | (block > 1)).any(dim=1))) is not None:
+            raise InputError(f"y: the label matrix of node {start + node} holds values outside 0 to 1")
 
 
 def _check_mask(name: str, mask: Tensor, num_nodes: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether a tensor is still the one it was: what results may be kept for."""
+"""The identity of tensors: tells if a result that was computed from a tensor before is still valid."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ __all__ = ["blind_to", "fixable", "identity_of", "version_of"]
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """Counts the changes of a tensor in place; those made in inference mode, as Lightning evaluates, do not count."""
+    """Return the number of in-place changes of a tensor; those of inference tensors are not counted."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
-    """What two tensors share that are the same numbers in the same memory.
+    """Return a tuple that is equal for two tensors with the same values in the same memory.
 
-    Only as long as that memory is not given to another: who keeps an identity also keeps ``tensor.detach()``, which
-    holds the memory whatever becomes of ``tensor`` (``tensor.data = ...``). Writes through ``tensor.data`` or NumPy are
-    not seen.
+    It is valid while that memory is not reused: keep ``tensor.detach()`` with it, which holds the memory even after
+    ``tensor.data = ...``. Writes through ``tensor.data`` or NumPy are not detected.
     """
     if tensor is None:
         return (None,)
@@ -27,19 +26,19 @@ def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def blind_to(tensor: Tensor | None) -> bool:
-    """Whether others may compute a new tensor where torch gives this one back.
+    """True if operations may return this tensor itself, where on other ranks they return a new tensor.
 
-    With no entry dropout does, with a single row ``contiguous()``. So of ranks that run the same code one may see the
-    tensor of before where the others see another; what all must decide alike they ask each other then.
+    Dropout does so for tensors without entries, ``contiguous()`` for a single row. Then one rank sees the same tensor
+    as before and another rank a different one, so decisions that must be alike have to be agreed between ranks.
     """
     return tensor is not None and (tensor.numel() <= 1 or tensor.size(0) <= 1)
 
 
 def fixable(tensor: Tensor | None) -> bool:
-    """Whether what is computed from ``tensor`` may be kept.
+    """True if results computed from ``tensor`` may be kept.
 
-    Not so if it needs a gradient, is a parameter (target networks are moved through ``parameter.data``), or carries
-    what versions do not count: inference mode, forward-mode derivatives, ``torch.func`` transformations.
+    False if it needs a gradient, is a parameter (target networks are changed through ``parameter.data``), or its
+    version does not count all changes: inference mode, forward-mode derivatives, ``torch.func`` transformations.
     """
     if tensor is None:
         return True

@@ -1,7 +1,7 @@
-"""What lies within some hops of a rank's nodes: asked for from its owners, who answer with in-edges.
+"""Nodes and edges within some hops of a rank's own nodes, fetched from their owners.
 
-A shard knows the in-edges of its own nodes. A backend that computes copies of others' rows needs theirs too, and
-so on, one hop after the other. Every rank makes every call.
+A shard has the in-edges of its own nodes. A backend that computes replicas of other rows needs the in-edges of these
+too, hop by hop. Every rank makes every call.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ __all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood", "ranges"]
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhood:
-    """Nodes near those of a rank, and in-edges of those that are near enough.
+    """Nodes within some hops of a rank's nodes, and the in-edges of all but the outermost.
 
     Attributes:
-        n_id: Global ids: the shard's rows in their order (owned, then halo), then the others as they were met.
-        owner: The rank that owns each.
-        num_hops: How many hops away a node may be.
-        indptr: In-edges of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``; rows that are ``num_hops`` away or more
-            have none here.
-        index: Source of each edge, a position in ``n_id``; in its owner's order.
-        start: Where the in-edges of each row begin among those of the rank that owns it; of rows that have some here.
+        n_id: Global ids: the shard's rows in their order (owned, then halo), then further nodes by hop.
+        owner: The rank that owns each node.
+        num_hops: Largest number of hops to a node.
+        indptr: In-edges of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``; rows that are ``num_hops`` away have none.
+        index: Source of each edge, a position in ``n_id``; edges of a row are in its owner's order.
+        start: Position of each row's first in-edge among the edges of its owner, for rows within ``num_hops - 1`` hops.
 
     Shapes:
         ``n_id`` and ``owner`` are :math:`(N)`, ``indptr`` :math:`(N + 1)`, ``index`` :math:`(E)`, ``start`` at most
@@ -45,12 +44,12 @@ class Neighbourhood:
 
 
 def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) -> Neighbourhood:
-    """The nodes within ``num_hops`` hops of a rank's own, against the direction of the edges.
+    """Fetch the nodes within ``num_hops`` hops of a rank's own nodes, against the direction of the edges.
 
     Args:
-        shard: What the rank holds.
+        shard: The rank's shard.
         communicator: The ranks; each makes this call, with the same ``num_hops``.
-        num_hops: At least 1: sources of the rank's own edges, which the shard knows.
+        num_hops: At least 1; with 1 nothing is fetched, since the shard has the sources of its own edges.
     """
     csr = shard.adjacency.csr()
     counts = [shard.num_owned, *shard.plan.recv_counts]  # the halo is grouped by owner
@@ -67,9 +66,9 @@ def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) ->
         degrees.append(degree)
         of_rank = position.split([part.size(0) for part in met])
         sources += [among.index_select(0, part) for among, part in zip(of_rank, edges, strict=True)]
-    known = torch.cat(degrees)
+    degree = torch.cat(degrees)
     indptr = torch.zeros(n_id.numel() + 1, dtype=torch.int64)
-    indptr[1 : known.numel() + 1] = known
+    indptr[1 : degree.numel() + 1] = degree
     return Neighbourhood(
         n_id=n_id,
         owner=owner,
@@ -81,16 +80,16 @@ def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) ->
 
 
 def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor) -> tuple[ExchangePlan, Tensor]:
-    """The plan that fetches rows of any nodes from their owners.
+    """Make the plan that fetches rows of any nodes from their owners.
 
     Args:
-        shard: What this rank holds.
+        shard: The rank's shard.
         communicator: The ranks; each makes this call.
-        n_id: Global ids of the rows that this rank wants, none twice and none of its own.
-        owner: Who owns each.
+        n_id: Global ids of the rows that this rank wants, all different, none of its own.
+        owner: The rank that owns each.
 
     Returns:
-        The plan, and where each row that arrives stands in ``n_id``.
+        The plan, and the position in ``n_id`` of each row in the order of arrival.
     """
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
@@ -107,11 +106,14 @@ def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Te
 def _ask(
     shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor, owner_of_rows: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """In-edges of nodes, which are grouped by owner.
+    """Fetch the in-edges of nodes that are grouped by owner.
 
-    Returns where they begin there and how many they are; rank by rank, the position of each edge's source among the
-    sources met there, and these with their owners. Edges travel as positions, as there are far fewer sources: what is
-    done for each edge is an indexed copy, and only sources are looked up.
+    Edges travel as positions in a list of distinct sources: there are far fewer sources than edges, so only the sources
+    are looked up, and each edge takes an indexed copy.
+
+    Returns:
+        For each node the position of its first in-edge at its owner, and the number of its in-edges. For each owner,
+        the source of each edge as a position in the owner's list of sources, and this list: pairs of id and owner.
     """
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
     asked = communicator.all_to_all(n_id.split(counts), label="in-edges, asked for")
@@ -125,27 +127,24 @@ def _ask(
         local = index.index_select(0, ranges(start.to(narrow), degree))
         used = torch.zeros(ids.numel(), dtype=torch.bool)
         used[local] = True
-        known = used.nonzero().squeeze(1)
+        sources = used.nonzero().squeeze(1)
         extents.append(torch.stack([start, degree], dim=1))
         edges.append((used.cumsum(0, dtype=torch.int32) - 1).index_select(0, local))
-        nodes.append(torch.stack([ids[known], owner_of_rows[known]], dim=1))
+        nodes.append(torch.stack([ids[sources], owner_of_rows[sources]], dim=1))
     start, degree = torch.cat(communicator.all_to_all(extents, label="in-edges, numbers")).unbind(1)
-    found = communicator.all_to_all(edges, label="in-edges")
-    return start, degree, found, communicator.all_to_all(nodes, label="in-edges, sources")
+    positions = communicator.all_to_all(edges, label="in-edges")
+    return start, degree, positions, communicator.all_to_all(nodes, label="in-edges, sources")
 
 
 def ranges(start: Tensor, length: Tensor) -> Tensor:
-    """``start[0], start[0] + 1, ...`` for ``length[0]`` numbers, then the same for the next, and so on.
-
-    In the dtype of ``start``.
-    """
+    """Concatenate the ranges ``start[i], ..., start[i] + length[i] - 1``, in the dtype of ``start``."""
     total = int(length.sum())
     offset = start - (length.cumsum(0) - length).to(start.dtype)
     return torch.repeat_interleave(offset, length, output_size=total).add_(torch.arange(total, dtype=start.dtype))
 
 
 def _met(n_id: Tensor, owner: Tensor, ids: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append the nodes of ``ids`` that are new, grouped by owner; also the position of each of ``ids``."""
+    """Append the new nodes among ``ids``, grouped by owner; also return the position of each of ``ids``."""
     values, first = _unique(torch.cat([n_id, ids]))
     new = first >= n_id.numel()
     ids_of_new, owner_of_new = values[new], owners[first[new] - n_id.numel()]
@@ -157,7 +156,7 @@ def _met(n_id: Tensor, owner: Tensor, ids: Tensor, owners: Tensor) -> tuple[Tens
 
 
 def _unique(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Different values, ascending, and where each stands first."""
+    """Return the different values, ascending, and the first position of each."""
     ordered, order = torch.sort(values, stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]

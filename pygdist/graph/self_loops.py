@@ -1,4 +1,4 @@
-"""Self-loops in a sparse matrix: taken out of it and put into it, row by row, without sorting the edges again."""
+"""Self-loops removed from a sparse matrix or inserted into it, without sorting the edges again."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ __all__ = ["insert_self_loops", "is_self_loop", "keep_entries"]
 
 
 def is_self_loop(csr: CSR) -> Tensor:
-    """Which entries lead from a row to itself, ``(E,)`` bool."""
+    """Return a mask of the entries that lead from a row to itself, ``(E,)`` bool."""
     return csr.index == csr.row_index()
 
 
 def keep_entries(csr: CSR, keep: Tensor) -> CSR:
-    """The entries where ``keep``, ``(E,)`` bool, is true."""
+    """Return the entries where ``keep``, ``(E,)`` bool, is true."""
     kept_before = torch.zeros(csr.num_entries + 1, dtype=torch.int64, device=keep.device)
     torch.cumsum(keep, dim=0, out=kept_before[1:])
     return CSR(kept_before.index_select(0, csr.indptr), csr.index[keep], csr.num_cols)
 
 
 def insert_self_loops(csr: CSR, num_nodes: int) -> tuple[CSR, Tensor]:
-    """One more entry in each of the first ``num_nodes`` rows, which leads to the row itself.
+    """Insert a self-loop in each of the first ``num_nodes`` rows.
 
-    It comes after as many entries as lead to lower columns, so sorted rows stay sorted, and a symmetric matrix stays
-    its own transpose.
+    The loop comes after as many entries as have a lower column, so sorted rows stay sorted, and a symmetric matrix
+    stays its own transpose.
 
     Args:
         csr: The matrix.
-        num_nodes: Rows that get a loop.
+        num_nodes: Number of rows that get a loop.
 
     Returns:
-        The matrix with loops, and which of its entries they are, ``(E + num_nodes,)`` bool; the others keep their
-        order.
+        The matrix with loops, and a mask of the new entries, ``(E + num_nodes,)`` bool; the others keep their order.
     """
     device = csr.indptr.device
     nodes = torch.arange(csr.num_rows + 1, device=device).clamp_(max=num_nodes)

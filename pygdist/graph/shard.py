@@ -1,4 +1,4 @@
-"""What one rank holds of the graph."""
+"""One rank's part of the graph."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from torch import Tensor
 from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.store.partitioned import open_part, read_meta
+from pygdist.graph.store.meta import open_part, read_meta
+from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, rows_and_edges
 
 __all__ = ["Shard"]
 
 
 class Shard:
-    r"""One rank's rows, their in-edges, and the plan that fetches what they need (placement *nodes*).
+    r"""One rank's rows, their in-edges, and the plan to fetch halo rows (placement *nodes*).
 
     Attributes:
-        rank: The part held.
-        num_parts: Parts in all.
+        rank: Number of the part.
+        num_parts: Number of parts.
         n_id: Global ids of the rows, owned first, then halo grouped by owner; ``(n + h,)`` int64.
         num_owned: Number of owned rows, :math:`n`.
         adjacency: In-edges of the owned rows in local ids, from :math:`n + h` sources to :math:`n` destinations.
         e_id: Global position of each edge, in the order of ``adjacency``.
-        plan: Who sends which rows to whom.
+        plan: The rows that each pair of ranks exchanges.
         x: Features of the owned rows, ``(n, num_features)``.
         y: Labels of the owned rows, ``(n,)`` int64 with -1 for unlabelled, or ``(n, num_classes)`` float.
-        train_mask, val_mask, test_mask: Owned rows that count in each stage, ``(n,)`` bool.
+        train_mask, val_mask, test_mask: Owned rows of each stage, ``(n,)`` bool.
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
         counts: Labelled nodes of the whole graph by mask name.
-        val_edges, test_edges: Edges that were held out (:func:`~pygdist.graph.links.hold_out`): source and target in
-            local ids, and global position, ``(3, k)`` int64; ``None`` where none were.
-        folder: Where the partitioned graph is kept; ``None`` if it is in memory alone.
-        surroundings: What is held under the placement *replicas*; ``x``, ids and values of edges of the shard are its
-            leading rows, not copies. ``None`` under *nodes*.
+        val_edges, test_edges: Held-out edges (:func:`~pygdist.graph.links.hold_out`): source and target in local ids,
+            and global position, ``(3, k)`` int64; ``None`` if no edges were held out.
+        folder: The store; ``None`` if the graph is only in memory.
+        surroundings: All rows of placement *replicas*; ``x``, ids and values of edges of the shard are its leading
+            rows, not copies. ``None`` for placement *nodes*.
     """
 
-    # no dataclass: Lightning's precision plugins copy those field by field in every step, memory maps included
+    # not a dataclass, since Lightning's precision plugins copy these field by field in every step, memory maps included
     def __init__(
         self,
         *,
@@ -91,7 +92,7 @@ class Shard:
 
     @property
     def num_halo(self) -> int:
-        """Copies of other ranks' rows that one hop needs."""
+        """Number of other ranks' rows that one hop reads."""
         return self.n_id.numel() - self.num_owned
 
     @property
@@ -108,17 +109,17 @@ class Shard:
         verify: bool = True,
         meta: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """Map one part of an on-disk store (:mod:`pygdist.graph.store.partitioned`); features stay memory-mapped.
+        """Map one part of a store on disk (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
 
         Args:
-            folder: The store, of either placement.
-            rank: Which part.
-            num_parts: World size of the run, if the store must have been made for it.
-            verify: Read the files once and compare their checksums; who opens a part again need not.
-            meta: What :func:`~pygdist.graph.read_meta` gave, for who opens many parts.
+            folder: The store, of any placement.
+            rank: Number of the part.
+            num_parts: World size of the run, to check that the store has as many parts.
+            verify: Read the files once and compare their checksums; not needed when a part is opened again.
+            meta: The result of :func:`~pygdist.graph.read_meta`, for callers that open many parts.
 
         Raises:
-            InputError: If the store is missing, corrupted, or was made for another number of parts.
+            InputError: If the store is missing or corrupted, or has another number of parts.
         """
         meta = read_meta(folder) if meta is None else meta
         arrays = open_part(folder, rank, num_parts=num_parts, verify=verify, meta=meta)
@@ -128,9 +129,9 @@ class Shard:
     def from_arrays(
         arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int, *, folder: Path | None = None
     ) -> Shard:
-        """A shard over the arrays of one part, as :func:`pygdist.graph.store.partitioned.open_part` gives them."""
+        """Wrap the arrays of one part, from :func:`pygdist.graph.open_part`."""
         surroundings = None
-        if meta["placement"] == "replicas":
+        if PLACEMENTS[meta["placement"]].has_surroundings:
             num_owned = int(meta["parts"][rank]["num_owned"])
             surroundings = Surroundings.from_arrays(arrays, num_owned)
             arrays = first_hop(arrays, num_owned)
@@ -156,13 +157,13 @@ class Shard:
         )
 
     def to(self, device: torch.device | str, **_: Any) -> Shard:
-        """The shard on ``device``; itself if it is there. Lightning calls this for each batch."""
+        """Return the shard on ``device``, or itself if it is there. Lightning calls this for each batch."""
         device = torch.device(device)
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
             return self
         around = None if self.surroundings is None else self.surroundings.to(device)
         moved: dict[str, Any] = {
-            name: value.to(device) if (piece := self._piece(name, around)) is None else piece
+            name: value.to(device) if (view := self._view(name, around)) is None else view
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and not isinstance(value, Adjacency)
         }
@@ -170,25 +171,25 @@ class Shard:
         return self.replace(surroundings=around, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
-        """The shard with features, edge inputs and several labels per node in ``dtype``; itself if they are."""
+        """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are."""
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
         floats = {
-            name: value.to(dtype) if (piece := self._piece(name, around)) is None else piece
+            name: value.to(dtype) if (view := self._view(name, around)) is None else view
             for name, value in floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype).items()
         }
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
     def replace(self, **changes: Any) -> Shard:
-        """A shallow copy with some attributes changed."""
+        """Return a shallow copy with some attributes changed."""
         return Shard(**{**vars(self), **changes})
 
-    def _piece(self, name: str, converted: Surroundings | None) -> Tensor | None:
-        """An attribute out of the converted surroundings, if it is a piece of these, so that it is held once."""
+    def _view(self, name: str, converted: Surroundings | None) -> Tensor | None:
+        """Return an attribute as a view of the converted surroundings if it is one of the surroundings now."""
         value, whole = getattr(self, name), getattr(self.surroundings, name, None)
         if whole is None:
             return None
         mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
-        if mine != theirs:  # somebody put another in its place
+        if mine != theirs:  # the attribute was replaced
             return None
-        piece: Tensor = getattr(converted, name)[: len(value)]
-        return piece
+        view: Tensor = getattr(converted, name)[: len(value)]
+        return view

@@ -1,4 +1,4 @@
-"""What a rank holds of the graph around its own nodes, so that it can compute without other ranks."""
+"""The part of the graph around a rank's own nodes, with which it can compute without other ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Surroundings", "as_tensor", "first_hop", "floats_unlike", "rows_and_
 class Surroundings:
     r"""All rows of a part under the placement *replicas*, and the edges among them (CATGNN, Sec. 4.2).
 
-    Rows are ordered by hop, so what lies within fewer hops are leading rows, and the edges into them leading edges.
-    Rows of less than K hops have all their in-edges. Those of the last hop, the rim, have the ones that begin at rows
-    of less than K hops, and their self-loops; what is missing is counted in ``in_degree``.
+    Rows are ordered by hop, so the rows within fewer hops come first, and so do the edges into them. Rows of less than
+    K hops have all their in-edges. Rows of the last hop, the rim, have the in-edges that begin at rows of less than K
+    hops, and their self-loops; ``in_degree`` counts the missing ones too.
 
     Attributes:
-        num_hops: How far the rows reach, :math:`K \ge 1`.
+        num_hops: Number of hops around the owned rows, :math:`K \ge 1`.
         ends: ``ends[k]`` is the number of rows within ``k`` hops, for ``k`` from 0 (owned) to :math:`K` (all,
             :math:`R`).
         n_id: Global ids of the rows: owned, then by hop, grouped by owner inside a hop; ``(R,)`` int64.
@@ -32,12 +32,12 @@ class Surroundings:
         e_id: Global position of each edge, in the order of ``adjacency``; ``(E,)`` int64.
         x: Features of all rows, ``(R, num_features)``.
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
-        in_degree: Of all in-edges of each row in the whole graph: how many they are, how many of them self-loops, the
-            sum of the weights, that of the self-loops' weights, and the weight of the last self-loop or 0;
-            ``(R, 5)`` float64, or ``(R, 2)`` without edge weights.
+        in_degree: Over all in-edges of each row in the whole graph: their number, the number of self-loops, the sum of
+            the weights, the sum of the self-loops' weights, and the weight of the last self-loop or 0; ``(R, 5)``
+            float64, or ``(R, 2)`` without edge weights.
     """
 
-    # no dataclass, for the reason that Shard is none
+    # not a dataclass, for the same reason as Shard
     def __init__(
         self,
         *,
@@ -62,7 +62,7 @@ class Surroundings:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], num_owned: int) -> Surroundings:
-        """Over the arrays of one part of a *replicas* store, as :func:`~pygdist.graph.store.open_part` gives them."""
+        """Wrap the arrays of one part of a *replicas* store, from :func:`~pygdist.graph.open_part`."""
         per_hop = arrays["recv_counts"].sum(axis=1).tolist()
         return Surroundings(
             num_hops=len(per_hop),
@@ -72,34 +72,34 @@ class Surroundings:
         )
 
     def to(self, device: torch.device | str) -> Surroundings:
-        """All of it on ``device``."""
+        """Return a copy on ``device``."""
         moved = {name: value.to(device) for name, value in vars(self).items() if _plain(value)}
         return self.replace(adjacency=self.adjacency.to_device(device), **moved)
 
     def astype(self, dtype: torch.dtype) -> Surroundings:
-        """Features and edge inputs in ``dtype``; itself if they are. ``in_degree`` stays exact."""
+        """Return it with features and edge inputs in ``dtype``, or itself if they are; ``in_degree`` stays exact."""
         floats = floats_unlike(self, ("x", *EDGE_FIELDS), dtype)
         return self.replace(**{name: value.to(dtype) for name, value in floats.items()}) if floats else self
 
     def replace(self, **changes: Any) -> Surroundings:
-        """A shallow copy with some attributes changed."""
+        """Return a shallow copy with some attributes changed."""
         return Surroundings(**{**vars(self), **changes})
 
 
 def floats_unlike(graph: Any, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The fields of a graph, of those that it has, which are floating point numbers of another type than ``dtype``."""
-    found = {name: getattr(graph, name, None) for name in names}
+    """Return those fields of a graph that are floating point numbers of another type than ``dtype``."""
+    values = {name: getattr(graph, name, None) for name in names}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in values.items()
         if value is not None and value.is_floating_point() and value.dtype != dtype
     }
 
 
 def rows_and_edges(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What the arrays of a part hold of rows and edges: ``n_id``, ``adjacency``, ``e_id``, ``x`` and values of edges.
+    """Turn the arrays of a part into ``n_id``, ``adjacency``, ``e_id``, ``x`` and values of edges.
 
-    Destinations are the rows of ``indptr``, sources all rows. Values of edges that are absent are ``None``; without
+    Destinations are the rows of ``indptr``, sources are all rows. Missing values of edges are ``None``; without
     features ``x`` has no columns.
     """
     indptr, n_id = as_tensor(arrays["indptr"]), as_tensor(arrays["n_id"])
@@ -114,18 +114,18 @@ def rows_and_edges(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def first_hop(arrays: Mapping[str, np.ndarray], num_owned: int) -> dict[str, np.ndarray]:
-    """The arrays of the placement *nodes*, which those of *replicas* begin with; nothing is copied."""
+    """Return the arrays of placement *nodes* as views of the arrays of *replicas*, which begin with them."""
     recv_counts, send_counts = arrays["recv_counts"][0], arrays["send_counts"][0]
     num_rows, num_edges = num_owned + int(recv_counts.sum()), int(arrays["indptr"][num_owned])
     lengths = {"n_id": num_rows, "indptr": num_owned + 1, "x": num_owned, "send_index": int(send_counts.sum())}
     lengths |= dict.fromkeys(("src", "e_id", *EDGE_FIELDS), num_edges)
-    kept = {name: value[: lengths.get(name)] for name, value in arrays.items() if name != "in_degree"}
-    return {**kept, "recv_counts": recv_counts, "send_counts": send_counts}
+    views = {name: value[: lengths.get(name)] for name, value in arrays.items() if name != "in_degree"}
+    return {**views, "recv_counts": recv_counts, "send_counts": send_counts}
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """An array of a store, which is not copied."""
-    # the store maps copy-on-write: an in-place operation of a user stays in this process and never reaches the file
+    """Return an array of a store as a tensor over the same memory."""
+    # the store maps copy-on-write, so an in-place operation of a user never reaches the file
     return torch.from_numpy(np.asarray(array))
 
 

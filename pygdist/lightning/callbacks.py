@@ -18,11 +18,11 @@ from typing_extensions import override
 
 from pygdist.comm import Traffic
 from pygdist.errors import InputError
-from pygdist.graph.store.partitioned import peak_rss_bytes
 from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAveragingStrategy
 from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
+from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "memory_bytes"]
+__all__ = ["keep_freed_memory", "memory_bytes", "peak_rss_bytes"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -46,6 +48,17 @@ def memory_bytes(cgroups: Path = _CGROUPS) -> int:
         for place in (root / inside for inside in _control_groups()):
             limits += [limit for folder in (place, *place.parents) if (limit := _limit_of(folder)) is not None]
     return min(limits)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux's getrusage includes the process that started this one
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _control_groups() -> list[str]:

@@ -1,4 +1,4 @@
-"""What PyG layers need to be global: norms over the nodes of all ranks, and degree normalisation."""
+"""Models, and the parts of layers that need all ranks: norms over nodes, degree normalisation, self-loops, losses."""
 
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS, Ranks

@@ -1,6 +1,7 @@
-"""Aggregations that pad: LSTM, GRU, set transformers and the like lay each node's messages out in a dense row.
+"""Aggregations that pad each node's messages to a dense row: LSTM, GRU, set transformers and the like.
 
-Their result depends on the length of that row, the largest in-degree of the *graph*; a rank sees only its own.
+Their result depends on the length of that row, the largest in-degree of the *graph*; a rank knows only that of its own
+nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["padded_aggregation", "pads"]
 
 
 def pads(cls: type[nn.Module]) -> bool:
-    """Whether ``cls`` is an aggregation whose result depends on the longest row."""
+    """Tell if ``cls`` is an aggregation whose result depends on the length of the padded rows."""
     if not issubclass(cls, Aggregation) or cls.forward is Aggregation.forward:
         return False
     return "max_num_elements" in inspect.signature(cls.forward).parameters
@@ -34,7 +35,7 @@ def padded_aggregation(
     dim: int = -2,
     max_num_elements: int | None = None,
 ) -> Tensor:
-    """The aggregation's own forward, with the length of the longest row on any rank."""
+    """Run the aggregation's own forward with the length of the longest row on any rank."""
     if max_num_elements is None and index is not None:
         longest = torch.bincount(index).amax() if index.numel() else torch.zeros(())
         max_num_elements = ranks.max_over_ranks(int(longest))

@@ -1,13 +1,13 @@
 r"""Decoupled models: first every layer's weights, then every layer's propagation (NeutronTP, Sec. 4.1).
 
-A layer of message passing is two things in one: what becomes of a node's row (weights, activation), and what is summed
-of its neighbours' rows. Decoupled, a model does the first L times and then the second L times (Eqs. 7 to 9):
+A message-passing layer transforms rows (weights, activation) and propagates them (sums over neighbours). A decoupled
+model transforms L times first, and then propagates L times (Eqs. 7 to 9):
 
 .. math::
     H = f_L(\ldots f_1(X)), \qquad Z = \hat A^L H
 
-That is another model than the one it is made of, and it propagates rows that are as wide as the output. Backends that
-share columns out (``tensor``) go from rows to columns and back once, whatever L is.
+It is a different model than the original one, and it propagates rows of the output's width. The backend ``tensor``
+switches from rows to columns and back once, for any L.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["AttentionPropagation", "Decoupled", "Propagation", "decouple"]
 
 
 class Propagation(MessagePassing):
-    r"""Hops with nothing between them that mixes columns.
+    r"""Hops in a row, without anything between them that mixes columns.
 
     Args:
-        rounds: How many hops.
+        rounds: Number of hops.
         aggr: ``"sum"`` or ``"mean"``.
-        eps_of: Modules with an ``eps``, one for each round, as in ``GINConv``: a node's own row is added, times
-            :math:`1 + \epsilon`. Nothing is added by default.
+        eps_of: Modules with an ``eps``, one for each hop, as in ``GINConv``: a node's own row times
+            :math:`1 + \epsilon` is added. Nothing is added by default.
 
     Shapes:
         ``x`` is :math:`(N, F)` with weights :math:`(E)`, or :math:`(N, H, C)` with weights :math:`(E, H)`; the result
-        is like ``x``.
+        has the shape of ``x``.
     """
 
     def __init__(self, rounds: int, aggr: str = "sum", eps_of: Sequence[nn.Module] | None = None) -> None:
@@ -48,39 +48,39 @@ class Propagation(MessagePassing):
         if rounds < 1:
             raise InputError(f"rounds is {rounds}, expected at least 1")
         self.rounds = rounds
-        self.__dict__["eps_of"] = eps_of  # registered where they belong
+        self.__dict__["eps_of"] = eps_of  # not registered here, since they are parameters of other modules
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         """See the class."""
-        own = self.own_factors()
+        factors = self.own_factors()
         for number in range(self.rounds):
             out = self.propagate(edge_index, x=x, edge_weight=edge_weight)
-            x = out if own is None else out + own[number] * x
+            x = out if factors is None else out + factors[number] * x
         return x
 
     def own_factors(self) -> Tensor | None:
-        """What a node's own row is multiplied by before it is added, in each round; ``(rounds,)``."""
+        """Return the factor on a node's own row in each hop, ``(rounds,)``; ``None`` if the row is not added."""
         if self.eps_of is None:
             return None
         return torch.cat([1 + torch.as_tensor(module.eps).reshape(1) for module in self.eps_of])
 
     def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
-        """A neighbour's row, weighted."""
+        """Return a neighbour's row times the weight of the edge."""
         return x_j if edge_weight is None else edge_weight.unsqueeze(-1) * x_j
 
     def message_and_aggregate(self, edge_index: Any, x: Tensor) -> Tensor:
-        """The same as one sparse product."""
+        """Compute messages and their aggregation as one sparse product."""
         out: Tensor = spmm(edge_index, x, reduce=self.aggr)
         return out
 
 
 class AttentionPropagation(MessagePassing):
-    """Hops with the weights of ``GATConv``, which are computed once, from the scores of both ends.
+    """Hops with the attention weights of ``GATConv``, computed once from the scores of both ends.
 
     Args:
-        rounds: How many hops.
-        negative_slope: Of the leaky ReLU of scores.
-        dropout: Of the weights, in training.
+        rounds: Number of hops.
+        negative_slope: Slope of the leaky ReLU of scores.
+        dropout: Dropout probability of the weights.
     """
 
     def __init__(self, rounds: int, negative_slope: float = 0.2, dropout: float = 0.0) -> None:
@@ -97,13 +97,13 @@ class AttentionPropagation(MessagePassing):
     def edge_update(
         self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, dim_size: int | None
     ) -> Tensor:
-        """The weight of each edge and head."""
+        """Return the weight of each edge and head."""
         scores = functional.leaky_relu(alpha_j + alpha_i, self.negative_slope)
         return functional.dropout(softmax(scores, index, ptr, dim_size), p=self.dropout, training=self.training)
 
 
 class _Weights(nn.Module):
-    """What a layer does to a row, by its weights, under the names that they have there."""
+    """The transformation of a layer; its parameters keep their names."""
 
     names: ClassVar[tuple[str, ...]] = ("lin", "bias")
     lin: Any
@@ -118,8 +118,8 @@ class _Weights(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """One row for each."""
+    def forward(self, x: Tensor) -> Any:
+        """Transform each row."""
         out: Tensor = self.lin(x)
         return out if self.bias is None else out + self.bias
 
@@ -138,13 +138,12 @@ class _GINWeights(_Weights):
     names = ("nn", "eps")
     nn: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.nn(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.nn(x)
 
 
 class _GATWeights(_Weights):
-    """One of several layers: all heads see the same row."""
+    """Any layer but the last: all heads read the same row."""
 
     def __init__(self, layer: GATConv) -> None:
         super().__init__(layer)
@@ -154,13 +153,13 @@ class _GATWeights(_Weights):
         return self.finish(self.lin(x).view(-1, self.heads, self.lin.out_channels // self.heads))
 
     def finish(self, rows: Tensor) -> Tensor:
-        """The rows of all heads side by side, or their mean, and the bias."""
+        """Concatenate or average the rows of all heads, and add the bias."""
         out = rows.flatten(1) if self.concat else rows.mean(dim=1)
         return out if self.bias is None else out + self.bias
 
 
 class _LastGATWeights(_GATWeights):
-    """The last layer, whose attention all hops have."""
+    """The last layer, whose attention all hops use."""
 
     names = ("lin", "bias", "att_src", "att_dst")
     att_src: Tensor
@@ -172,15 +171,15 @@ class _LastGATWeights(_GATWeights):
 
 
 class Decoupled(nn.Module):
-    """What :func:`decouple` makes; the layers that it can take apart are a subclass each.
+    """The result of :func:`decouple`, with a subclass for each class of layers.
 
     Args:
-        layers: See there.
-        beside: What it does to rows between the layers: PyG's model, or what comes before each layer.
+        layers: The layers.
+        beside: Everything between the layers: PyG's model, or the modules before each layer.
     """
 
     weights: ClassVar[type[_Weights]] = _Weights
-    #: What layers may have been made with, by attribute.
+    #: Supported values of the layers' attributes.
     usual: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def __init__(self, layers: list[Any], beside: BasicGNN | list[nn.Sequential]) -> None:
@@ -204,16 +203,16 @@ class Decoupled(nn.Module):
         self.propagation: nn.Module = Propagation(len(layers))
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        """One row for each node; edge weights where the layers are ``GCNConv``."""
+        """Return one row for each node; only ``GCNConv`` uses edge weights."""
         for number, conv in enumerate(self.convs):
             x = conv(self._before(number, x))
-        return self._propagated(x, edge_index, edge_weight)
+        out: Tensor = self._propagated(x, edge_index, edge_weight)
+        return out
 
-    def _before(self, number: int, x: Tensor) -> Tensor:
-        """What becomes of rows on their way to a layer's weights."""
+    def _before(self, number: int, x: Tensor) -> Any:
+        """Apply everything before a layer."""
         if self.before is not None:
-            out: Tensor = self.before[number](x)
-            return out
+            return self.before[number](x)
         if number == 0:
             return x
         if self.act is not None and self.act_first:
@@ -221,17 +220,17 @@ class Decoupled(nn.Module):
         x = self.norms[number - 1](x)
         if self.act is not None and not self.act_first:
             x = self.act(x)
-        return self.dropout(x)  # type: ignore[no-any-return]
+        return self.dropout(x)
 
     def _looped(self, edge_index: Tensor, num_nodes: int) -> Tensor:
-        """The edges, and one from each node to itself."""
-        # in a method: distribute() puts its own in the place of these names
+        """Return the edges with one self-loop at each node."""
+        # in a method, since distribute() replaces these functions in methods
         edge_index, _ = remove_self_loops(edge_index)
         looped: Tensor = add_self_loops(edge_index, num_nodes=num_nodes)[0]
         return looped
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say how rows are propagated")
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} does not define _propagated")
 
 
 class _DecoupledGCN(Decoupled):
@@ -239,15 +238,16 @@ class _DecoupledGCN(Decoupled):
 
     def _prepare(self, layers: list[Any]) -> None:
         super()._prepare(layers)
-        made = {(layer.improved, layer.add_self_loops) for layer in layers}
-        if len(made) > 1:
-            raise InputError("decouple: layers with different improved or add_self_loops; all hops have the same edges")
-        ((self.improved, self.add_self_loops),) = made
+        options = {(layer.improved, layer.add_self_loops) for layer in layers}
+        if len(options) > 1:
+            raise InputError(
+                "decouple: all layers need the same improved and add_self_loops, since hops share the edges"
+            )
+        ((self.improved, self.add_self_loops),) = options
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
         edges = gcn_norm(edge_index, edge_weight, rows.size(0), self.improved, self.add_self_loops, dtype=rows.dtype)
-        out: Tensor = self.propagation(rows, *edges)
-        return out
+        return self.propagation(rows, *edges)
 
 
 class _DecoupledSAGE(Decoupled):
@@ -257,9 +257,8 @@ class _DecoupledSAGE(Decoupled):
     def _prepare(self, layers: list[Any]) -> None:
         self.propagation = Propagation(len(layers), "mean")
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
-        out: Tensor = self.propagation(rows, self._looped(edge_index, rows.size(0)))
-        return out
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
+        return self.propagation(rows, self._looped(edge_index, rows.size(0)))
 
 
 class _DecoupledGIN(Decoupled):
@@ -268,9 +267,8 @@ class _DecoupledGIN(Decoupled):
     def _prepare(self, layers: list[Any]) -> None:
         self.propagation = Propagation(len(layers), eps_of=list(self.convs))
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
-        out: Tensor = self.propagation(rows, edge_index)
-        return out
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
+        return self.propagation(rows, edge_index)
 
 
 class _DecoupledGAT(Decoupled):
@@ -284,11 +282,10 @@ class _DecoupledGAT(Decoupled):
         self.convs[-1] = _LastGATWeights(last)
         self.propagation = AttentionPropagation(len(layers), last.negative_slope, last.dropout)
 
-    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor:
+    def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
         values, source, target = rows
         out = self.propagation(values, self._looped(edge_index, values.size(0)), source, target)
-        finished: Tensor = self.convs[-1].finish(out)  # type: ignore[operator]
-        return finished
+        return self.convs[-1].finish(out)  # type: ignore[operator]
 
 
 _HOOKS = re.compile(r"_(?!state_dict|load_state_dict).*hooks")
@@ -301,21 +298,21 @@ _KINDS: dict[type[MessagePassing], type[Decoupled]] = {
 
 
 def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
-    """Turn a stack of layers into L rounds of their weights, then L rounds of propagation; it is a different model.
+    """Turn a stack of L layers into their L transformations followed by L hops; the result is a different model.
 
     Args:
         model: PyG's ``GCN``, ``GraphSAGE``, ``GIN`` or ``GAT``, or another ``BasicGNN`` of such layers. Its parameters
-            are used, not copied, and keep the names that they have there. Or the layers of a model of your own in their
-            order, with what it does to rows in between: ``[GCNConv(16, 32), nn.ReLU(), GCNConv(32, 7)]``; the layers'
-            parameters are then under ``convs``, the others under ``before``.
+            are shared, not copied, and keep their names. Or a list of your own model's layers with the modules between
+            them, in order: ``[GCNConv(16, 32), nn.ReLU(), GCNConv(32, 7)]``; then parameters of layers are under
+            ``convs``, the others under ``before``.
 
     Returns:
-        Called as ``model(x, edge_index)``. Rows of neighbours are summed with GCN's weights; averaged, a node's own row
-        among them (``SAGEConv``); summed, with ``1 + eps`` times that (``GINConv``); or summed with the attention that
-        the last layer has for the rows that it makes (``GATConv``).
+        A model to be called as ``model(x, edge_index)``. Its hops sum neighbours with GCN's weights (``GCNConv``);
+        average a node and its neighbours (``SAGEConv``); sum neighbours and ``1 + eps`` times the node's own row
+        (``GINConv``); or sum with the attention weights of the last layer (``GATConv``).
 
     Raises:
-        InputError: If the layers are of other classes, subclasses among them, or do more than weights and a sum.
+        InputError: If the layers are of other classes, also subclasses, or have options that cannot be decoupled.
 
     Example:
         >>> model = decouple(GCN(16, 32, num_layers=3, out_channels=7))
@@ -327,14 +324,14 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
         layers, beside = list(model.convs), model
     else:
         raise InputError(
-            f"decouple: expected GCN, GraphSAGE, GIN or GAT of PyG, or a list of layers, got {type(model).__name__}"
+            f"decouple: expected PyG's GCN, GraphSAGE, GIN or GAT, or a list of layers, got {type(model).__name__}"
         )
     kinds = {type(layer) for layer in layers}  # a subclass may do something else
-    made = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
-    if made is None:
-        found = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "what has no layers"
+    decoupled = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
+    if decoupled is None:
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "a model without layers"
         raise InputError(
-            f"decouple: {found} cannot be taken apart; layers that are all GCNConv, SAGEConv, GINConv or GATConv can"
+            f"decouple: cannot decouple {names}; all layers must be GCNConv, or all SAGEConv, GINConv or GATConv"
         )
     if isinstance(model, BasicGNN):
         _check_model(model)
@@ -342,41 +339,44 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
         hooks = [name for name, value in vars(module).items() if _HOOKS.fullmatch(name) and value]
         if hooks:
             raise InputError(
-                f"decouple: {type(module).__name__} has hooks ({hooks[0].strip('_')}), which what is made of it would "
-                "not call; remove them, or register them afterwards"
+                f"decouple: {type(module).__name__} has hooks ({hooks[0].strip('_')}), which the decoupled model would "
+                "not call; remove them, or register them on the decoupled model"
             )
-    return made(layers, beside)
+    return decoupled(layers, beside)
 
 
 def _check_model(model: BasicGNN) -> None:
     if model.jk_mode == "last":
-        raise InputError("decouple: jk='last' has a Linear after the last layer; leave jk out, and put it around")
+        raise InputError(
+            "decouple: jk='last' has a Linear after the last layer; leave jk out, and apply the Linear after the model"
+        )
     if model.jk_mode is not None:
         raise InputError("decouple: jumping knowledge needs the rows of every layer")
     if type(model).forward is not BasicGNN.forward:
         raise InputError(
-            f"decouple: {type(model).__name__} has a forward of its own, of which nothing would be left; give the list "
-            "of its layers, with what stands between them"
+            f"decouple: {type(model).__name__} has its own forward, which the decoupled model would not run; pass the "
+            "list of its layers with the modules between them"
         )
 
 
 def _apart(stack: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> tuple[list[Any], list[nn.Sequential]]:
-    """The layers of a stack, and what comes before each."""
+    """Split a stack into its layers and the modules before each layer."""
     layers: list[Any] = []
     beside = [nn.Sequential()]
     for module in stack:
         if not isinstance(module, nn.Module):
-            raise InputError(f"decouple: expected a list of modules, got {module!r}; for a function take a module")
+            raise InputError(f"decouple: expected a list of modules, got {module!r}; wrap a function in a module")
         if isinstance(module, MessagePassing):
             layers.append(module)
             beside.append(nn.Sequential())
         elif inside := next((one for one in module.modules() if isinstance(one, MessagePassing)), None):
             raise InputError(
-                f"decouple: {type(inside).__name__} is inside of {type(module).__name__}; give the list itself, one "
-                "module after the other"
+                f"decouple: {type(inside).__name__} is inside {type(module).__name__}; pass one flat list of modules"
             )
         else:
             beside[-1].append(module)
     if len(beside.pop()):
-        raise InputError("decouple: the last of the list must be a layer; what comes after it goes around the model")
+        raise InputError(
+            "decouple: the list must end with a layer; apply modules that come after it to the model's output"
+        )
     return layers, beside

@@ -1,4 +1,4 @@
-"""How a model is called: as anyone would, plus the edge inputs that its ``forward`` takes and the graph has."""
+"""Calls of a model: ``model(x, edge_index)``, and the edge inputs that its ``forward`` takes and the graph has."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["call_encoder", "call_model", "edge_inputs", "fill_in_sizes", "row_lo
 
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
-    """The edge weights, attributes and types of ``graph`` (a ``Data`` or a ``Shard``) that ``model.forward`` takes."""
+    """Return edge weights, attributes and types of ``graph`` (a ``Data`` or ``Shard``) that ``model.forward`` takes."""
     taken = inspect.signature(model.forward).parameters
     unused = set()
     if type(model).__module__.startswith("torch_geometric."):
-        # PyG's models have every parameter, whether their layers use it or not
+        # PyG's models have every parameter, even if their layers do not use it
         unused = {name for name in EDGE_FIELDS if getattr(model, f"supports_{name}", True) is False}
         layers = [layer for layer in model.modules() if isinstance(layer, MessagePassing)]
         if all(getattr(layer, "edge_dim", 0) is None for layer in layers):
             unused.add("edge_attr")
-    found = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken and name not in unused}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken and name not in unused}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
-    """The output of ``model`` for a graph: one row per node (per owned node of a shard).
+    """Return the output of ``model`` for a graph: one row per node (per owned node of a shard).
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
         graph: A ``Data`` or a ``Shard``.
-        edges: What the model gets as ``edge_index``.
+        edges: The ``edge_index`` to pass to the model.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or gives no rows.
+        InputError: If the model takes another number of features than the graph has, or its output is not a matrix.
     """
     width, inputs = graph.x.size(1), edge_inputs(model, graph)
     try:
@@ -46,7 +46,7 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
     except TypeError as error:
         call = ", ".join(["x", "edge_index", *(f"{name}=..." for name in inputs)])
         raise InputError(
-            f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap the model in one that can"
+            f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap it in a module that can"
         ) from error
     try:
         out: Tensor = model(graph.x, edges, **inputs)
@@ -54,54 +54,54 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
             raise
         raise InputError(
-            f"the model does not take the {width} features per node of the graph ({error}); "
+            f"the model does not accept the graph's {width} features per node ({error}); "
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
     except IndexError as error:
         raise InputError(row_lookup(error), of_one_rank=True) from error
     if out.dim() != 2:
-        raise InputError(f"the model gives {tuple(out.shape[1:])} values per node, expected a row")
+        raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
     return out
 
 
 def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
-    """The output of ``model`` for a graph with classes; see :func:`call_encoder`.
+    """Return the output of ``model`` for a graph with classes; see :func:`call_encoder`.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
         graph: A ``Data`` or a ``Shard``.
-        edges: What the model gets as ``edge_index``.
-        num_classes: Classes of the graph.
-        multi_label: Whether a node may have several.
+        edges: The ``edge_index`` to pass to the model.
+        num_classes: Number of classes of the graph.
+        multi_label: True if a node may have several classes.
 
     Returns:
-        One row per node (per owned node of a shard), wide enough for every class.
+        One row per node (per owned node of a shard), with a column for every class.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or gives too few values.
+        InputError: If the model takes another number of features than the graph has, or returns too few columns.
     """
     out = call_encoder(model, graph, edges)
     if out.size(1) != num_classes if multi_label else out.size(1) < num_classes:
         raise InputError(
-            f"the model gives {out.size(1)} values per node, the graph has {num_classes} classes; set the model's "
-            f"out_channels to {num_classes}"
+            f"the model returns {out.size(1)} values per node, but the graph has {num_classes} classes; set the "
+            f"model's out_channels to {num_classes}"
         )
     return out
 
 
 def row_lookup(error: IndexError) -> str:
-    """What an index error inside a distributed model means."""
+    """Return the explanation of an index error inside a distributed model."""
     return (
-        f"the model looks up node rows by edge_index outside of propagate ({error}); the sources of a rank's edges may "
-        "be nodes of other ranks, so normalise with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
+        f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows are "
+        "available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
     )
 
 
 def fill_in_sizes(model: nn.Module, graph: Any) -> None:
-    """Give layers of unknown input size (``in_channels=-1``) that of ``graph``, in place.
+    """Set the input size of layers with ``in_channels=-1`` from ``graph``, in place.
 
-    Runs the model on two nodes with the graph's widths, as plain PyG and in evaluation mode: nothing is exchanged, and
-    norms note no statistics.
+    Runs the model on two nodes with the graph's widths, as plain PyG in evaluation mode: nothing is exchanged, and
+    running statistics of norms do not change.
     """
     lazy = next((p for p in model.parameters() if isinstance(p, nn.UninitializedParameter)), None)
     if lazy is None:

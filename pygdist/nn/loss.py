@@ -1,4 +1,4 @@
-"""The loss of a rank: a sum over its own nodes, so that the sum over ranks divided by the global count is the mean."""
+"""The loss of a rank, summed over its own nodes: the sum over ranks divided by the global count is the mean."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["labelled", "node_losses", "summed_loss"]
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
-    """``mask`` without unlabelled nodes: label -1, or a row of NaN for several labels per node; ``(n,)`` bool."""
+    """Remove unlabelled nodes from ``mask``: label -1, or a row of NaN in a label matrix; ``(n,)`` bool."""
     return mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
 
 
 def node_losses(output: Tensor, y: Tensor) -> Tensor:
-    r"""The loss of each node, :math:`(n)`.
+    r"""Return the loss of each node, :math:`(n)`.
 
     Cross-entropy for ``y`` of shape :math:`(n)` int64; binary cross-entropy, averaged over classes, for
     :math:`(n, C)` float.
@@ -39,32 +39,32 @@ def summed_loss(
     weight: Tensor | None = None,
     losses: Callable[[Tensor, Tensor], Tensor] = node_losses,
 ) -> tuple[Tensor, int]:
-    r"""Sum of the losses over the labelled nodes of ``mask``, and how many they are.
+    r"""Return the sum of the losses over the labelled nodes of ``mask``, and the number of these nodes.
 
-    Each is multiplied by ``weight``, if there is one. Without any node the sum is a zero that still reaches every
-    parameter, so that the rank takes part in the backward exchanges.
+    Without any node the sum is a zero that still depends on every parameter, so that the rank takes part in the
+    backward exchanges.
 
     Args:
-        output: What the model gives for each node.
+        output: Output of the model for each node.
         y: Labels.
-        mask: Which nodes count.
-        weight: How often.
-        losses: The loss of each of some nodes, from their output and their labels.
+        mask: Nodes to sum over.
+        weight: Factor on the loss of each node; 1 by default.
+        losses: Computes the loss of each node from outputs and labels.
 
     Shapes:
         ``output`` is :math:`(n, C)`; ``y`` :math:`(n)` or :math:`(n, C)`; ``mask`` :math:`(n)` bool; ``weight``
         :math:`(n)`.
 
     Raises:
-        InputError: If ``losses`` does not give a value for each node.
+        InputError: If ``losses`` does not return one value for each node.
     """
     chosen = labelled(y, mask)
-    found = losses(output[chosen], y[chosen])
+    values = losses(output[chosen], y[chosen])
     count = int(chosen.sum())
-    if found.shape != (count,):
+    if values.shape != (count,):
         name = getattr(losses, "__qualname__", type(losses).__name__)
         raise InputError(
-            f"{name} gives values of shape {tuple(found.shape)} for {count} nodes, expected one for each, as losses of "
-            "torch give with reduction='none'"
+            f"{name} returns values of shape {tuple(values.shape)} for {count} nodes, expected one for each; for "
+            "losses of torch use reduction='none'"
         )
-    return found.sum() if weight is None else found @ weight[chosen].to(found.dtype), count
+    return values.sum() if weight is None else values @ weight[chosen].to(values.dtype), count

@@ -1,8 +1,8 @@
-"""NGNN: layers that are deeper inside (Song et al., Network In Graph Neural Network, 2021).
+"""NGNN: layers with feed-forward layers inside (Song et al., Network In Graph Neural Network, 2021).
 
-Of the models that CATGNN trains, PyG has the others: ``GCN``, ``GAT`` and ``GraphSAGE`` of ``torch_geometric.nn``; SGC
-is ``SGConv(in_channels, out_channels, K=2)``, called like a model. Cluster-GCN and GraphSAINT are ways to make
-mini-batches (:mod:`pygdist.sampler`), for any of them.
+PyG has the other models that CATGNN trains: ``GCN``, ``GAT`` and ``GraphSAGE`` in ``torch_geometric.nn``, and SGC as
+``SGConv(in_channels, out_channels, K=2)``, which can be called like a model. Cluster-GCN and GraphSAINT are samplers of
+mini-batches (:mod:`pygdist.sampler`) for any model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _CONVS = {"gcn": GCNConv, "sage": SAGEConv, "gat": GATConv}
 
 
 class NGNN(nn.Module):
-    r"""A stack of PyG layers, each but the last followed by non-linear feed-forward layers of its own (Sec. 3).
+    r"""A stack of PyG layers, each but the last followed by feed-forward layers (Sec. 3).
 
-    A hidden layer is :math:`h \leftarrow \sigma(g(\sigma(f(h))))` with the layer of message passing :math:`f` and
-    ``ngnn_layers`` linear layers :math:`g`, each with its :math:`\sigma` = ReLU: more to learn without more hops.
+    A hidden layer is :math:`h \leftarrow \sigma(g(\sigma(f(h))))` with the message-passing layer :math:`f` and
+    ``ngnn_layers`` linear layers :math:`g`, each with :math:`\sigma` = ReLU: more parameters without more hops.
 
     Args:
-        in_channels: Features of a node; -1 finds out when the model is first called.
+        in_channels: Number of features of a node; with -1 it is set when the model is first called.
         hidden_channels: Width of the rows between layers, and of the feed-forward layers.
-        num_layers: Layers of message passing.
+        num_layers: Number of message-passing layers.
         out_channels: Width of the result; the number of classes.
         conv: ``"gcn"``, ``"sage"`` (GraphSAGE) or ``"gat"``.
-        ngnn_layers: Feed-forward layers in each layer but the last; 0 makes it the plain model.
-        dropout: Of rows between layers.
+        ngnn_layers: Number of feed-forward layers in each layer but the last; 0 gives the plain model.
+        dropout: Dropout probability between layers.
 
     Shapes:
         ``x`` is :math:`(N, F)`, the result :math:`(N, C)`.
@@ -76,7 +76,7 @@ class NGNN(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """One row for each node."""
+        """Return one row for each node."""
         for conv, inside in zip(self.convs, self.inside, strict=False):
             x = inside(conv(x, edge_index).relu())
             x = functional.dropout(x, p=self.dropout, training=self.training)

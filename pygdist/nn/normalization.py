@@ -1,8 +1,7 @@
-"""Degree normalisation over the whole graph, for the layers that normalise their own edges (GCN and its relatives).
+"""Degree normalisation over the whole graph, for layers that normalise their own edges (GCN and its relatives).
 
-A rank holds all in-edges of its nodes, so it knows their degrees; those of halo rows come from their owners, or were
-noted when the graph was partitioned. The result is kept: on a fixed graph the weights are computed, and the degrees
-exchanged, once.
+A rank has all in-edges of its nodes, so it knows their degrees. Degrees of halo rows come from their owners, or from
+the store. The result is kept: on a fixed graph weights are computed, and degrees exchanged, once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pygdist.nn.norms import Ranks
 
 __all__ = ["GlobalGCNNorm"]
 
-_MOST_KEPT = 64  # results; what is kept longest goes first
+_MOST_KEPT = 64  # results
 
 
 class GlobalGCNNorm:
@@ -30,12 +29,12 @@ class GlobalGCNNorm:
     differentiable in ``edge_weight``.
 
     Args:
-        ranks: Where the degrees of halo rows come from.
+        ranks: The backend, which knows or fetches the degrees of halo rows.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # by the kind of normalisation, with whether some rank may not see that the weights changed
+        # by arguments; the flag is true if some rank may not notice that the weights changed
         self._results = Memo[tuple[tuple[Adjacency, Tensor], bool]](_MOST_KEPT)
         self._looped = Memo[_Looped](_MOST_KEPT)
 
@@ -54,13 +53,13 @@ class GlobalGCNNorm:
         flow: str = "source_to_target",
         dtype: torch.dtype | None = None,
     ) -> tuple[Adjacency, Tensor]:
-        """The normalised edges, sorted by destination, and their weights ``(num_edges,)``."""
+        """Return the normalised edges, sorted by destination, and their weights ``(num_edges,)``."""
         if flow != "source_to_target":
-            raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node; a shard holds in-edges")
+            raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node, but a shard has in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
             return self._normalise(edge_index, edge_weight, *arguments, kept=True)
-        # one result for each kind of normalisation: weights that a model computes anew replace those before
+        # one result for each set of arguments: weights that a model computes in every epoch replace the last ones
         slot, inputs = (id(edge_index), *arguments), (edge_index, edge_weight)
         same, last = self._results.knows(slot, inputs), self._results.last(slot)
         if last is not None and last[1]:
@@ -84,7 +83,7 @@ class GlobalGCNNorm:
     ) -> tuple[Adjacency, Tensor]:
         if num_nodes is None:
             if not isinstance(edge_index, Adjacency):
-                raise InputError("gcn_norm on edges that are not the shard's adjacency needs num_nodes")
+                raise InputError("gcn_norm on edges other than the shard's adjacency needs num_nodes=x.size(0)")
             num_nodes = edge_index.num_dst
         if not isinstance(edge_index, Adjacency):
             num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
@@ -93,36 +92,35 @@ class GlobalGCNNorm:
             kept = False
         num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
         looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, kept=kept)
-        csr, given = looped.csr, edge_weight
-        edge_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
-        counts = csr.indptr.diff()
-        if edge_weight is None:
+        csr, counts = looped.csr, looped.csr.indptr.diff()
+        looped_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
+        if looped_weight is None:
             degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
         else:
-            degree = torch.segment_reduce(edge_weight, "sum", offsets=csr.indptr, initial=0)
+            degree = torch.segment_reduce(looped_weight, "sum", offsets=csr.indptr, initial=0)
         scale = _inverse_root(degree)
-        known = self._ranks.source_degrees(degree.detach(), given, fill_value if add_self_loops else None)
-        if known is None:
+        degrees = self._ranks.source_degrees(degree.detach(), edge_weight, fill_value if add_self_loops else None)
+        if degrees is None:
             source_scale = self._ranks.source_rows(scale)
-        else:  # some of the rows may lack edges here
-            source_scale = _inverse_root(known.to(scale))
+        else:  # some rows may not have all their edges here
+            source_scale = _inverse_root(degrees.to(scale))
             scale = source_scale[: scale.numel()]
-        for_each = self._ranks.neighbours_for_each(weighted=given is not None)
         weight = source_scale.index_select(0, csr.index)
-        weight = weight if edge_weight is None else weight * edge_weight
+        weight = weight if looped_weight is None else weight * looped_weight
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
-        if for_each is not None:  # those that are here stand for the others
-            stands_for = torch.repeat_interleave(
-                for_each[: scale.numel()].to(weight), counts, dim=0, output_size=csr.num_entries
+        rim_scale = self._ranks.rim_scale(weighted=edge_weight is not None)
+        if rim_scale is not None:  # the edges that are here stand for the missing ones
+            by_edge = torch.repeat_interleave(
+                rim_scale[: scale.numel()].to(weight), counts, dim=0, output_size=csr.num_entries
             )
-            weight = torch.where(is_self_loop(csr), weight, weight * stands_for)
+            weight = torch.where(is_self_loop(csr), weight, weight * by_edge)
         return looped.edges(source_scale.size(0)), weight
 
     def _some_rank_is_blind(self, edge_weight: Tensor | None) -> bool:
         return edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
 
     def _with_loops(self, edge_index: Adjacency, num_loops: int, *, kept: bool) -> _Looped:
-        """Edges whose weights alone change stay the same object, by which backends know them."""
+        """Return the edges with self-loops; the same object while only weights change, if ``kept``."""
         if not kept:
             return _Looped(edge_index, num_loops)
         return self._looped.get((id(edge_index), num_loops), (edge_index,), lambda: _Looped(edge_index, num_loops))
@@ -134,36 +132,36 @@ def _inverse_root(degree: Tensor) -> Tensor:
 
 
 class _Looped:
-    """Edges with one self-loop at each of the first nodes, as PyG's ``add_remaining_self_loops``.
+    """Edges with one self-loop at each of the first nodes, as PyG's ``add_remaining_self_loops`` adds them.
 
     Args:
-        given: The edges.
-        num_loops: How many nodes get a loop; with none the edges stay as they are.
+        adjacency: The edges.
+        num_loops: Number of nodes that get a loop; with 0 the edges do not change.
 
     Attributes:
         csr: The edges with loops.
     """
 
-    def __init__(self, given: Adjacency, num_loops: int) -> None:
-        self._given, self._num_loops = given, num_loops
+    def __init__(self, adjacency: Adjacency, num_loops: int) -> None:
+        self._adjacency, self._num_loops = adjacency, num_loops
         self._edges: Adjacency | None = None
-        self.csr = given.csr()
+        self.csr = adjacency.csr()
         if num_loops:
             self._was_loop = is_self_loop(self.csr)
             self.csr, self._is_loop = insert_self_loops(keep_entries(self.csr, ~self._was_loop), num_loops)
 
     def weights(self, weight: Tensor, fill_value: float) -> Tensor:
-        """Those of :attr:`csr`; loops that exist keep theirs."""
+        """Return the weights of :attr:`csr`; loops that existed before keep their weights."""
         if not self._num_loops:
             return weight
         loops = weight.new_full((self._num_loops, *weight.shape[1:]), fill_value)
-        loops[self._given.csr().index[self._was_loop].long()] = weight[self._was_loop]
+        loops[self._adjacency.csr().index[self._was_loop].long()] = weight[self._was_loop]
         out = weight.new_empty(self.csr.num_entries, *weight.shape[1:])
         out = out.index_put((~self._is_loop,), weight[~self._was_loop])
         return out.index_put((self._is_loop,), loops)
 
     def edges(self, num_src: int) -> Adjacency:
-        """:attr:`csr` with so many sources; the same object for the same number."""
+        """Return :attr:`csr` with ``num_src`` sources; the same object for the same number."""
         if self._edges is None or self._edges.num_src != num_src:
             with torch.inference_mode(False):
                 self._edges = Adjacency.from_csr(CSR(self.csr.indptr, self.csr.index, num_src))

@@ -1,8 +1,8 @@
-"""Norms over nodes, with statistics over the nodes of all ranks: what one process computes, to the last digits.
+"""Norms over nodes, with statistics over the nodes of all ranks: equal to one process up to rounding.
 
-Each function is the ``forward`` of one norm class, with the backend as a second argument; :func:`distribute` puts it
-in front of the class's own. Means and squared deviations are summed over ranks in two rounds, as a one-round formula
-would lose digits. The gradients of both sums travel back the same way, so results hold on CPU and CUDA alike.
+Each function is the ``forward`` of one norm class, with the backend as second argument; :func:`distribute` calls it
+instead of the class's own. Means and squared deviations are summed over ranks in two rounds, since a one-round formula
+would lose digits. Both sums are differentiable, on CPU and CUDA alike.
 """
 
 from __future__ import annotations
@@ -21,73 +21,76 @@ __all__ = ["GLOBAL_NORMS", "Ranks"]
 
 
 class Ranks(Protocol):
-    """What norms and normalisation need of a backend."""
+    """The part of a backend that norms and degree normalisation use."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole graph."""
+        """Number of nodes of the whole graph."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that a layer of this rank puts out, one per node."""
+        """Number of rows that a layer returns on this rank, one per node."""
 
     def source_rows(self, x: Tensor) -> Tensor:
-        """One row per owned node in, one per source of the adjacency out."""
+        """Return one row per source of the adjacency, from one row per owned node."""
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        """In-degrees of the sources in the whole graph, where they are known without asking their owners."""
+        """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
 
-    def neighbours_for_each(self, *, weighted: bool) -> Tensor | None:
-        """For each neighbour of a source row that is here, how many it has in the whole graph; ``None`` for one."""
+    def rim_scale(self, *, weighted: bool) -> Tensor | None:
+        """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
+
+        Self-loops are not counted. ``None`` if all factors are 1.
+        """
 
     def owned_rows(self, x: Tensor) -> Tensor:
-        """The rows that this rank owns."""
+        """Return the rows that this rank owns."""
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum over all ranks; differentiable."""
 
     def max_over_ranks(self, value: int) -> int:
-        """Largest value of any rank."""
+        """Return the largest value of any rank."""
 
 
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
     """Mean over all nodes, per channel.
 
     Raises:
-        InputError: If the rows are not the rank's nodes but edges, or some of the nodes.
+        InputError: If the rows are not the rank's nodes, but edges or only some of the nodes.
     """
     if x.size(0) != ranks.num_rows:
         raise InputError(
-            f"a norm over nodes got {x.size(0)} rows where this rank has {ranks.num_rows} nodes: norms over edges (the "
-            "default of PyG's MLP inside EdgeConv, say: MLP(..., norm=None)) or over some nodes cannot be distributed",
+            f"a norm over nodes got {x.size(0)} rows, but this rank has {ranks.num_rows} nodes. Norms over edges or "
+            "over some of the nodes cannot be distributed; inside EdgeConv, for example, use MLP(..., norm=None)",
             of_one_rank=True,
         )
     return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
 
 
 def _full(x: Tensor) -> Tensor:
-    """Statistics in at least single precision, as PyTorch takes them under autocast."""
+    """Return ``x`` in at least single precision, in which PyTorch computes statistics under autocast."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _no_batch(module: nn.Module, batch: Tensor | None) -> None:
     if batch is not None:
         raise InputError(
-            f"{type(module).__name__}: a 'batch' vector (several graphs in one) cannot be used on a distributed graph"
+            f"{type(module).__name__}: a 'batch' vector (several graphs in one) cannot be used with a distributed graph"
         )
 
 
 def _update_running(module: Any, mean: Tensor, var: Tensor, num_nodes: int, momentum: float) -> None:
-    """Running statistics as PyTorch keeps them, with the unbiased variance."""
+    """Update running statistics as PyTorch does, with the unbiased variance."""
     unbiased = var * (num_nodes / max(num_nodes - 1, 1))
     module.running_mean.lerp_(mean.detach().to(module.running_mean.dtype), momentum)
     module.running_var.lerp_(unbiased.detach().to(module.running_var.dtype), momentum)
 
 
 def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, momentum: float | None) -> Tensor:
-    """(x - mean) / sqrt(var + eps) per channel, with batch or running statistics, then the affine map.
+    """Compute (x - mean) / sqrt(var + eps) per channel, with batch or running statistics, then the affine map.
 
-    ``momentum`` is that of the running statistics; ``None`` leaves them alone.
+    Running statistics are updated with ``momentum``, unless it is ``None``.
     """
     dtype, x = x.dtype, _full(x)
     if use_batch:
@@ -115,13 +118,13 @@ def _batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
     momentum = None
     if module.training and module.running_mean is not None:
         module.num_batches_tracked.add_(1)
-        # without a momentum PyTorch keeps the cumulative average
+        # without a momentum PyTorch computes the cumulative average
         momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
     return _channel_norm(module, ranks, x, use_batch=use_batch, momentum=momentum)
 
 
 def _pyg_batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
-    """PyG's wrapper; its inner BatchNorm1d is distributed too. One *local* row is no special case, one node is."""
+    """PyG's wrapper; its inner BatchNorm1d is distributed too. Only a graph of one node is a special case."""
     if module.allow_single_element and ranks.num_nodes <= 1:
         inner = module.module
         return nn.functional.batch_norm(

@@ -1,11 +1,10 @@
-"""The edges of one relation, for layers that go through relations: an :class:`~pygdist.graph.Adjacency` stays one.
+"""The edges of one relation, for layers that loop over relations, as an :class:`~pygdist.graph.Adjacency`.
 
-PyG's function picks them from a list of edges in every epoch. Here they are picked once, and stay sorted by
+PyG's function picks them from the list of edges in every epoch. Here they are picked once, and stay sorted by
 destination, so that a relation's mean is one sparse product.
 
-Types that change may leave a relation of one rank as it is, whose edges stay the same object there alone. Whether a
-relation's edges are those of before is therefore asked of all ranks, by who decides by it what is exchanged
-(:func:`of_relation`).
+If edge types change, some ranks may see the same edges of a relation as before, and others new ones. So code that
+decides by the identity of a relation's edges what to exchange must ask all ranks (:func:`of_relation`).
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ _MOST_KEPT = 1024  # relations
 class KeptRelations:
     """PyG's ``masked_edge_index`` on a shard's edges.
 
-    Relations of which a rank has no edge look the same to it, but are as many to other ranks: each has edges of its
-    own, told apart by the order in which a layer asks, so that ranks agree on what they have met before.
+    All relations without edges on a rank have the same mask, but other ranks may have edges of them. So equal masks in
+    one ``forward`` of a layer get different adjacencies, by their order, and all ranks keep as many.
     """
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[int, bytes], int] = {}  # by the running layer: how often for the same edges
+        self._turns: dict[tuple[int, bytes], int] = {}  # uses of the same edges and mask by the running layer, less one
 
     def begin_layer(self) -> None:
-        """Called before each ``forward`` of a layer."""
-        self._asked.clear()
+        """Start to count equal masks; called before each ``forward`` of a layer."""
+        self._turns.clear()
 
     def pick(self, edge_index: Any, edge_mask: Tensor) -> Any:
-        """The edges where ``edge_mask``, ``(E,)`` bool, is true.
+        """Return the edges where ``edge_mask``, ``(E,)`` bool, is true.
 
-        Those of an adjacency are an adjacency in the same order, and are kept with it.
+        For an adjacency the result is an adjacency in the same order, which is kept with it.
         """
         if not isinstance(edge_index, Adjacency) or edge_index.value is not None:
             return masked_edge_index(edge_index, edge_mask)
         mask = hashlib.blake2b(edge_mask.cpu().numpy().tobytes()).digest()
-        turn = self._asked[id(edge_index.origin), mask] = self._asked.get((id(edge_index.origin), mask), -1) + 1
+        key = id(edge_index.origin), mask
+        turn = self._turns[key] = self._turns.get(key, -1) + 1
         relations = edge_index.slot(_RELATIONS, lambda: Memo(_MOST_KEPT))
         return relations.get((mask, turn), (), lambda: _picked(edge_index.csr(), edge_mask))
 
@@ -62,5 +62,5 @@ def _picked(csr: CSR, edge_mask: Tensor) -> Adjacency:
 
 
 def of_relation(edge_index: Any) -> bool:
-    """Whether edges were picked, by what ranks may see different changes of."""
+    """True for the edges of a relation, which may be the same as before on some ranks and new on others."""
     return isinstance(edge_index, Adjacency) and edge_index.slot(_OF_RELATION) is not None

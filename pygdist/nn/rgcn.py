@@ -1,4 +1,4 @@
-"""R-GCN as a stack of layers, which PyG leaves to its users (Schlichtkrull et al., 2018)."""
+"""R-GCN as a whole model (Schlichtkrull et al., 2018); PyG has only the layer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class RGCN(nn.Module):
     """A stack of ``RGCNConv`` for graphs with relations.
 
     Args:
-        in_channels: Features of a node. Of a heterogeneous graph those of its types of nodes and one for each type
-            (:func:`pygdist.graph.as_homogeneous`).
+        in_channels: Number of features of a node. A heterogeneous graph has those of its types of nodes and one more
+            for each type (:func:`pygdist.graph.as_homogeneous`).
         hidden_channels: Width of the rows between layers.
-        num_layers: How many layers.
+        num_layers: Number of layers.
         out_channels: Width of the result; the number of classes.
-        num_relations: How many types of edges.
-        num_bases: Weights of relations are sums of so many bases; each has its own by default.
-        dropout: Of rows between layers.
+        num_relations: Number of types of edges.
+        num_bases: Number of bases that the weights of all relations are sums of; by default each relation has its own
+            weights.
+        dropout: Dropout probability between layers.
 
     Example:
         >>> data = GraphDataModule("mag-like", {"scale": 0.01, "reverse": True})
@@ -47,7 +48,7 @@ class RGCN(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """One row for each node; ``edge_type`` is the relation of each edge, from 0."""
+        """Return one row for each node; ``edge_type`` is the relation of each edge, from 0."""
         for number, conv in enumerate(self.convs):
             x = conv(x, edge_index, edge_type)
             if number < len(self.convs) - 1:

@@ -1,7 +1,7 @@
-"""Self-loops for layers that add their own: an :class:`~pygdist.graph.Adjacency` stays one.
+"""Self-loops for layers that add their own, such that an :class:`~pygdist.graph.Adjacency` stays one.
 
-PyG's functions append the loops to the edges, which then are no longer sorted by destination, and forget that they
-were. The result is kept: on a fixed graph the loops are added once.
+PyG's functions append the loops, so the edges are no longer sorted by destination. Here the order is kept, and so is
+the result: on a fixed graph the loops are added once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entri
 
 __all__ = ["KeptSelfLoops"]
 
-_MOST_KEPT = 16  # results; what is kept longest goes first
+_MOST_KEPT = 16  # results
 
 
 class KeptSelfLoops:
-    """PyG's functions that remove and add self-loops, with the edges of an adjacency in its own order."""
+    """PyG's functions that remove and add self-loops; the edges of an adjacency keep their order."""
 
     def __init__(self) -> None:
-        # by what was asked: the edges that result, and a mask over edges
+        # by edges and function: the new edges, and a mask of the edges that stayed or were added
         self._edges = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)
-        self._attributes = Memo[Tensor](_MOST_KEPT)  # without those of loops
+        self._attributes = Memo[Tensor](_MOST_KEPT)  # of the edges without loops
 
     def clear(self) -> None:
         """Forget all results; called when the backend gets another graph."""
@@ -38,7 +38,7 @@ class KeptSelfLoops:
         self._attributes.clear()
 
     def remove(self, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        """The edges between different nodes, and their attributes; see PyG."""
+        """Remove self-loops from edges and their attributes; see PyG's ``remove_self_loops``."""
         if not isinstance(edge_index, Adjacency):
             result: tuple[Any, Tensor | None] = remove_self_loops(edge_index, edge_attr)
             return result
@@ -47,27 +47,27 @@ class KeptSelfLoops:
             return without, edge_attr
         if not fixable(edge_attr):
             return without, edge_attr[keep]
-        # the same tensor for the same attributes, as on a rank without loops: what is kept for it is kept by all
+        # the same attributes give the same tensor, as on ranks without loops, so that all ranks keep the same results
         key = id(edge_index), *identity_of(edge_attr)
         return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr[keep])
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
     ) -> tuple[Any, Tensor | None]:
-        """The edges and a self-loop at each node, and their attributes; see PyG.
+        """Add a self-loop at each node; see PyG's ``add_self_loops``.
 
         Raises:
-            InputError: If it is not said how many nodes there are.
+            InputError: If ``num_nodes`` is missing.
         """
         return self._with_loops(add_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
     def add_remaining(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
     ) -> tuple[Any, Tensor | None]:
-        """The edges and a self-loop at each node that has none, and their attributes; see PyG.
+        """Add a self-loop at each node that has none; see PyG's ``add_remaining_self_loops``.
 
         Raises:
-            InputError: If it is not said how many nodes there are.
+            InputError: If ``num_nodes`` is missing.
         """
         return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
@@ -76,8 +76,8 @@ class KeptSelfLoops:
     ) -> tuple[Any, Tensor | None]:
         if num_nodes is None:
             raise InputError(
-                f"{pyg.__name__} without num_nodes takes the highest node of all edges for the last one, which no rank "
-                "knows; pass num_nodes=x.size(0)"
+                f"{pyg.__name__} without num_nodes takes the number of nodes from the largest id of all edges, which "
+                "no rank knows; pass num_nodes=x.size(0)"
             )
         if not isinstance(edge_index, Adjacency) or not isinstance(num_nodes, int):
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
@@ -96,14 +96,14 @@ class KeptSelfLoops:
 
 
 def _without_loops(edges: Adjacency) -> tuple[Adjacency, Tensor]:
-    """The edges between different nodes, and which edges those are."""
+    """Return the edges between different nodes, and the mask of these edges."""
     csr = edges.csr()
     keep = ~is_self_loop(csr)
     return edges if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep)), keep
 
 
 def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:
-    """The edges and one more self-loop at each node, and which edges those are; it may ``replace`` those that exist."""
+    """Add a self-loop at each node, and return the edges and the mask of new loops; ``replace`` drops existing ones."""
     csr = edges.csr()
     csr, is_loop = insert_self_loops(keep_entries(csr, ~is_self_loop(csr)) if replace else csr, num_nodes)
     return Adjacency.from_csr(csr), is_loop

@@ -9,14 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch_geometric.data import Data
 
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
-from pygdist.graph.store.partitioned import placement_of
+from pygdist.graph.store.nodes import Placement
+from pygdist.graph.store.part_files import placement_of
 from pygdist.graph.streams.progress import enter_stage
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
@@ -39,7 +40,7 @@ def partition_graph(
     num_classes: int | None = None,
     fingerprint: str | None = None,
     num_hops: int = 1,
-    placement: Literal["nodes", "replicas"] | None = None,
+    placement: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     **args: Any,
@@ -75,12 +76,11 @@ def partition_graph(
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash", notes=notes)
         >>> PartitionMetrics.from_meta(meta).summary()
     """
-    placement = placement_of(num_hops, placement)
     chosen = resolve_partitioner(partitioner, **args)
-    job = _Job(chosen, num_parts, num_hops, placement)
+    job = _Job(chosen, num_parts, num_hops, placement_of(num_hops, placement))
     wanted = {
         "num_hops": num_hops,
-        "placement": placement,
+        "placement": job.placement.name,
         "method": chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}",
         "arguments": chosen.arguments(),
         **(
@@ -115,7 +115,7 @@ class _Job:
     partitioner: Partitioner
     num_parts: int | DeviceMemory
     num_hops: int
-    placement: Literal["nodes", "replicas"]
+    placement: Placement
 
 
 def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Progress | None) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
         num_parts = int(job.num_parts)  # a numpy integer is no int to JSON
         found, seconds = _assign(graph.edges, job.partitioner, num_parts)
     start = time.perf_counter()
-    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops, placement=job.placement)
+    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops, placement=job.placement.name)
     metrics = PartitionMetrics.from_meta(written)
     itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
     return {
@@ -165,7 +165,7 @@ def _assign(edges: EdgeStream, partitioner: Partitioner, num_parts: int) -> tupl
 def _fit(graph: WholeGraph, job: _Job, memory: DeviceMemory) -> tuple[int, Assignment, float]:
     """As few parts as fit the devices, their owners, and the seconds that these took."""
     edges, size = graph.edges, GraphBytes.of(graph)
-    with_rim = job.placement == "replicas"
+    with_rim = job.placement.has_surroundings
     fitting: dict[int, tuple[Assignment, float]] = {}
 
     def largest_of(num_parts: int) -> int:

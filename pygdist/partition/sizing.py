@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, WholeGraph
-from pygdist.graph.store.part_files import stored_type
+from pygdist.graph.sources.whole import stored_type
 from pygdist.partition.metrics import PartitionMetrics
 
 __all__ = ["DeviceMemory", "GraphBytes", "surroundings"]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.graph.streams.folder import forget_pages
+from pygdist.graph.streams.arrays import forget_pages
 from pygdist.partition._native import call, require
 from pygdist.partition.clustering import cluster, spread
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut

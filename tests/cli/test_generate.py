@@ -57,14 +57,16 @@ def test_json_is_alone_on_standard_output_and_again_nothing_happens(folder: Path
     }
     again = pygdist(*options, folder=folder)
     assert again.out == outcome.out
-    assert "is there already" in again.err
+    assert "exists already" in again.err
     assert "paper cites paper" in " ".join(pygdist(*options[:-1], folder=folder, env={"COLUMNS": "140"}).out.split())
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        pytest.param(("redit-like",), ("no generated graph is called 'redit-like'; known are reddit-like",), id="name"),
+        pytest.param(
+            ("redit-like",), ("there is no generated graph 'redit-like'; choose one of reddit-like",), id="name"
+        ),
         pytest.param(("reddit-like", "--scale=1e-6"), ("scale 1e-06", "smallest scale is 0.00018"), id="scale"),
         pytest.param(("reddit-like", "--scale=big"), ("--scale", "float", "big"), id="text"),
         pytest.param(("reddit-like", "--scale=0.001", "--out=."), ("exists and is no generated graph",), id="taken"),

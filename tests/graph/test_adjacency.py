@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.nn import GraphConv
 from torch_geometric.utils import add_self_loops, remove_self_loops, spmm
 
-from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import _TRANSPOSED, Adjacency
 
 EDGES = torch.tensor([[4, 0, 1, 3, 3, 2], [0, 0, 1, 1, 2, 2]])  # five sources, three destinations, two self-loops
 WEIGHT = torch.tensor([1.0, 2.0, 3.0, -1.0, 0.5, 4.0], dtype=torch.float64)
@@ -33,7 +33,7 @@ def test_the_product_sums_in_edges_whatever_pyg_says_of_transposing() -> None:
     assert torch.equal(_adjacency(WEIGHT).matmul(x), _dense(WEIGHT) @ x)
     assert torch.equal(_adjacency(ones).matmul(x, input_value=WEIGHT), _dense(WEIGHT) @ x)
     assert _adjacency().csr().index.dtype == torch.int32
-    with pytest.raises(ValueError, match="dense rows only"):
+    with pytest.raises(ValueError, match="only be multiplied with dense rows"):
         _adjacency().matmul(_adjacency())
 
 
@@ -41,12 +41,12 @@ def test_gradients_reach_rows_and_weights_and_the_transpose_is_built_once() -> N
     x = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
     weight = WEIGHT.clone().requires_grad_()
     adjacency = _adjacency()
-    assert adjacency._transposed is None
+    assert adjacency.slot(_TRANSPOSED) is None
     adjacency.with_value(weight).matmul(x).square().sum().backward()
-    kept = adjacency._transposed
+    kept = adjacency.slot(_TRANSPOSED)
     assert kept is not None
     adjacency.with_value(2 * WEIGHT).with_value(weight).matmul(x).sum().backward()
-    assert adjacency._transposed is kept
+    assert adjacency.slot(_TRANSPOSED) is kept
     twin, own = x.detach().clone().requires_grad_(), WEIGHT.clone().requires_grad_()
     (_dense(own) @ twin).square().sum().backward()
     (_dense(own) @ twin).sum().backward()

@@ -54,7 +54,7 @@ def test_changes_never_reach_the_files(store: Path) -> None:
 
 
 def test_another_number_of_ranks_is_refused(store: Path) -> None:
-    with pytest.raises(InputError, match="made for 3 parts, but the run has 2 ranks"):
+    with pytest.raises(InputError, match="has 3 parts, but the run has 2 ranks"):
         Shard.load(store, 0, num_parts=2)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.graph.store.test_partitioned import random_graph
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from pygdist.errors import InputError
@@ -26,7 +27,6 @@ from pygdist.graph import (
 )
 from pygdist.graph.store import replicas as surroundings_files
 from pygdist.partition import partition_graph
-from tests.graph.store.test_partitioned import random_graph
 
 
 @given(
@@ -206,8 +206,8 @@ def test_one_hop_is_the_placement_of_nodes(tmp_path: Path) -> None:
     assert open_part(tmp_path / "store", 0)["recv_counts"].shape == (2,)
     with pytest.raises(InputError, match="num_hops is 0"):
         partition_graph(data, tmp_path / "other", num_parts=2, num_hops=0)
-    with pytest.raises(InputError, match="num_hops is 2, but the placement 'nodes' has halos of one hop"):
+    with pytest.raises(InputError, match="num_hops is 2, but placement 'nodes' allows num_hops up to 1"):
         partition_graph(data, tmp_path / "other", num_parts=2, num_hops=2, placement="nodes")
     with pytest.raises(InputError, match="placement is 'edges', expected 'nodes' or 'replicas'"):
-        write_store(data, part, tmp_path / "other", num_parts=2, method="", arguments={}, placement="edges")  # type: ignore[arg-type]
+        write_store(data, part, tmp_path / "other", num_parts=2, method="", arguments={}, placement="edges")
     assert not (tmp_path / "other").exists()

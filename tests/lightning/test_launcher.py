@@ -89,7 +89,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("strategy", ["graph_ddp_spawn", "graph_ddp_notebook"])
 def test_a_mistake_that_ranks_find_is_raised_in_the_caller(strategy: str, tmp_path: Path) -> None:
     said = _run(_FAILURE, tmp_path, strategy, "3")
-    assert said.startswith("InputError: the model gives 3 values per node, the graph has 10 classes"), said
+    assert said.startswith("InputError: the model returns 3 values per node, but the graph has 10 classes"), said
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ trainer = training()
 try:
     trainer.fit(NodeClassifier(GCN(64, 8, num_layers=2, out_channels=3)), datamodule=data)
 except InputError as error:  # all ranks agree on it
-    assert "gives 3 values per node" in str(error)
+    assert "returns 3 values per node" in str(error)
 trainer = training()
 module = NodeClassifier(GCN(64, 8, num_layers=2, out_channels=10))
 trainer.fit(module, datamodule=data)

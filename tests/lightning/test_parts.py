@@ -318,7 +318,7 @@ def test_a_loss_of_ones_own_is_trained_on_and_logged(way: str, pool: RankPool, t
 def test_a_loss_must_be_that_of_each_node(pool: RankPool, tmp_path: Path) -> None:
     for way in ("comm", "parts"):
         for said in pool.run(_own_loss, 2, str(tmp_path), Reduced, *WAYS[way]):
-            assert "Reduced.node_losses gives values of shape () for" in said
+            assert "Reduced.node_losses returns values of shape () for" in said
             assert "reduction='none'" in said
 
 

@@ -236,7 +236,7 @@ def test_a_norm_over_edges_is_refused_where_it_would_be_wrong(graph: tuple[Data,
     backend = CommBackend()
     backend.bind(shard, Communicator())
     model = distribute(NormOverEdges().double(), backend=backend)
-    with pytest.raises(InputError, match=r"a norm over nodes got 148 rows where this rank has 37 nodes"):
+    with pytest.raises(InputError, match=r"a norm over nodes got 148 rows, but this rank has 37 nodes"):
         model(shard.x, shard.adjacency)
     with torch.inference_mode():
         model.eval()(shard.x, shard.adjacency)  # running statistics are no statistics over rows

@@ -1,1 +1,1 @@
-"""Graphs made by name, at any size."""
+"""Generators of random graphs, chosen by name, at any size."""

@@ -1,4 +1,4 @@
-"""A graph of any size, made edge by edge as it is read: nothing is kept."""
+"""Random edges of a graph of any size, generated while they are read; nothing is stored."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _MOST_NODES = 3_000_000_000  # ids are products below N * N, which int64 must ho
 class EdgeGenerator:
     r"""Edges with communities and a power law, drawn independently, in no order.
 
-    Both ends are drawn with probability :math:`rank^{-a}`; with a given probability the target is drawn among the nodes
-    of the source's community alone, which has a power law of its own. Ids say nothing of rank or community. Edges may
-    repeat and may be loops. The same arguments give the same edges, whatever piece is asked for.
+    Both ends are drawn with probability :math:`rank^{-a}`. With probability ``inside`` the target is drawn from the
+    source's community only, which has a power law of its own. Ids are unrelated to rank and community. Edges may repeat
+    and may be loops. The same arguments give the same edges, however they are read.
 
     Args:
-        num_nodes: Number of nodes, N; or of two types of nodes, that of the sources and that of the targets. Nodes of
-            either type belong to the same communities.
+        num_nodes: Number of nodes, N; or two numbers, of source nodes and of target nodes. Nodes of both types belong
+            to the same communities.
         num_edges: Number of directed edges.
-        num_communities: Number of communities, as equal in size as can be.
+        num_communities: Number of communities, of almost equal size.
         inside: Probability that an edge stays in a community.
-        exponent: The skew :math:`a`, from 0 to below 1; or one of the sources and one of the targets.
-        undirected: Edges 2k and 2k + 1 are the two directions of one draw; their number is even.
+        exponent: The skew :math:`a`, from 0 to below 1; or two, of sources and of targets.
+        undirected: Edges 2k and 2k + 1 are the two directions of one draw; ``num_edges`` must be even.
         seed: Seed.
 
     Attributes:
-        num_nodes: Ids are below it: N, or the larger of two numbers.
+        num_nodes: N, or the larger of the two numbers; all ids are below it.
         num_edges: Number of directed edges.
         num_communities: Number of communities.
 
     Raises:
-        InputError: If an argument makes no sense.
+        InputError: If an argument is out of range.
 
     Example:
         >>> edges = EdgeStream(EdgeGenerator(num_nodes=1_000_000, num_edges=20_000_000), num_nodes=1_000_000)
@@ -69,7 +69,7 @@ class EdgeGenerator:
         if undirected and (nodes[0] != nodes[1] or num_edges % 2):
             raise InputError(
                 f"num_nodes is {num_nodes}, num_edges {num_edges}; expected one type of nodes and an even number of "
-                "edges, since undirected edges are there in both directions"
+                "edges, since undirected edges come in both directions"
             )
         self.num_nodes, self.num_edges = max(nodes), num_edges
         self.num_communities = num_communities or max(1, min(nodes) // 1000)
@@ -80,7 +80,7 @@ class EdgeGenerator:
         self._steps = _step(nodes[0]), _step(nodes[1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous."""
+        """Return edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous."""
         first, last = start // _BLOCK_EDGES, -(-stop // _BLOCK_EDGES)
         blocks = [np.empty((2, 0), dtype=np.int64), *(self._block(block) for block in range(first, last))]
         begin = start - first * _BLOCK_EDGES
@@ -89,19 +89,16 @@ class EdgeGenerator:
     def communities(
         self, ids: NDArray[np.integer], *, end: Literal["source", "target"] = "target"
     ) -> NDArray[np.int64]:
-        """The community of each node.
+        """Return the community of each node: int64 below ``num_communities``, of the shape of ``ids``.
 
         Args:
             ids: Ids of nodes, of any shape.
-            end: Which type of nodes they are, where there are two.
-
-        Returns:
-            Numbers below ``num_communities``, int64, of the same shape.
+            end: Their type, if sources and targets are of two types.
         """
         return node_ranks(ids, self._nodes[end == "target"]) % self.num_communities
 
     def largest_in_degree(self) -> float:
-        """How many edges the most frequent target is expected to have; the node of rank 0."""
+        """Return the expected in-degree of the most frequent target, the node of rank 0."""
         (sources, targets), (skew, popular) = self._nodes, self._exponent
         communities = self.num_communities
         # rank r is drawn where u^(1 / (1 - a)) N falls into [r, r + 1)
@@ -129,20 +126,20 @@ class EdgeGenerator:
 
 
 def node_ranks(ids: NDArray[np.integer], num_nodes: int) -> NDArray[np.int64]:
-    """The rank of each node in the power law of an :class:`EdgeGenerator`: 0 is drawn most often.
+    """Return the rank of each node in the power law of an :class:`EdgeGenerator`; rank 0 is drawn most often.
 
     Args:
         ids: Ids of nodes, of any shape.
         num_nodes: Number of nodes of their type.
 
     Returns:
-        Numbers from 0 to ``num_nodes - 1``, int64, of the same shape.
+        int64 from 0 to ``num_nodes - 1``, of the shape of ``ids``.
     """
     return ids.astype(np.int64) * pow(_step(num_nodes), -1, num_nodes) % num_nodes
 
 
 def _step(num_nodes: int) -> int:
-    """Ids are ranks times a number that has no factor in common with N: a permutation."""
+    """Return a number coprime to N: ids are ranks times this number modulo N, which is a permutation."""
     step = round(0.6180339887 * num_nodes) or 1
     while math.gcd(step, num_nodes) != 1:
         step += 1
@@ -150,6 +147,6 @@ def _step(num_nodes: int) -> int:
 
 
 def _rank(rng: np.random.Generator, count: NDArray[np.int64], exponent: float) -> NDArray[np.int64]:
-    """A rank below each count, smaller ones more often: the inverse of the distribution function."""
+    """Draw a rank below each count, small ranks more often, by the inverse of the distribution function."""
     power = rng.random(len(count)) ** (1 / (1 - exponent))
     return np.minimum((power * count).astype(np.int64), count - 1)

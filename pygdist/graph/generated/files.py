@@ -1,13 +1,13 @@
-"""Doubles of published graphs as folders of ``.npy`` arrays, as large as the disk: streamed, never held in memory.
+"""Doubles of published graphs as folders of ``.npy`` arrays of any size: streamed to disk, never held in memory.
 
-A homogeneous graph is a folder that :func:`pygdist.graph.load_npy` and ``pygdist partition --input`` read; a
-heterogeneous one holds ``nodes/TYPE`` with the arrays of the nodes and ``edges/SOURCE__RELATION__TARGET`` with an
-``edge_index.npy``, for :func:`pygdist.graph.load_hetero`. Both have a ``graph.json``: name, scale and seed, which tell
-the graph from others, then counts, the arguments of the generators, and what was seen on the way:
+A homogeneous graph is a folder that :func:`pygdist.graph.load_npy` and ``pygdist partition --input`` read. A
+heterogeneous graph is a folder for :func:`pygdist.graph.load_hetero`: ``nodes/TYPE`` with the arrays of the nodes, and
+``edges/SOURCE__RELATION__TARGET`` with ``edge_index.npy``. Both have a ``graph.json`` with name, scale, seed, counts,
+the arguments of the generators, and two measured figures of each relation:
 
-- ``largest_in_degree`` of each relation, counted over the 65,536 most frequent targets;
-- ``parallel_share``: share of edges that repeat another one, counted over the edges into some targets, which are about
-  a million edges, or all if there are fewer.
+- ``largest_in_degree``, over the 65,536 most frequent targets;
+- ``parallel_share``: share of edges that repeat another edge, over a sample of about a million edges (all edges into
+  some of the targets), or over all edges if there are fewer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pygdist.errors import InputError
 from pygdist.graph.generated.edges import EdgeGenerator, node_ranks
 from pygdist.graph.generated.graph import GraphGenerator
 from pygdist.graph.generated.nodes import NodeGenerator
+from pygdist.graph.streams.arrays import ArrayWriter, flush
 from pygdist.graph.streams.edge_file import EdgeWriter
-from pygdist.graph.streams.folder import ArrayWriter, exclusive, flush, fresh_folder
+from pygdist.graph.streams.folder import exclusive, fresh_folder
 from pygdist.graph.streams.progress import Progress, enter_stage, watched
 from pygdist.graph.streams.stream import EdgeStream
 
@@ -52,24 +53,24 @@ def write_generated(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the double of a published graph; memory does not grow with it.
+    """Write the double of a published graph, in memory that does not grow with the graph.
 
     The folder appears when it is complete. A finished folder of the same arguments is left as it is.
 
     Args:
         name: ``reddit-like``, ``products-like``, ``papers-like`` or ``mag-like``.
-        folder: Where the graph goes.
-        scale: Nodes and edges are so many times those that were published.
+        folder: The folder to write.
+        scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
-        features: Whether to write features.
-        overwrite: Replace a finished folder that differs. Anything else in the place is never removed.
+        features: Write features.
+        overwrite: Replace a finished folder that differs. Nothing else in that place is ever removed.
         progress: Shows the passes over edges and nodes.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: If an argument makes no sense, something else lies in the place, or the disk is full or refuses.
+        InputError: If an argument is out of range, the place holds something else, or the disk is full or refuses.
 
     Example:
         >>> write_generated("reddit-like", "reddit-0.1", scale=0.1)
@@ -80,8 +81,8 @@ def write_generated(
     folder = Path(folder)
     try:
         if _is_there(folder, wanted, overwrite):
-            log.info("%s is there already", folder)
-            return folder  # without the lock: the place may be read-only
+            log.info("%s exists already", folder)
+            return folder  # without the lock, which a read-only place does not allow
         with exclusive(folder):
             if _is_there(folder, wanted, overwrite):
                 return folder
@@ -92,15 +93,15 @@ def write_generated(
                 flush(temporary / "graph.json")
             _is_there(folder, wanted, overwrite=False)  # without locks another writer may have been first
     except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
     return folder
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """What ``graph.json`` says.
+    """Read ``graph.json`` of a folder.
 
     Raises:
-        InputError: If there is none, or it is damaged or of another format.
+        InputError: If it is missing, damaged or of another format.
     """
     path = Path(folder) / "graph.json"
     try:
@@ -108,7 +109,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         version = description["format_version"]
         complete = description["nodes"] and description["edges"]
     except FileNotFoundError as error:
-        raise InputError(f"{folder}: there is no graph.json in this folder; pygdist generate writes one") from error
+        raise InputError(f"{folder}: has no graph.json; write such a folder with: pygdist generate") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: is damaged ({error!r}); generate the graph again") from error
     if version != FORMAT_VERSION or not complete:
@@ -118,18 +119,18 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 
 def _is_there(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether the wanted graph is in the place already; if not, the place is free or to be replaced."""
+    """Return True if the wanted graph exists already, and False if the place may be written."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
         return False
     if not (folder / "graph.json").is_file():
-        raise InputError(f"{folder}: exists and is no generated graph; remove it or choose another folder")
+        raise InputError(f"{folder}: exists and is not a generated graph; remove it or choose another folder")
     try:
-        found = read_description(folder)
+        description = read_description(folder)
     except InputError:
         if overwrite:
             return False
         raise
-    differing = [f"{name} {found.get(name)}" for name, value in wanted.items() if found.get(name) != value]
+    differing = [f"{name} {description.get(name)}" for name, value in wanted.items() if description.get(name) != value]
     if differing and not overwrite:
         raise InputError(
             f"{folder}: holds another graph ({', '.join(differing)}); choose another folder, or overwrite it"
@@ -138,7 +139,7 @@ def _is_there(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> bool:
 
 
 def _check_room(graph: GraphGenerator, folder: Path) -> None:
-    """Refuse before the first byte what cannot be finished."""
+    """Refuse a graph that is larger than the free space."""
     needed = sum(16 * edges.num_edges for edges in graph.edges.values())
     for nodes in graph.nodes.values():
         needed += sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in nodes.arrays.values())
@@ -146,12 +147,12 @@ def _check_room(graph: GraphGenerator, folder: Path) -> None:
     if needed > free:
         raise InputError(
             f"{folder}: {graph.arguments['name']} at scale {graph.arguments['scale']:g} takes {needed / 1e9:,.1f} GB, "
-            f"but {free / 1e9:,.1f} GB are free; lower the scale, or leave out the features"
+            f"but only {free / 1e9:,.1f} GB are free; lower the scale, or leave out the features"
         )
 
 
 def _write(graph: GraphGenerator, place: Path, progress: Progress | None) -> dict[str, Any]:
-    """Write all arrays, and return the entries of ``graph.json`` that follow."""
+    """Write all arrays, and return the entries of ``graph.json`` that describe them."""
     hetero = graph.facts.is_heterogeneous
     edges, nodes = [], {}
     for relation in graph.facts.relations:
@@ -196,11 +197,11 @@ def _write_nodes(nodes: NodeGenerator, place: Path, progress: Progress | None) -
 
 
 class _EdgeFigures:
-    """What can be seen of a stream of edges with a bounded memory."""
+    """Figures of a stream of edges, measured in bounded memory."""
 
     def __init__(self, num_edges: int, num_targets: int) -> None:
         self._targets = num_targets
-        self._every = max(1, -(-num_edges // _SAMPLED_EDGES))
+        self._step = max(1, -(-num_edges // _SAMPLED_EDGES))
         self._in_degrees = np.zeros(min(self._targets, _COUNTED_TARGETS), dtype=np.int64)  # by rank
         self._sample: list[NDArray[np.int64]] = []
 
@@ -208,7 +209,7 @@ class _EdgeFigures:
         ranks = node_ranks(chunk[1], self._targets)
         count = len(self._in_degrees)
         self._in_degrees += np.bincount(ranks[ranks < count], minlength=count)
-        source, target = chunk[:, chunk[1] % self._every == 0]  # ids say nothing of degrees
+        source, target = chunk[:, chunk[1] % self._step == 0]  # ids are unrelated to degrees
         self._sample.append(source * self._targets + target)
 
     def result(self) -> dict[str, Any]:

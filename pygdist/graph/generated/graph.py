@@ -1,4 +1,4 @@
-"""Doubles of published graphs, in memory: the same numbers as in the files that ``pygdist generate`` writes."""
+"""Doubles of published graphs in memory, equal to the files that ``pygdist generate`` writes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ HOMOGENEOUS = tuple(name for name, graph in PUBLISHED.items() if not graph.is_he
 HETEROGENEOUS = tuple(name for name, graph in PUBLISHED.items() if graph.is_heterogeneous)
 
 _CHUNK_EDGES = 1 << 20
-_NODES, _EDGES = 0x6E6F6465, 0x65646765  # so that no two types of nodes or edges share random numbers
+_NODES, _EDGES = 0x6E6F6465, 0x65646765  # keep the seeds of all types of nodes and edges apart
 
 
 class GraphGenerator:
-    """The double of a published graph at a scale, made as it is read.
+    """The double of a published graph at a scale, generated while it is read.
 
-    Edges are drawn independently, so that some repeat another one, the more the smaller the graph: of ``reddit-like``
-    2% at scale 0.5, 6% at 0.1, 20% at 0.02; of ``products-like`` 0.5% at 0.2, 0.8% at 0.1, 3% at 0.02, 11% at 0.005; of
+    Edges are drawn independently, so some are duplicates, more of them in smaller graphs: of ``reddit-like`` 2% at
+    scale 0.5, 6% at 0.1, 20% at 0.02; of ``products-like`` 0.5% at 0.2, 0.8% at 0.1, 3% at 0.02, 11% at 0.005; of
     ``papers-like`` 0.2% at 0.01. A few are loops: 0.07% and 0.03% of the first two at 0.1. The options
-    ``remove_duplicates`` and ``remove_self_loops`` of :func:`pygdist.graph.prepare` take them out.
+    ``remove_duplicates`` and ``remove_self_loops`` of :func:`pygdist.graph.prepare` remove them.
 
     The same arguments give the same numbers. A processor that rounds the last bit of a power differently moves about
     one end of an edge in a billion.
 
     Args:
         name: A name in :data:`pygdist.graph.generated.published.PUBLISHED`.
-        scale: Nodes and edges are so many times those that were published.
+        scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
-        features: Whether to make features.
+        features: Generate features.
 
     Attributes:
         facts: The figures at that scale.
         nodes: Nodes by type.
         edges: Edges by type.
-        arguments: What tells this graph from others.
+        arguments: Name, scale, seed and features, which tell this graph from others.
 
     Raises:
-        InputError: If an argument makes no sense.
+        InputError: If an argument is out of range.
     """
 
     def __init__(self, name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> None:
@@ -62,13 +62,13 @@ class GraphGenerator:
         self.edges = {relation.key: EdgeGenerator(**self.edge_arguments(relation)) for relation in self.facts.relations}
 
     def edge_arguments(self, relation: RelationFacts) -> dict[str, Any]:
-        """The arguments of the :class:`~pygdist.graph.EdgeGenerator` of a relation."""
+        """Return the arguments of a relation's :class:`~pygdist.graph.EdgeGenerator`."""
         nodes = self.facts.nodes
         ends = nodes[relation.source].num_nodes, nodes[relation.target].num_nodes
         return {
             "num_nodes": ends,
             "num_edges": relation.num_edges,
-            # a community for each class of the graph; where there are fewer nodes, one for each of them
+            # a community for each class of the graph, or for each node if there are fewer nodes
             "num_communities": min(*ends, max(facts.num_classes for facts in nodes.values())),
             "inside": relation.inside,
             "exponent": relation.exponent,
@@ -78,20 +78,20 @@ class GraphGenerator:
 
 
 def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> Data:
-    """The double of a homogeneous graph; ``load_graph(name, ...)`` calls it.
+    """Generate the double of a homogeneous graph; ``load_graph(name, ...)`` calls this function.
 
     Args:
         name: ``reddit-like``, ``products-like`` or ``papers-like``.
-        scale: Nodes and edges are so many times those that were published.
+        scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
-        features: Whether to make features.
+        features: Generate features.
 
     Returns:
         ``edge_index`` (int64, in no order), ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
         ``val_mask``, ``test_mask``.
 
     Raises:
-        InputError: If an argument makes no sense.
+        InputError: If an argument is out of range.
     """
     graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
     ((nodes,), (edges,)) = graph.nodes.values(), graph.edges.values()
@@ -99,20 +99,20 @@ def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: boo
 
 
 def generate_hetero(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> HeteroData:
-    """The double of a heterogeneous graph; :func:`pygdist.graph.load_hetero` calls it.
+    """Generate the double of a heterogeneous graph; :func:`pygdist.graph.load_hetero` calls this function.
 
     Args:
         name: ``mag-like``.
-        scale: Nodes and edges are so many times those that were published.
+        scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
-        features: Whether to make features.
+        features: Generate features.
 
     Returns:
-        ``num_nodes`` of each type of nodes, and the arrays that :func:`generate_data` gives where the type has them;
-        ``edge_index`` of each type of edges.
+        ``num_nodes`` of each type of nodes, and the arrays of :func:`generate_data` that the type has; ``edge_index``
+        of each type of edges.
 
     Raises:
-        InputError: If an argument makes no sense.
+        InputError: If an argument is out of range.
     """
     graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
     data = HeteroData()

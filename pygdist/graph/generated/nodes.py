@@ -1,4 +1,4 @@
-"""Features, labels and splits of any number of nodes, made a block at a time: nothing is kept."""
+"""Random features, labels and splits of any number of nodes, generated block by block; nothing is stored."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pygdist.graph.generated.published import NodeFacts
 
 __all__ = ["NodeGenerator"]
 
-_BLOCK_NODES = 1 << 13  # part of the definition of a graph, as each block has random numbers of its own
-# numpy pads a seed with zeros: these keep it apart from any number of a block
+_BLOCK_NODES = 1 << 13  # part of a graph's definition, since each block has its own random numbers
+# numpy pads seeds with zeros: these tags keep the seeds of different uses apart
 _FEATURES, _CENTRES, _SPLIT = 0x66656174, 0x63656E74, 0x73706C74
 
 
 class NodeGenerator:
-    """Nodes with a class each and features around the centre of their class.
+    """Nodes that have a class and features around the centre of their class.
 
-    The class of a node is its community in every :class:`~pygdist.graph.EdgeGenerator` over as many nodes with a
-    community for each class. Features are a random unit vector for each class plus Gaussian noise. Which nodes train,
-    validate and test is random, with the exact numbers of the facts. Nodes in none of the three have features of their
-    class, but no label (-1).
+    The class of a node is its community in every :class:`~pygdist.graph.EdgeGenerator` over as many nodes with one
+    community per class. Features are a random unit vector for each class plus Gaussian noise. Training, validation and
+    test nodes are drawn at random, in the exact numbers of ``facts``. All other nodes have features of their class, but
+    no label (-1).
 
     Args:
-        facts: How many nodes, features and classes, and what split.
-        features: Whether to make features.
-        seed: Seed; another one for each type of nodes.
+        facts: Numbers of nodes, features and classes, and the split.
+        features: Generate features.
+        seed: Seed; each type of nodes needs its own.
 
     Attributes:
         num_nodes: Number of nodes.
         num_features: Width of their features; 0 without.
-        arrays: Type and shape of the arrays that there are: ``x`` (float32), ``y`` (int64), and masks (bool).
+        arrays: Type and shape of each array: ``x`` (float32), ``y`` (int64), and masks (bool), as far as they exist.
     """
 
     def __init__(self, facts: NodeFacts, *, features: bool = True, seed: int = 0) -> None:
@@ -54,22 +54,22 @@ class NodeGenerator:
         return range(0, self.num_nodes if self.arrays else 0, _BLOCK_NODES)
 
     def read(self, start: int) -> dict[str, NDArray[np.generic]]:
-        """The block of rows that begins at a node of :attr:`starts`, of all arrays."""
+        """Return one block of rows of all arrays; ``start`` is one of :attr:`starts`."""
         stop = min(start + _BLOCK_NODES, self.num_nodes)
         ranks = node_ranks(np.arange(start, stop), self.num_nodes)
         classes = ranks % max(1, self._facts.num_classes)
-        found: dict[str, NDArray[np.generic]] = {}
+        rows: dict[str, NDArray[np.generic]] = {}
         if "x" in self.arrays:
             rng = np.random.default_rng((self._seed, _FEATURES, start // _BLOCK_NODES))
             x = rng.standard_normal((stop - start, self.num_features), dtype=np.float32)
             x *= np.float32(self._facts.noise)
             x += self._centres[classes]
-            found["x"] = x
+            rows["x"] = x
         if "y" in self.arrays:
             fold = self._folds(ranks, start)
-            found["y"] = np.where(fold < len(MASKS), classes, -1)
-            found |= {name: fold == number for number, name in enumerate(MASKS)}
-        return found
+            rows["y"] = np.where(fold < len(MASKS), classes, -1)
+            rows |= {name: fold == number for number, name in enumerate(MASKS)}
+        return rows
 
     @cached_property
     def _centres(self) -> NDArray[np.float32]:
@@ -79,8 +79,8 @@ class NodeGenerator:
         return unit
 
     def _folds(self, ranks: NDArray[np.int64], start: int) -> NDArray[np.int64]:
-        """0, 1, 2 for nodes that train, validate, test; 3 for others."""
-        # Every rank occurs once, so counting them off gives exact numbers; ids scatter the ranks, so each block has
-        # about its share of each fold; and the shuffle breaks the tie of a rank, which is a degree, to a fold.
+        """Return 0 for training, 1 for validation, 2 for test and 3 for all other nodes."""
+        # Every rank occurs once, so intervals of ranks have exact sizes; ids scatter the ranks, so each block has about
+        # its share of each fold; the shuffle makes folds independent of ranks, which determine degrees.
         fold = np.searchsorted(np.cumsum(self._facts.split), ranks, side="right")
         return np.random.default_rng((self._seed, _SPLIT, start // _BLOCK_NODES)).permutation(fold)

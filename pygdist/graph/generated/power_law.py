@@ -1,7 +1,7 @@
-"""The power-law graph that timings are quoted on, at any size.
+"""The power-law graph for timings, at any size.
 
-It has the degrees of a social network and nothing else: no communities, random features, random labels. Accuracy
-means nothing on it; :func:`pygdist.graph.degree_corrected_sbm` is the generator for that.
+It has the degrees of a social network, but no communities, and random features and labels, so accuracy means nothing on
+it; use :func:`pygdist.graph.degree_corrected_sbm` for that.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["power_law"]
+__all__ = ["both_directions", "power_law"]
 
-_DRAWS = 400_000  # pairs per round; part of the definition of the graph, as it fixes the order of random numbers
+_DRAWS = 400_000  # pairs per round; part of the graph's definition, since it fixes the order of random numbers
 
 
 def power_law(
@@ -35,7 +36,7 @@ def power_law(
     Args:
         num_nodes: Number of nodes.
         num_edges: Number of directed edges, even; each undirected edge counts twice.
-        exponent: The skew :math:`a`; ranks are dealt to the nodes at random.
+        exponent: The skew :math:`a`; nodes get random ranks.
         num_features: Width of the uniform features in [0, 1).
         num_classes: Number of uniform random classes.
         seed: Seed of ``numpy.random.default_rng``.
@@ -45,20 +46,18 @@ def power_law(
         60/20/20 split.
 
     Raises:
-        InputError: If the graph would hold more than half of all pairs, where drawing pairs no longer ends.
+        InputError: If the graph would hold more than half of all pairs, so that drawing them would not end.
     """
     if num_nodes < 2 or num_edges % 2 or not 0 <= num_edges <= num_nodes * (num_nodes - 1) // 2:
         raise InputError(
-            f"power-law: num_edges is {num_edges} for {num_nodes} nodes; give an even number up to half of all pairs"
+            f"power-law: num_edges is {num_edges} for {num_nodes} nodes; expected an even number, at most half of all "
+            "pairs of nodes"
         )
     rng = np.random.default_rng(seed)
     pairs = _draw_pairs(rng, num_nodes, num_edges // 2, exponent)
-    low, high = pairs // num_nodes, pairs % num_nodes
-    source, target = np.concatenate([low, high]), np.concatenate([high, low])
-    order = np.lexsort((source, target))
     fold = _split(rng, num_nodes)
     return Data(
-        edge_index=torch.from_numpy(np.stack([source[order], target[order]])),
+        edge_index=both_directions(pairs, num_nodes),
         x=torch.from_numpy(rng.random((num_nodes, num_features), dtype=np.float32)),
         y=torch.from_numpy(rng.integers(0, num_classes, num_nodes)),
         train_mask=torch.from_numpy(fold == 0),
@@ -67,8 +66,16 @@ def power_law(
     )
 
 
+def both_directions(pairs: NDArray[np.int64], num_nodes: int) -> Tensor:
+    """Turn different pairs ``low * num_nodes + high`` into edges both ways, sorted by target, then source."""
+    low, high = pairs // num_nodes, pairs % num_nodes
+    source, target = np.concatenate([low, high]), np.concatenate([high, low])
+    order = np.argsort(target * num_nodes + source)
+    return torch.from_numpy(np.stack([source[order], target[order]]))
+
+
 def _draw_pairs(rng: np.random.Generator, num_nodes: int, num_pairs: int, exponent: float) -> NDArray[np.int64]:
-    """``num_pairs`` different pairs ``low * num_nodes + high``, ascending."""
+    """Draw ``num_pairs`` different pairs ``low * num_nodes + high``, ascending."""
     weight = np.arange(1, num_nodes + 1, dtype=np.float64) ** -exponent
     cumulative = np.cumsum(weight / weight.sum())
     node_of_rank = rng.permutation(num_nodes)
@@ -86,7 +93,7 @@ def _draw_pairs(rng: np.random.Generator, num_nodes: int, num_pairs: int, expone
 
 
 def _split(rng: np.random.Generator, num_nodes: int) -> NDArray[np.int8]:
-    """0, 1 or 2 for each node: 60% train, 20% validation, 20% test."""
+    """Draw 0, 1 or 2 for each node: 60% train, 20% validation, 20% test."""
     order = rng.permutation(num_nodes)
     fold = np.zeros(num_nodes, dtype=np.int8)
     fold[order[int(0.6 * num_nodes) : int(0.8 * num_nodes)]] = 1

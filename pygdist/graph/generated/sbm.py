@@ -1,7 +1,7 @@
-"""The default graph: communities, power-law degrees, and features that alone do not tell the classes apart.
+"""The default graph: communities, power-law degrees, and features too noisy to tell the classes apart without edges.
 
-A model that uses the edges must beat one that does not, or an accuracy measured on the graph says nothing about the
-communication between ranks.
+A model that uses the edges must be better than one that does not; otherwise the accuracy on this graph would not depend
+on the communication between ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
+from pygdist.graph.generated.power_law import both_directions
 
 __all__ = ["degree_corrected_sbm"]
 
-_MAX_ROUNDS = 200  # a round draws as many pairs as are still missing; a graph that can be drawn needs a handful
+_MAX_ROUNDS = 200  # each round draws as many pairs as are still missing; graphs with room for them need a handful
 
 
 def degree_corrected_sbm(
@@ -52,8 +53,8 @@ def degree_corrected_sbm(
         num_features: Width of the features.
         feature_noise: Standard deviation of the noise in each feature.
         split: Shares of training, validation and test nodes, summing to at most 1.
-        labels_per_class: If given, so many training nodes of each class instead of ``split[0]`` of all nodes; the
-            other nodes are divided between validation and test as ``split`` says.
+        labels_per_class: Number of training nodes of each class, instead of ``split[0]`` of all nodes; the other nodes
+            are divided between validation and test in the proportions of ``split``.
         seed: Seed of ``numpy.random.default_rng``; the same arguments give the same graph.
 
     Returns:
@@ -62,27 +63,17 @@ def degree_corrected_sbm(
         isolated, as in real graphs.
 
     Raises:
-        InputError: If an argument is out of range or so many edges do not fit.
+        InputError: If an argument is out of range, or there are too few pairs of nodes for so many edges.
     """
     _check(num_nodes, num_classes, avg_degree, homophily, power_law, split)
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.arange(num_nodes) % num_classes)
-    theta = (np.arange(num_nodes) + 10.0) ** (-1.0 / (power_law - 1.0))  # the offset tames the few largest hubs
-    theta = rng.permutation(theta)
-    pairs = _draw_pairs(rng, y, theta, round(num_nodes * avg_degree / 2), homophily)
-    low, high = pairs // num_nodes, pairs % num_nodes
-    source, target = np.concatenate([low, high]), np.concatenate([high, low])
-    order = np.argsort(target * num_nodes + source)
-
-    centres = rng.standard_normal((num_classes, num_features))
-    centres /= np.linalg.norm(centres, axis=1, keepdims=True)
-    x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
-    x *= np.float32(feature_noise)
-    x += centres.astype(np.float32)[y]
-
+    theta = (np.arange(num_nodes) + 10.0) ** (-1.0 / (power_law - 1.0))  # the offset limits the few largest hubs
+    pairs = _draw_pairs(rng, y, rng.permutation(theta), round(num_nodes * avg_degree / 2), homophily)
+    x = _features(rng, y, num_classes, num_features, feature_noise)
     train, val, test = _masks(rng, y, split, labels_per_class)
     return Data(
-        edge_index=torch.from_numpy(np.stack([source[order], target[order]])),
+        edge_index=both_directions(pairs, num_nodes),
         x=torch.from_numpy(x),
         y=torch.from_numpy(y),
         train_mask=torch.from_numpy(train),
@@ -114,13 +105,25 @@ def _check(
         raise InputError(f"sbm: {problem}")
 
 
+def _features(
+    rng: np.random.Generator, y: NDArray[np.int64], num_classes: int, num_features: int, noise: float
+) -> NDArray[np.float32]:
+    """Return the unit vector of each node's class plus noise; ``(num_nodes, num_features)``."""
+    centres = rng.standard_normal((num_classes, num_features))
+    centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+    x = rng.standard_normal((len(y), num_features), dtype=np.float32)
+    x *= np.float32(noise)
+    x += centres.astype(np.float32)[y]
+    return x
+
+
 def _draw_pairs(
     rng: np.random.Generator, y: NDArray[np.int64], theta: NDArray[np.floating], num_pairs: int, homophily: float
 ) -> NDArray[np.int64]:
-    """``num_pairs`` different pairs ``low * num_nodes + high``, none of a node with itself."""
+    """Draw ``num_pairs`` different pairs ``low * num_nodes + high``, none of a node with itself."""
     num_nodes = len(y)
-    # With the nodes in class order a class is an interval of the cumulative weights, so one search in one array
-    # draws from a class, or from all the others.
+    # In class order, a class is an interval of the cumulative weights: one search in one array draws a node of a class,
+    # or of all other classes.
     node_at = np.argsort(y, kind="stable")
     cumulative = np.cumsum(theta[node_at])
     ends = np.searchsorted(y[node_at], np.arange(y.max() + 1), side="right")
@@ -154,7 +157,7 @@ def _draw_pairs(
 def _masks(
     rng: np.random.Generator, y: NDArray[np.int64], split: tuple[float, float, float], labels_per_class: int | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Random training, validation and test masks that do not overlap."""
+    """Draw training, validation and test masks that do not overlap."""
     num_nodes = len(y)
     order = rng.permutation(num_nodes)
     if labels_per_class is None:

@@ -1,1 +1,1 @@
-"""Reads a graph from any source and puts it into one checked form."""
+"""Graphs from any source, in memory or as streams, checked and put into one form."""

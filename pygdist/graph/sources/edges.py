@@ -1,7 +1,7 @@
-"""What may be done to the edges before partitioning: self-loops, reverse edges, duplicates.
+"""Changes to the edges before partitioning: remove self-loops, add reverse edges, merge duplicates.
 
-Each function works on the fields of a graph in place and keeps ``edge_weight``, ``edge_attr`` and ``edge_type`` aligned
-with ``edge_index``. Edges stay in the order they came in, and a graph that needs no change is left as it is.
+Each function changes the fields of a graph in place and keeps ``edge_weight``, ``edge_attr`` and ``edge_type`` aligned
+with ``edge_index``. Edges keep their order, and a graph that needs no change stays as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["drop_duplicates", "drop_self_loops", "make_symmetric"]
 
 
 def drop_self_loops(fields: dict[str, Tensor], notes: list[str]) -> None:
-    """Drop the edges from a node to itself.
+    """Remove the edges from a node to itself.
 
     Args:
-        fields: ``edge_index`` of shape ``(2, E)`` and, where there are, weights, attributes and types; changed.
-        notes: Receives what was done.
+        fields: ``edge_index`` of shape ``(2, E)``, and weights, attributes and types if they exist; changed in place.
+        notes: A note on the change is appended.
     """
     keep = fields["edge_index"][0] != fields["edge_index"][1]
     dropped = int((~keep).sum())
@@ -34,21 +34,21 @@ def drop_self_loops(fields: dict[str, Tensor], notes: list[str]) -> None:
 
 
 def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) -> None:
-    """Append the reverse of every edge whose reverse (of its type) is missing, with the same weight and attributes.
+    """Append the reverse of every edge whose reverse (of the same type) is missing, with its weight and attributes.
 
-    An edge that has a reverse keeps it as it is, whatever its weight, so that a graph that is symmetric already does
-    not change (``torch_geometric.utils.to_undirected`` would double its summed weights).
+    Existing reverse edges keep their weights, so a symmetric graph does not change
+    (``torch_geometric.utils.to_undirected`` would double its summed weights).
 
     Args:
         fields: As in :func:`drop_self_loops`.
         num_nodes: Number of nodes.
-        notes: Receives what was done.
+        notes: A note on the change is appended.
     """
     source, target = fields["edge_index"].numpy()
-    there = np.unique(_keys(source, target, fields, num_nodes))
-    wanted = _keys(target, source, fields, num_nodes)
-    position = np.minimum(np.searchsorted(there, wanted), max(len(there) - 1, 0))
-    missing = torch.from_numpy(np.flatnonzero(there[position] != wanted)) if len(there) else torch.empty(0).long()
+    present = np.unique(_keys(source, target, fields, num_nodes))
+    reverse = _keys(target, source, fields, num_nodes)
+    position = np.minimum(np.searchsorted(present, reverse), max(len(present) - 1, 0))
+    missing = torch.from_numpy(np.flatnonzero(present[position] != reverse)) if len(present) else torch.empty(0).long()
     notes.append(f"added {len(missing)} reverse edges, with the weights and attributes of the edges they reverse")
     if len(missing):
         added = fields["edge_index"][:, missing].flip(0)
@@ -58,24 +58,24 @@ def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) 
 
 
 def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) -> None:
-    """Keep one edge of each (source, target, type), where the first one was; sum weights, average attributes.
+    """Keep the first edge of each (source, target, type); sum weights, average attributes.
 
     Args:
         fields: As in :func:`drop_self_loops`.
         num_nodes: Number of nodes.
-        notes: Receives what was done.
+        notes: A note on the change is appended.
     """
     source, target = fields["edge_index"].numpy()
     keys = _keys(source, target, fields, num_nodes)
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
     dropped = len(keys) - len(starts)
-    done = {"edge_weight": "their weights were summed", "edge_attr": "their attributes were averaged"}
-    said = [text for name, text in done.items() if name in fields]
-    notes.append("; ".join([f"removed {dropped} duplicate edges", *said]))
+    texts = {"edge_weight": "their weights were summed", "edge_attr": "their attributes were averaged"}
+    merged_values = [text for name, text in texts.items() if name in fields]
+    notes.append("; ".join([f"removed {dropped} duplicate edges", *merged_values]))
     if not dropped:
         return
-    first = order[starts]  # the sort is stable: the first of each group came first
+    first = order[starts]  # the sort is stable, so this is the first edge of each group
     by_position = np.argsort(first)
     for name in _present(fields):
         values = fields[name].numpy()[order]
@@ -97,15 +97,15 @@ def _present(fields: dict[str, Tensor]) -> list[str]:
 def _keys(
     source: NDArray[np.int64], target: NDArray[np.int64], fields: dict[str, Tensor], num_nodes: int
 ) -> NDArray[np.int64]:
-    """One number for each (type, source, target)."""
+    """Return a different number for each (type, source, target)."""
     keys: NDArray[np.int64] = source * num_nodes + target
     if "edge_type" not in fields or not len(keys):
         return keys
     types = fields["edge_type"].numpy()
     if (int(types.max()) + 1) * num_nodes**2 >= 1 << 63:
         raise InputError(
-            f"edge_type: {int(types.max()) + 1} types on {num_nodes} nodes are too many to tell edges apart by one "
-            "int64; symmetrise and remove duplicates before"
+            f"edge_type: {int(types.max()) + 1} types on {num_nodes} nodes are too many to number all possible edges "
+            "in int64; symmetrise and remove duplicates before loading the graph"
         )
     keys += types * num_nodes**2
     return keys

@@ -1,4 +1,4 @@
-"""A graph in files, as large as the disk: the way in that holds no edge and no feature in memory."""
+"""Graphs in files that may be larger than memory: neither edges nor features are held in memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
 from pygdist.graph.sources.npy import array_paths, pick_split, read_array, read_mask, read_tensor
 from pygdist.graph.sources.prepare import count_classes, prepare_nodes
 from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.edge_parquet import read_parquet
 from pygdist.graph.streams.edge_text import TEXT_SUFFIXES, read_text
-from pygdist.graph.streams.folder import forget_pages
-from pygdist.graph.streams.numbering import checked, distinct_ids, largest_id, renumbered
+from pygdist.graph.streams.numbering import distinct_ids, largest_id, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
 
@@ -43,26 +43,26 @@ Chunks = Iterator[NDArray[np.int64]]
 class GraphFiles:
     """A graph in files.
 
-    The edges are read a chunk at a time, by all that works on them; text and Parquet are first turned into numbers in a
-    scratch file. Features are memory-mapped and copied to the parts in blocks. What is held in memory is some numbers
-    for each node.
+    Edges are read in chunks; text and Parquet are first converted to a binary scratch file. Features are memory-mapped
+    and copied to the parts in blocks. Memory holds a few numbers for each node.
 
     Args:
         edges: The edges: ``.npy`` of shape ``(2, E)`` or ``(E, 2)``; text (``.txt``, ``.csv``, ``.tsv``, or with
-            ``.gz``; :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; or a folder of ``.npy`` arrays that holds
-            the rest, too (:mod:`pygdist.graph.sources.npy`).
+            ``.gz``; :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; or a folder of ``.npy`` arrays that also
+            holds the rest (:mod:`pygdist.graph.sources.npy`).
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
         labels: ``.npy`` of shape ``(N,)`` or ``(N, C)``.
         num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
-        relabel: Number the nodes that have edges from 0, and keep the map. By default this happens where nothing else
-            says how many nodes there are and fewer than half of the ids up to the largest have edges.
+        relabel: Renumber the nodes that have edges from 0, and store their ids. By default this happens if neither
+            ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
+            edges.
         symmetrize: Add the reverse of every edge, and keep one edge of each source and target.
         remove_duplicates: Keep one edge of each source and target.
-        remove_self_loops: Drop edges from a node to itself.
-        split: Shares of the labelled nodes for training, validation and test, in place of masks in the folder; where
-            there are none, 50/25/25 are drawn.
+        remove_self_loops: Remove edges from a node to itself.
+        split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
+            there are no masks either, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
-        split_index: Which column of masks that hold several splits.
+        split_index: Column to use of masks that hold several splits.
         num_classes: Number of classes; the largest label plus one by default.
 
     Raises:
@@ -90,26 +90,28 @@ class GraphFiles:
         if self.num_nodes is not None and not 1 <= self.num_nodes < 1 << 63:
             raise InputError(f"num_nodes is {self.num_nodes}, expected at least 1")
         if self.relabel and (self.num_nodes is not None or self.features is not None or self.labels is not None):
-            raise InputError("relabel: nodes get new numbers, so num_nodes, features and labels by id do not fit them")
+            raise InputError(
+                "relabel: renumbers the nodes, so it cannot be combined with num_nodes, features or labels"
+            )
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The files by what they hold: ``edge_index``, ``x``, ``y``, ...
+        """The files by field: ``edge_index``, ``x``, ``y``, ...
 
         Raises:
             InputError: If one is missing.
         """
         edges = Path(self.edges)
-        found = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
-        given = {"x": self.features, "y": self.labels}
-        found |= {name: Path(path) for name, path in given.items() if path is not None}
-        for path in found.values():
+        paths = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
+        arguments = {"x": self.features, "y": self.labels}
+        paths |= {name: Path(path) for name, path in arguments.items() if path is not None}
+        for path in paths.values():
             if not path.is_file():
                 raise InputError(f"{path}: there is no such file")
-        return found
+        return paths
 
     def fingerprint(self) -> str:
-        """Tells these files from others by their names, sizes and times of change, without reading them; 32 digits."""
+        """Hash the names, sizes and modification times of the files, without reading them; 32 hexadecimal digits."""
         files = {}
         for name, path in self.paths.items():
             stat = path.stat()
@@ -118,32 +120,35 @@ class GraphFiles:
         return hashlib.blake2b(json.dumps([files, options], default=str).encode(), digest_size=16).hexdigest()
 
     def open(self, scratch: Path, *, progress: Progress | None = None) -> WholeGraph:
-        """Make a stream of the edges, check what there is, draw a split.
+        """Check the files, draw a split, and return the graph with a stream of its edges.
 
         Args:
-            scratch: A folder for files that are of use as long as the graph is.
+            scratch: A folder for temporary files, which must exist as long as the graph is used.
             progress: Shows the passes over the files.
 
         Raises:
-            InputError: If a file is none that can be read, or does not fit the others: the message names it.
+            InputError: If a file cannot be read or does not fit the others; the message names it.
         """
         notes: list[str] = []
         paths = self.paths
         if self.num_nodes is not None:
-            _fits(self.num_nodes, "num_nodes", "state fewer")
+            _fits(self.num_nodes, "num_nodes", "lower num_nodes")
         if self.relabel and paths.keys() - {"edge_index"}:
-            raise InputError(f"{self.edges}: relabel does not go with arrays by id ({', '.join(sorted(paths))})")
+            raise InputError(
+                f"{self.edges}: relabel renumbers the nodes, so the folder must hold edge_index alone, not "
+                f"{', '.join(sorted(paths.keys() - {'edge_index'}))}"
+            )
         num_nodes, fields = self._arrays(paths)
         file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)
         file, num_nodes, ids = self._numbered(file, num_nodes, scratch, progress, notes)
-        _fits(num_nodes, str(paths["edge_index"]), "number them anew (relabel)")
+        _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
         self._check(fields, num_nodes, file.num_edges, paths)
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
         prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
         for note in notes:
             log.info("%s", note)
         return WholeGraph(
-            edges=EdgeStream(file, num_nodes=num_nodes, name=str(paths["edge_index"]), progress=progress),
+            edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
             num_classes=self.num_classes or count_classes(nodes.get("y")),
             notes=notes,
@@ -152,7 +157,7 @@ class GraphFiles:
         )
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
-        """All arrays but the edges, mapped, and the number of nodes if something tells it."""
+        """Map all arrays but the edges; also return the number of nodes if they determine it."""
         fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
             if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
@@ -166,8 +171,8 @@ class GraphFiles:
         of_edges = [name for name in EDGE_FIELDS if name in fields]
         if of_edges and (self.symmetrize or self.remove_duplicates or self.remove_self_loops):
             raise InputError(
-                f"{self.edges}: holds values of edges ({', '.join(of_edges)}); edges of files that have them are taken "
-                "as they are: change them before, or load the graph with --dataset"
+                f"{self.edges}: holds values of edges ({', '.join(of_edges)}), so edges cannot be added or removed; "
+                "change the files, or load the graph with --dataset"
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
@@ -178,9 +183,9 @@ class GraphFiles:
             if name in fields and num_nodes is None:
                 num_nodes = len(fields[name])
         masks = [name for name in MASKS if name in paths]
-        for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids come with no number
+        for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids do not give a length
             if num_nodes is None and not paths[name].stem.endswith("_mask"):
-                raise InputError(f"{paths[name]}: nothing says how many nodes there are; state num_nodes")
+                raise InputError(f"{paths[name]}: holds ids, which do not tell the number of nodes; set num_nodes")
             mask = read_mask(paths[name], num_nodes or 0)
             if mask.dim() == 0:
                 raise InputError(f"{paths[name]}: a single value, expected one for each node")
@@ -194,7 +199,7 @@ class GraphFiles:
     def _edge_file(
         self, path: Path, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
     ) -> EdgeFile:
-        """The edges as numbers: the file itself where it holds them, or a scratch file."""
+        """Return a binary file of the edges: the file itself, or a converted copy in ``scratch``."""
         packed = path.suffix.lower() == ".gz"
         suffix = (Path(path.stem).suffix if packed else path.suffix).lower()
         reader: Callable[..., Chunks]
@@ -202,14 +207,14 @@ class GraphFiles:
             file = EdgeFile(path)
             if not (self.symmetrize or self.remove_self_loops):
                 return file
-            reader = partial(checked, file, num_nodes, progress=progress)
+            reader = self._stream(file, num_nodes, progress).chunks
         elif suffix == ".parquet" and not packed:
             reader = partial(read_parquet, path, num_nodes=num_nodes, progress=progress)
         elif suffix in TEXT_SUFFIXES or suffix == "":
             reader = partial(read_text, path, num_nodes=num_nodes, progress=progress)
         else:
-            known = ", ".join((".npy", ".parquet", *TEXT_SUFFIXES))
-            raise InputError(f"{path}: cannot tell what is in it by its name; known are {known} and text with .gz")
+            suffixes = ", ".join((".npy", ".parquet", *TEXT_SUFFIXES))
+            raise InputError(f"{path}: unknown type of file; expected {suffixes}, or text with .gz")
         enter_stage(progress, f"reading {path.name}")
         loops = 0
         place = scratch / "edges.npy"
@@ -221,7 +226,7 @@ class GraphFiles:
                     keep = chunk[0] != chunk[1]
                     loops += int(np.count_nonzero(~keep))
                     chunk = chunk[:, keep]
-                if self.symmetrize:  # each edge and its reverse together, wherever the file is cut
+                if self.symmetrize:  # each edge is followed by its reverse, however the file is read
                     chunk = np.stack([chunk, chunk[::-1]], axis=2).reshape(2, -1)
                 out.append(chunk)
         if self.remove_self_loops:
@@ -232,26 +237,31 @@ class GraphFiles:
             notes.append("kept one edge of each source and target")
         return EdgeFile(place)
 
+    def _stream(self, file: EdgeFile, num_nodes: int | None, progress: Progress | None) -> EdgeStream:
+        num_nodes = 1 << 63 if num_nodes is None else num_nodes
+        return EdgeStream(file, num_nodes=num_nodes, name=str(self.paths["edge_index"]), progress=progress)
+
     def _numbered(
         self, file: EdgeFile, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
     ) -> tuple[EdgeFile, int, NDArray[np.int64] | None]:
-        """Edges between nodes from 0, their number, and the map to the ids of the source if it is needed."""
+        """Renumber the nodes if needed; return the edges, the number of nodes, and their original ids or ``None``."""
         if num_nodes is not None:
             return file, num_nodes, None
-        enter_stage(progress, "looking for ids")
-        largest = largest_id(file, progress=progress)
+        enter_stage(progress, "finding ids")
+        stream = self._stream(file, None, progress)
+        largest = largest_id(stream)
         if largest < 0:
-            raise InputError(f"{self.edges}: holds no edges; state num_nodes for a graph without")
+            raise InputError(f"{self.edges}: holds no edges; set num_nodes for a graph without edges")
         if self.relabel is False:
             return file, largest + 1, None
-        ids = distinct_ids(file, largest, progress=progress)
+        ids = distinct_ids(stream, largest)
         if self.relabel is None and 2 * len(ids) > largest:
             return file, largest + 1, None
-        notes.append(f"numbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
-        enter_stage(progress, "numbering nodes")
+        notes.append(f"renumbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
+        enter_stage(progress, "renumbering nodes")
         place = scratch / "numbered.npy"
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
-            for chunk in checked(file, largest + 1, progress=progress):
+            for chunk in stream.chunks():
                 out.append(renumbered(chunk, ids))
         if file.path.parent == scratch:
             file.path.unlink()
@@ -261,7 +271,7 @@ class GraphFiles:
         self, fields: Mapping[str, NDArray[Any]], num_nodes: int, num_edges: int, paths: Mapping[str, Path]
     ) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes here
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
             tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
         try:
             check_fields(
@@ -277,9 +287,9 @@ class GraphFiles:
 
 
 def _fits(num_nodes: int, where: str, advice: str) -> None:
-    """Refuse a number of nodes, such as a stray id makes it, whose owners alone would not fit."""
+    """Refuse a number of nodes for which memory cannot even hold the owners; one stray id can cause it."""
     available = psutil.virtual_memory().total
     if num_nodes * _LEAST_BYTES_PER_NODE > available:
         raise InputError(
-            f"{where}: {num_nodes} nodes take more than this machine's {available / 2**30:.0f} GiB; {advice}"
+            f"{where}: {num_nodes} nodes need more than this machine's {available / 2**30:.0f} GiB of memory; {advice}"
         )

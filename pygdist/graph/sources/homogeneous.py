@@ -1,7 +1,6 @@
-"""A heterogeneous graph as one graph with types: what layers of relations, such as ``RGCNConv``, take.
+"""A heterogeneous graph as one graph with ``edge_type``, for layers such as ``RGCNConv``.
 
-Types of nodes follow one another, and so do types of edges, each in the order of the ``HeteroData``; ``edge_type`` says
-which relation an edge is of.
+Nodes are grouped by type and edges by relation, in the order of the ``HeteroData``.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ __all__ = ["as_homogeneous"]
 
 
 def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dataset") -> Data:
-    r"""All nodes and edges of a heterogeneous graph in one.
+    r"""Merge all nodes and edges of a heterogeneous graph into one graph.
 
     Args:
-        graph: ``edge_index`` for each type of edges; ``x`` for any types of nodes; ``y`` and masks for one of them.
-        reverse: Add each relation the other way round, as a relation of its own. A relation between nodes of one type
-            that has every edge both ways is left alone.
-        name: What it is called in complaints.
+        graph: ``edge_index`` for each type of edges, ``x`` for any types of nodes, ``y`` and masks for one of them.
+        reverse: Add the reverse of each relation as another relation. Relations between nodes of one type that have
+            every edge in both directions are left alone.
+        name: Name of the graph in error messages.
 
     Returns:
         A graph with
 
-        - ``x``: the features of each type, zeros for nodes of other types (in the same columns, if all widths are
-          equal), and one column for each type, 1 for its nodes: a layer's weights for it are the type's embedding;
-        - ``edge_type``: int64, the number of the relation, and ``node_type``;
-        - ``y``: -1 for nodes of types without labels; and their masks are false.
+        - ``x``: the features of each type, with zeros for nodes of other types (all types share the same columns if
+          their widths are equal); then one column for each type, 1 for its nodes, so that a layer's weights for this
+          column are an embedding of the type;
+        - ``edge_type`` and ``node_type``: int64, the number of the relation or type;
+        - ``y`` and masks: -1 and false for nodes of types without labels.
 
     Raises:
-        InputError: If there is no edge, edges have attributes or weights, or more than one type of nodes has labels.
+        InputError: If there are no edges, edges have attributes or weights, or several types of nodes have labels.
     """
     kinds, relations = list(graph.node_types), list(graph.edge_types)
     if not relations:
@@ -50,8 +50,8 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         dropped = next((field for field in ("edge_attr", "edge_weight") if field in graph[relation]), None)
         if dropped is not None:
             raise InputError(
-                f"dataset '{name}': {dropped} of {relation} would be lost: edges of one graph have a type and no more; "
-                "remove it"
+                f"dataset '{name}': {dropped} of {relation} would be lost, since edges of a heterogeneous graph only "
+                "get an edge_type; remove it"
             )
         edges.append(edge_index + torch.tensor([[first[source]], [first[target]]]))
         if reverse and not (source == target and _both_ways(edge_index, counts[kinds.index(source)])):
@@ -66,8 +66,8 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
     labelled = [kind for kind in kinds if isinstance(graph[kind].get("y"), Tensor)]
     if len(labelled) > 1:
         raise InputError(
-            f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y); classes of one type can be learned: "
-            "remove the others"
+            f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y), but only one type can; remove the "
+            "others"
         )
     for kind in labelled:
         _label(out, graph[kind], first[kind])
@@ -75,24 +75,24 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
 
 
 def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
-    there, back = (one[0] * num_nodes + one[1] for one in (edge_index, edge_index.flip(0)))
-    return torch.equal(there.sort().values, back.sort().values)
+    forward, backward = (one[0] * num_nodes + one[1] for one in (edge_index, edge_index.flip(0)))
+    return torch.equal(forward.sort().values, backward.sort().values)
 
 
 def _features(graph: HeteroData, kinds: list[str], counts: list[int], first: dict[str, int]) -> Tensor:
-    given = {kind: graph[kind].x for kind in kinds if isinstance(graph[kind].get("x"), Tensor)}
-    widths = [x.size(1) for x in given.values()]
+    features = {kind: graph[kind].x for kind in kinds if isinstance(graph[kind].get("x"), Tensor)}
+    widths = [x.size(1) for x in features.values()]
     shared = len(set(widths)) <= 1
     width = max(widths, default=0) if shared else sum(widths)
-    double = any(x.dtype == torch.float64 for x in given.values())
+    double = any(x.dtype == torch.float64 for x in features.values())
     out = torch.zeros(sum(counts), width + len(kinds), dtype=torch.float64 if double else torch.float32)
     column = 0
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
         rows = out[first[kind] : first[kind] + count]
         rows[:, width + number] = 1
-        if kind in given:
-            rows[:, column : column + given[kind].size(1)] = given[kind]
-            column += 0 if shared else given[kind].size(1)
+        if kind in features:
+            rows[:, column : column + features[kind].size(1)] = features[kind]
+            column += 0 if shared else features[kind].size(1)
     return out
 
 

@@ -1,8 +1,7 @@
-"""Where a graph comes from: every source yields the whole graph as one PyG ``Data``.
+"""Sources of graphs: each gives the whole graph as one PyG ``Data``.
 
-A source is a name or an object, so that a configuration file and a notebook say the same thing. What a source gives
-is put into one form here (edges in ``edge_index``, one column per mask) and checked in
-:mod:`pygdist.graph.sources.prepare`.
+A source is a name or an object, so the same one works in a configuration file and in a notebook. Its graph is put into
+one form here (edges in ``edge_index``, one column per mask) and checked in :mod:`pygdist.graph.sources.prepare`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["GENERATORS", "load_graph", "register_generator"]
 GENERATORS: dict[str, Callable[..., Any]] = {
     "sbm": degree_corrected_sbm,
     "power-law": power_law,
-    "reference": power_law,  # the graph that timings are quoted on is the one of the default arguments
+    "reference": power_law,  # the graph of the default arguments is used for timings
     **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
 
@@ -62,32 +61,31 @@ def register_generator(name: str, generator: Callable[..., Any]) -> None:
 def load_graph(
     dataset: str | os.PathLike[str] | Data | HeteroData | Callable[..., Any], *, split_index: int = 0, **args: Any
 ) -> Data:
-    """The whole graph of a source.
+    """Load the whole graph of a source.
 
     Args:
         dataset: One of
 
             - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
               (``reddit-like``, ``products-like``, ``papers-like``, ``mag-like``:
-              :mod:`pygdist.graph.generated.published`), a registered one;
+              :mod:`pygdist.graph.generated.published`), or a registered one;
             - a folder of ``.npy`` arrays (:mod:`pygdist.graph.sources.npy`);
-            - an OGB node dataset, ``ogbn-arxiv`` (extra ``ogb``);
-            - a class in ``torch_geometric.datasets``, ``Planetoid``, or the dotted path of any class or function that
-              gives a ``Data`` or a dataset of one graph;
+            - an OGB node dataset, such as ``ogbn-arxiv`` (extra ``ogb``);
+            - a class in ``torch_geometric.datasets``, such as ``Planetoid``, or the dotted path of any class or
+              function that returns a ``Data`` or a dataset of one graph;
             - a PyG ``Data``, or any such callable.
 
-            A heterogeneous graph (``mag-like``, a folder of one, a ``HeteroData``) becomes one with ``edge_type``:
-            :func:`~pygdist.graph.as_homogeneous`.
-        split_index: Which column of masks that hold several splits.
+            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one graph with ``edge_type``;
+            see :func:`~pygdist.graph.as_homogeneous`.
+        split_index: Column to use of masks that hold several splits.
         **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
             a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
 
     Returns:
-        A graph with ``edge_index``; what else it holds is up to the source. The source's own object is not changed.
+        A graph with ``edge_index`` and the other fields of the source. The source's own object is not changed.
 
     Raises:
-        InputError: If the source is not known or not there, an argument does not fit, or it is not one homogeneous
-            graph.
+        InputError: If the source is unknown or missing, an argument does not fit, or it is not a single graph.
 
     Example:
         >>> load_graph("sbm", num_nodes=1000)
@@ -95,17 +93,17 @@ def load_graph(
         >>> load_graph("Planetoid", root="data", name="Cora")
     """
     if isinstance(dataset, Data | HeteroData):
-        name, found = "dataset", dataset
+        name, graph = "dataset", dataset
         _no_arguments(args, "a Data object")
     elif isinstance(dataset, str | os.PathLike):
         name = os.fspath(dataset)
-        found = _by_name(name, args)
+        graph = _by_name(name, args)
     elif callable(dataset):
         name = getattr(dataset, "__name__", type(dataset).__name__)
-        found = _call(dataset, args, name)
+        graph = _call(dataset, args, name)
     else:
         raise InputError(f"dataset: expected a name, a folder, a Data or a callable, got {type(dataset).__name__}")
-    data = copy.copy(_one_graph(found, name))  # shallow: attributes are replaced below, tensors are shared
+    data = copy.copy(_one_graph(graph, name))  # shallow: attributes are replaced below, tensors are shared
     _edges_from_adjacency(data, name)
     _pick_split(data, split_index)
     return data
@@ -128,8 +126,8 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     if "." in name and os.sep not in name:
         return _call(import_path(name, "dataset"), args, name)
     raise InputError(
-        f"dataset '{name}': no such folder, no generator ({', '.join(GENERATORS)}), and no class in "
-        "torch_geometric.datasets; check the spelling, or give a class path such as my_package.MyDataset"
+        f"dataset '{name}': neither a folder, nor a generator ({', '.join(GENERATORS)}), nor a class in "
+        "torch_geometric.datasets; check the spelling, or use a class path such as my_package.MyDataset"
     )
 
 
@@ -144,28 +142,28 @@ def _folder_of_types(name: str, reverse: bool = False) -> Data:
 
 
 def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
-    """``factory(**args)``; only arguments that do not fit and files that are not there are the user's mistake."""
+    """Return ``factory(**args)``; arguments that do not fit and missing files become an ``InputError``."""
     if not callable(factory):
         raise InputError(f"dataset '{name}': a {type(factory).__name__}, expected a class or a function")
     args = {key: _made(value) for key, value in args.items()}
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:
-        known = ", ".join(inspect.signature(factory).parameters) or "none"
-        raise InputError(f"dataset '{name}': {error}; its arguments are: {known}") from None
+        parameters = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise InputError(f"dataset '{name}': {error}; its arguments are: {parameters}") from None
     try:
         return factory(**args)
-    except OSError as error:  # a failed download is one of these, too
+    except OSError as error:  # includes failed downloads
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
     except InputError:
         raise
-    except (TypeError, ValueError, AssertionError, KeyError) as error:  # how datasets refuse their arguments
+    except (TypeError, ValueError, AssertionError, KeyError) as error:  # datasets refuse arguments with these
         line = traceback.extract_tb(error.__traceback__)[-1].line
         raise InputError(f"dataset '{name}': {type(error).__name__}: {error or line} (with {dict(args)})") from error
 
 
 def _made(value: Any) -> Any:
-    """The object that a ``class_path`` in a configuration stands for; anything else as it is."""
+    """Create the object of a ``class_path`` in a configuration; return anything else as it is."""
     if not (isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args"}):
         return value
     path, args = value["class_path"], value.get("init_args") or {}
@@ -185,17 +183,19 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.storage import GlobalStorage
 
-    # ogb 1.3.6 predates torch's safe loading, and prints where only results belong.
+    # ogb 1.3.6 is older than torch's safe loading, and prints to standard output, which is for results
     safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
     with safe, contextlib.redirect_stdout(sys.stderr):
         try:
             dataset = _call(PygNodePropPredDataset, {"name": name, **args}, name)
-        except EOFError as error:  # it asks on standard input before it downloads more than 1 GB
+        except EOFError as error:  # ogb asks on standard input before it downloads more than 1 GB
             raise InputError(
-                f"dataset '{name}': ogb asks before a large download; run it once at a terminal"
+                f"dataset '{name}': ogb asks for confirmation of a large download; run it once at a terminal"
             ) from error
         if dataset.is_hetero:
-            raise InputError(f"dataset '{name}' is heterogeneous: only graphs of one node and edge type can be used")
+            raise InputError(
+                f"dataset '{name}' is heterogeneous; of OGB, only graphs of one node and edge type can be used"
+            )
         data: Data = dataset[0]
         split = dataset.get_idx_split()
     for mask, key in zip(MASKS, ("train", "valid", "test"), strict=True):
@@ -204,16 +204,16 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
     return data
 
 
-def _one_graph(found: Any, name: str) -> Data:
-    if isinstance(found, Dataset):
-        if len(found) != 1:
-            raise InputError(f"dataset '{name}' holds {len(found)} graphs: give one graph, such as dataset[0]")
-        found = found[0]
-    if isinstance(found, HeteroData):
-        return as_homogeneous(found, name=name)
-    if not isinstance(found, Data):
-        raise InputError(f"dataset '{name}' gave a {type(found).__name__}, expected a torch_geometric Data")
-    return found
+def _one_graph(graph: Any, name: str) -> Data:
+    if isinstance(graph, Dataset):
+        if len(graph) != 1:
+            raise InputError(f"dataset '{name}' holds {len(graph)} graphs; pass one graph, such as dataset[0]")
+        graph = graph[0]
+    if isinstance(graph, HeteroData):
+        return as_homogeneous(graph, name=name)
+    if not isinstance(graph, Data):
+        raise InputError(f"dataset '{name}' returned a {type(graph).__name__}, expected a torch_geometric Data")
+    return graph
 
 
 def _edges_from_adjacency(data: Data, name: str) -> None:
@@ -222,20 +222,20 @@ def _edges_from_adjacency(data: Data, name: str) -> None:
     if data.get("edge_index") is None and adjacency is not None:
         if isinstance(adjacency, Tensor):
             (target, source), value = to_edge_index(adjacency)
-            value = None if bool((value == 1).all()) else value  # torch's layouts hold values where none were given
+            value = None if bool((value == 1).all()) else value  # torch's layouts fill in ones for missing values
         elif hasattr(adjacency, "coo"):
             target, source, value = adjacency.coo()
         else:
             raise InputError(
                 f"dataset '{name}': adj_t is a {type(adjacency).__name__}; install torch_sparse to read it "
-                "(pip install 'pygdist[sparse]'), or give edge_index"
+                "(pip install 'pygdist[sparse]'), or pass edge_index"
             )
         data.edge_index = torch.stack([source, target])
         if value is not None:
             data["edge_weight" if value.dim() == 1 else "edge_attr"] = value
     data.adj_t = None
     if not isinstance(edge_index := data.get("edge_index"), Tensor):
-        raise InputError(f"dataset '{name}': edge_index is missing; give it, or adj_t")
+        raise InputError(f"dataset '{name}': edge_index is missing; add edge_index or adj_t")
     data.edge_index = plain(edge_index)
 
 

@@ -1,4 +1,4 @@
-"""A whole graph as a folder of plain ``.npy`` arrays: the way in for graphs that no dataset class knows.
+"""A whole graph as a folder of plain ``.npy`` arrays, for graphs without a dataset class.
 
 Files, all but the first optional; shapes as in PyG:
 
@@ -13,7 +13,7 @@ Files, all but the first optional; shapes as in PyG:
 ``edge_type.npy``             ``(E,)`` integers from 0
 ============================  ====================================================================
 
-Arrays are memory-mapped, never unpickled, and read when they are used.
+Arrays are memory-mapped and read when they are used; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def load_npy(folder: str | Path) -> Data:
         folder: The folder; the module's docstring lists its files.
 
     Returns:
-        The graph, its tensors backed by the files (copy on write: changing one never changes a file).
+        The graph. Its tensors are backed by the files (copy on write: changing one never changes a file).
 
     Raises:
-        InputError: If ``edge_index.npy`` is missing or a file is no readable array of numbers.
+        InputError: If ``edge_index.npy`` is missing, or a file is not a readable array of numbers.
     """
     paths = array_paths(folder)
     data = Data(**{name: read_tensor(path) for name, path in paths.items() if name not in MASKS})
@@ -65,7 +65,7 @@ def load_npy(folder: str | Path) -> Data:
 
 
 def array_paths(folder: str | Path) -> dict[str, Path]:
-    """The files of a folder by what they hold; for a mask, the file of the mask or of ids.
+    """Return the files of a folder by field; the file of a mask may hold ids.
 
     Raises:
         InputError: If ``edge_index.npy`` is missing, as in the folder of a heterogeneous graph.
@@ -73,35 +73,52 @@ def array_paths(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     if not (folder / "edge_index.npy").is_file():
         if (folder / "edges").is_dir():
-            raise InputError(f"{folder}: holds a heterogeneous graph; pygdist.graph.load_hetero reads it")
-        raise InputError(f"{folder}: there is no edge_index.npy in this folder; a graph folder holds at least that")
-    found = {}
+            raise InputError(f"{folder}: holds a heterogeneous graph; use pygdist.graph.load_hetero")
+        raise InputError(f"{folder}: has no edge_index.npy, which every graph folder needs")
+    paths = {}
     for field in FIELDS:
         names = (field, *_INDEX_FILES.get(field, ()))
         path = next((path for name in names if (path := folder / f"{name}.npy").is_file()), None)
         if path is not None:
-            found[field] = path
-    return found
+            paths[field] = path
+    return paths
 
 
 def read_tensor(path: Path) -> Tensor:
-    """An array, memory-mapped where its type allows it.
+    """Read an array as a tensor, memory-mapped if its type allows it.
 
     Raises:
-        InputError: If it is no readable array of numbers.
+        InputError: If it is not a readable array of numbers.
     """
-    return _tensor(read_array(path), path)
+    array = read_array(path)
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
+        array = array.astype(np.int64)
+    return torch.from_numpy(array)
 
 
 def read_mask(path: Path, num_nodes: int) -> Tensor:
-    """A mask as it is in the file, or from a file of ids.
+    """Read a mask from its file, or from a file of ids.
 
     Raises:
-        InputError: If there is an id that no node has.
+        InputError: If an id is not a node.
     """
     if path.stem.endswith("_mask"):
         return read_tensor(path)
-    return _mask(read_array(path), num_nodes, path)
+    index = read_array(path)
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
+    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
+    if len(wrong):
+        raise InputError(
+            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
+        )
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[torch.from_numpy(index.astype(np.int64))] = True
+    return mask
 
 
 def save_npy(data: Data, folder: str | Path) -> None:
@@ -119,10 +136,10 @@ def save_npy(data: Data, folder: str | Path) -> None:
 
 
 def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
-    """An array, memory-mapped: copy-on-write, or for reading only, so that its pages can be given back.
+    """Map an array copy-on-write, or read-only, so that its pages can be released.
 
     Raises:
-        InputError: If it is no readable array.
+        InputError: If it is not a readable array.
     """
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c" if writable else "r", allow_pickle=False)
@@ -134,7 +151,7 @@ def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
 
 
 def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
-    """One mask of several, which are columns; a single one as it is.
+    """Return one column of masks that hold several splits, or a single mask as it is.
 
     Raises:
         InputError: If there is no such column.
@@ -144,26 +161,3 @@ def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
     if not 0 <= split_index < mask.size(1):
         raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
     return mask[:, split_index]
-
-
-def _tensor(array: NDArray[Any], path: Path) -> Tensor:
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise InputError(f"{path}: an array of {array.dtype}, expected numbers; write it as int64 or float32")
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
-        array = array.astype(np.int64)
-    return torch.from_numpy(array)
-
-
-def _mask(index: NDArray[Any], num_nodes: int, path: Path) -> Tensor:
-    if index.ndim != 1 or index.dtype.kind not in "iu":
-        raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
-    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
-    if len(wrong):
-        raise InputError(
-            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
-        )
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[torch.from_numpy(index.astype(np.int64))] = True
-    return mask

@@ -1,7 +1,7 @@
-"""From what a dataset holds to what pygdist trains on: one form for every field, and a list of what was done.
+"""One form for every field of a graph before training, with notes on every change.
 
-The list is in plain words, since a random split or a dropped edge that nobody mentions is how two people measure
-different things on "the same" graph. Nothing is changed that was not asked for.
+Random splits or removed edges that nobody mentions make results on "the same" graph incomparable, so every change has a
+note in plain words. Nothing else is changed than was asked for.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ def prepare(
     split_seed: int = 0,
     num_classes: int | None = None,
 ) -> tuple[Data, list[str]]:
-    """Check a graph, put its fields into one form, and change its edges as asked.
+    """Check a graph, put its fields into one form, and change its edges if requested.
 
-    Self-loops go first, then reverse edges come, then duplicates go.
+    Self-loops are removed first, then reverse edges added, then duplicates merged.
 
     Args:
-        data: A graph as :func:`pygdist.graph.load_graph` gives it; it is not changed, and tensors that are already in
-            the right form are shared with the result.
-        symmetrize: Give every edge whose reverse is missing a reverse with the same weight, attributes and type.
+        data: A graph from :func:`pygdist.graph.load_graph`. It is not changed; tensors that are already in the right
+            form are shared with the result.
+        symmetrize: Add the reverse of every edge whose reverse is missing, with the same weight, attributes and type.
         remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
-        remove_self_loops: Drop the edges from a node to itself.
+        remove_self_loops: Remove the edges from a node to itself.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
-            kept, and where it has none, 50/25/25 are drawn.
+            kept; if it has none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
         num_classes: Number of classes; the largest label plus one by default.
 
     Returns:
-        The graph, with ``edge_index`` (int64), ``x`` (float32, or float64 if it came so), ``y`` (int64 of shape
+        The graph, with ``edge_index`` (int64), ``x`` (float32, or float64 if it was float64), ``y`` (int64 of shape
         ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has no labels),
-        three bool masks that hold labelled nodes only, ``edge_weight``, ``edge_attr`` and ``edge_type`` (int64) if
-        given, and ``num_classes``; and what was done, one sentence each.
+        three bool masks of labelled nodes, ``edge_weight``, ``edge_attr`` and ``edge_type`` (int64) if the dataset has
+        them, and ``num_classes``; and a note on each change, one sentence each.
 
     Raises:
-        InputError: If :func:`check` finds something, or the split is no three shares.
+        InputError: If :func:`check` raises it, or ``split`` is not three shares.
     """
     check(data, num_classes=num_classes)
     notes: list[str] = []
@@ -68,7 +68,7 @@ def prepare(
     fields = {name: value for name in _FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
     if left_out := sorted(set(data.keys()) - {*_FIELDS, "num_nodes", "num_classes"}):
-        notes.append(f"left out attributes that are not used: {', '.join(left_out)}")
+        notes.append(f"left out unused attributes: {', '.join(left_out)}")
     _unify(fields, notes)
     if remove_self_loops:
         drop_self_loops(fields, notes)
@@ -90,14 +90,14 @@ def prepare_nodes(
     split_seed: int,
     notes: list[str],
 ) -> None:
-    """Put labels and masks into one form, and draw a split where one is wanted; as :func:`prepare` describes.
+    """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
     Args:
-        fields: ``y`` and masks, where there are any; changed.
+        fields: ``y`` and masks, if they exist; changed in place.
         num_nodes: Number of nodes.
         split: Shares of the labelled nodes.
         split_seed: Seed of the drawn split.
-        notes: Receives what was done.
+        notes: A note on each change is appended.
     """
     for name in MASKS:
         if name in fields:
@@ -108,24 +108,24 @@ def prepare_nodes(
 
 
 def count_classes(y: Tensor | None) -> int:
-    """The number of classes of labels as :func:`prepare` returns them; 0 without labels."""
+    """Return the number of classes of labels that :func:`prepare` returned; 0 without labels."""
     if y is None or y.numel() == 0:
         return 0
     return y.size(1) if is_multi_label(y) else int(y.max()) + 1
 
 
 def labelled_nodes(y: Tensor) -> Tensor:
-    """Which nodes have a label: bool of shape ``(N,)``, from labels as :func:`prepare` returns them."""
+    """Return a mask of the nodes that have a label, ``(N,)`` bool, from labels that :func:`prepare` returned."""
     if not is_multi_label(y):
         return y >= 0
     return torch.cat([y.new_empty(0, dtype=torch.bool), *(~torch.isnan(block).any(dim=1) for _, block in rows_of(y))])
 
 
 def fingerprint(data: Data) -> str:
-    """A hash of the graph's content: names, types, shapes and bytes of the fields that pygdist uses.
+    """Hash a graph's content: names, types, shapes and bytes of the fields that pygdist uses.
 
     Args:
-        data: A graph as :func:`prepare` returns it.
+        data: A graph that :func:`prepare` returned.
 
     Returns:
         32 hexadecimal digits; equal on every machine of the same byte order.
@@ -141,7 +141,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
-    """One type and shape for features and edges."""
+    """Give features and edges their one type and shape."""
     x = fields["x"]
     if x.layout is not torch.strided:
         notes.append(f"made sparse features dense: {x.size(0)} x {x.size(1)}")
@@ -149,7 +149,7 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
     fields["edge_index"] = plain(fields["edge_index"]).to(torch.int64)
     for name in ("x", "edge_weight", "edge_attr"):
         if name in fields and fields[name].dtype not in (torch.float32, torch.float64):
-            notes.append(f"turned {name} from {_type_name(fields[name])} into float32")
+            notes.append(f"converted {name} from {_type_name(fields[name])} to float32")
             fields[name] = fields[name].to(torch.float32)
     if "edge_weight" in fields:
         fields["edge_weight"] = fields["edge_weight"].reshape(-1)
@@ -162,7 +162,7 @@ def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:
         return y.to(torch.float32)
     y = y.reshape(-1)
     if y.dtype.is_floating_point:
-        notes.append(f"turned y from {_type_name(y)} into int64 classes")
+        notes.append(f"converted y from {_type_name(y)} to int64 classes")
         y = torch.nan_to_num(y, nan=-1.0)
     return y.to(torch.int64)
 
@@ -174,8 +174,8 @@ def _type_name(value: Tensor) -> str:
 def _set_masks(
     fields: dict[str, Tensor], num_nodes: int, split: tuple[float, float, float] | None, seed: int, notes: list[str]
 ) -> None:
-    """Three masks over labelled nodes: the dataset's own, or drawn."""
-    given = [name for name in MASKS if name in fields]
+    """Set three masks of labelled nodes: the dataset's own, or drawn ones."""
+    present = [name for name in MASKS if name in fields]
     if "y" not in fields:
         if split is not None:
             raise InputError("split: the graph has no labels (y) to split")
@@ -183,17 +183,17 @@ def _set_masks(
         labelled = torch.zeros(num_nodes, dtype=torch.bool)
     else:
         labelled = labelled_nodes(fields["y"])
-        if split is not None or not given:
+        if split is not None or not present:
             masks, note = _draw_split(labelled.numpy(), split or DEFAULT_SPLIT, seed)
-            notes.append(note + (", in place of the dataset's masks" if given else ""))
+            notes.append(note + (", instead of the dataset's masks" if present else ""))
             fields.update(masks)
     for name in MASKS:
         if name not in fields:
-            if given:
+            if present:
                 notes.append(f"the dataset has no {name}: it is empty")
             fields[name] = torch.zeros(num_nodes, dtype=torch.bool)
         elif dropped := int((fields[name] & ~labelled).sum()):
-            notes.append(f"took {dropped} unlabelled nodes out of {name}")
+            notes.append(f"removed {dropped} unlabelled nodes from {name}")
             fields[name] = fields[name] & labelled
     if overlap := int((torch.stack([fields[name] for name in MASKS]).sum(dim=0) > 1).sum()):
         notes.append(f"{overlap} nodes are in more than one of the masks")

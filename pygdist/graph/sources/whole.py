@@ -1,4 +1,4 @@
-"""A whole graph as its parts are cut from it: a stream of edges, and arrays that need not be in memory."""
+"""A whole graph before it is cut into parts: a stream of edges, and arrays that need not be in memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch_geometric.data import Data
 
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import count_classes
-from pygdist.graph.streams.folder import forget_pages
+from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.progress import Progress
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["WholeGraph"]
+__all__ = ["WholeGraph", "stored_type"]
 
 _BLOCK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeGraph:
-    """What there is of a graph before it is in parts.
+    """The edges and fields of a graph that is not partitioned yet.
 
     Attributes:
         edges: Its edges.
         fields: ``x``, ``y``, masks, ``edge_weight``, ``edge_attr`` and ``edge_type``, in memory or memory-mapped, in
-            the forms that :func:`pygdist.graph.prepare` describes; only ``x`` may be of any type of numbers. Each may
-            be absent.
+            the forms that :func:`pygdist.graph.prepare` describes; only ``x`` may have any numeric type. Each may be
+            absent.
         num_classes: Number of classes.
-        notes: What preprocessing did, in plain words.
-        ids: The id that each node had in the source, ascending, int64 of shape ``(N,)``; ``None`` if it is its number.
+        notes: Notes on preprocessing, one sentence each.
+        ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if ids are the numbers of nodes.
         merge: Keep one edge of each source and target.
     """
 
@@ -54,7 +54,7 @@ class WholeGraph:
         notes: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> WholeGraph:
-        """A graph in memory, as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent."""
+        """Wrap a graph in memory, as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent."""
         names = ("x", "y", *MASKS, *EDGE_FIELDS)
         fields = {name: value.numpy() for name in names if isinstance(value := data.get(name), Tensor)}
         if num_classes is None:
@@ -65,10 +65,10 @@ class WholeGraph:
         return cls(edges=edges, fields=fields, num_classes=int(num_classes), notes=notes)
 
     def fingerprint(self) -> str:
-        """A hash of the edges and fields, 32 hexadecimal digits; one pass."""
+        """Hash the edges and fields in one pass; 32 hexadecimal digits."""
         digest = hashlib.blake2b(f"{self.edges.num_nodes} {self.merge}".encode(), digest_size=16)
         for chunk in self.edges.chunks():
-            digest.update(np.ascontiguousarray(chunk.T).data)  # wherever the stream is cut
+            digest.update(np.ascontiguousarray(chunk.T).data)  # the same however the stream is cut
         for name, value in sorted(self.fields.items()):
             digest.update(f"{name} {value.dtype} {value.shape}".encode())
             for start in range(0, len(value), _BLOCK_ROWS):
@@ -78,7 +78,7 @@ class WholeGraph:
 
     @property
     def multi_label(self) -> bool:
-        """Whether labels are a matrix with one column per class."""
+        """True if labels are a matrix with one column per class."""
         y = self.fields.get("y")
         return y is not None and y.ndim == 2 and y.shape[1] > 1
 
@@ -86,3 +86,11 @@ class WholeGraph:
     def num_features(self) -> int:
         """Width of the features; 0 without."""
         return int(self.fields["x"].shape[1]) if "x" in self.fields else 0
+
+
+def stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
+    """Return the type of a field in a store, as :func:`pygdist.graph.prepare` chooses it; a file may hold others."""
+    if name == "edge_type":
+        return np.dtype(np.int64)
+    floats = name in ("x", "edge_weight", "edge_attr")
+    return np.dtype(np.float32) if floats and value.dtype not in (np.float32, np.float64) else value.dtype

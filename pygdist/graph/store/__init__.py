@@ -1,1 +1,1 @@
-"""The parts of a graph on disk."""
+"""Partitioned graphs on disk: ``meta.json``, files of the parts, and one module for each placement."""

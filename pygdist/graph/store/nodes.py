@@ -1,21 +1,27 @@
-"""What each part holds under the placement *nodes*: its own nodes, all their in-edges, and the rows to fetch.
+"""The placement *nodes*: a part has its own nodes, all their in-edges, and the plan to fetch the halo rows.
 
-Everything is derived from the edges of a part and the owner of each node, one part at a time, without a loop over nodes
-or edges. Two parts never have to be in memory together: the rows that a part sends follow from what the others listed.
+Everything follows from the edges of a part and the owner of each node, one part at a time, without a loop over nodes or
+edges. No two parts have to be in memory together: what a part sends follows from the rows that the others list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.streams.arrays import write_rows
+from pygdist.graph.streams.progress import enter_stage, watched
 from pygdist.graph.streams.sorting import grouped
+from pygdist.graph.streams.spill import Spill
 
-__all__ = ["NodeParts", "Topology"]
+__all__ = ["NODES", "NodeParts", "Placement", "Topology"]
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -23,18 +29,36 @@ Edges = Callable[[], tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The content of a part.
+
+    Attributes:
+        name: Its name in ``meta.json`` and in arguments.
+        write: Called as ``write(graph, parts, folders, num_hops)``. Writes the rows and edges of each part into its
+            folder, and returns the entry of each in ``meta.json``, with counts and files.
+        most_hops: Number of hops that halos can reach; ``None`` for any.
+        has_surroundings: True if a part also has the features and in-edges of its halo rows.
+    """
+
+    name: str
+    write: Callable[[WholeGraph, NodeParts, Sequence[Path], int], list[dict[str, Any]]]
+    most_hops: int | None = None
+    has_surroundings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """The edges of one part in local ids; a local id is a position in ``n_id``.
 
-    Edges are as they came; ``order`` puts them target by target, in the order of ``e_id`` inside a target, so that sums
-    and order-dependent aggregations meet their messages in the order that one process meets them.
+    Edges are as they came. ``order`` sorts them by target, and by ``e_id`` within a target, so that sums and
+    order-dependent aggregations take messages in the order in which one process takes them.
 
     Attributes:
         n_id: Global ids of the rows: owned (ascending), then halo by owner part, ascending inside an owner;
             int64 of shape ``(n + h,)``.
-        indptr: Where the in-edges of each owned row start in ``order``; int64 of shape ``(n + 1,)``.
+        indptr: Start of each owned row's in-edges in ``order``; int64 of shape ``(n + 1,)``.
         order: Positions of edges; of shape ``(e,)``.
-        src: Source rows; int32 of shape ``(e,)``, int64 where the graph has 2^31 nodes or more.
+        src: Source rows; int32 of shape ``(e,)``, int64 if the graph has 2^31 nodes or more.
         e_id: Position of each edge in the whole graph; int64 of shape ``(e,)``.
         recv_counts: Halo rows of each owner part, 0 for the part itself; int64 of shape ``(num_parts,)``.
     """
@@ -48,15 +72,15 @@ class Topology:
 
 
 class NodeParts:
-    """The nodes of a graph by their owner; memory grows with the nodes, not with the edges.
+    """The nodes of a graph by their owner. Memory grows with the number of nodes, not with that of edges.
 
     Args:
         part: Owner of each node, of shape ``(N,)``.
-        num_parts: Number of parts, some of which may own nothing.
+        num_parts: Number of parts; a part may own nothing.
 
     Attributes:
         num_parts: Number of parts.
-        narrow: The type of local ids: int32 where the ids of all nodes fit.
+        narrow: The type of local ids: int32 if the ids of all nodes fit, else int64.
     """
 
     def __init__(self, part: NDArray[Any], num_parts: int) -> None:
@@ -70,7 +94,7 @@ class NodeParts:
         for one in range(num_parts):
             owned = self.owned(one)
             self._position[owned] = np.arange(len(owned))
-        # scratch, of the part at hand
+        # scratch memory for one part at a time
         self._local: NDArray[Any] = np.full(len(part), -1, dtype=narrow)
         self._indexed = np.empty(0, dtype=np.int64)
         self._wanted = np.zeros(len(part), dtype=bool)
@@ -81,18 +105,18 @@ class NodeParts:
         return self._part
 
     def owned(self, part: int) -> NDArray[Any]:
-        """Global ids of the nodes that a part owns, ascending."""
+        """Return the global ids of the nodes that a part owns, ascending."""
         return self._nodes[self._node_start[part] : self._node_start[part + 1]]
 
     def topology(self, part: int, edges: Edges, *, merge: bool = False) -> Topology:
-        """The edges of a part in local ids, and the rows at their ends.
+        """Return the edges of a part in local ids, and the rows at their ends.
 
         Args:
-            part: Which part.
-            edges: Gives its edges: sources, targets, and their positions in the whole graph, ascending.
+            part: The part.
+            edges: Returns its edges: sources, targets, and their positions in the whole graph, ascending.
             merge: Keep the first edge of each source and target.
         """
-        source, target, e_id = edges()  # called here, so that nobody else holds what is let go of below
+        source, target, e_id = edges()  # called here, so that no caller holds what is deleted below
         owned, row = self.owned(part), self._position[target]
         del target
         if merge:
@@ -108,30 +132,68 @@ class NodeParts:
         indptr, order = grouped(row, len(owned))
         return Topology(n_id=n_id, indptr=indptr, order=order, src=src, e_id=e_id, recv_counts=recv_counts)
 
-    def unseen(self, nodes: Iterable[NDArray[Any]], known: NDArray[Any]) -> NDArray[np.int64]:
-        """The distinct ones of ``nodes`` that are not ``known``, ascending."""
+    def unseen(self, nodes: Iterable[NDArray[Any]], seen: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the distinct ones of ``nodes`` that are not in ``seen``, ascending."""
         for some in nodes:
             self._wanted[some] = True
-        self._wanted[known] = False
-        found = np.flatnonzero(self._wanted)
-        self._wanted[found] = False
-        return found
+        self._wanted[seen] = False
+        unseen = np.flatnonzero(self._wanted)
+        self._wanted[unseen] = False
+        return unseen
 
     def by_owner(self, nodes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Nodes grouped by their owner, in the order given inside a group, and how many there are of each."""
+        """Group nodes by their owner, keeping their order within a group; also return the size of each group."""
         start, order = grouped(self._part[nodes], self.num_parts)
         return nodes[order], np.diff(start)
 
     def index(self, n_id: NDArray[np.int64]) -> None:
-        """Note where each node is in ``n_id``, for :meth:`indexed`."""
+        """Note the position of each node in ``n_id``, for :meth:`indexed`."""
         self._local[self._indexed] = -1
         self._indexed = n_id
         self._local[n_id] = np.arange(len(n_id))
 
     def indexed(self, nodes: NDArray[Any]) -> NDArray[Any]:
-        """Where nodes are in the last ``n_id`` that :meth:`index` was given, -1 if nowhere; of type ``narrow``."""
+        """Return positions of nodes in the last ``n_id`` given to :meth:`index`, -1 if not there; type ``narrow``."""
         return np.asarray(self._local[nodes])
 
     def owned_rows(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows that nodes have at their owner, in the order given: what the owner packs for whoever lists them."""
+        """Return the row of each node at its owner, in the given order: what the owner sends to a part that lists it.
+
+        int64.
+        """
         return self._position[nodes].astype(np.int64)
+
+
+def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hops: int) -> list[dict[str, Any]]:
+    entries, edges = [], graph.edges
+    enter_stage(edges.progress, "sorting edges by part")
+    with Spill(folders[0].parent / "edges.tmp", edges, parts.owner, parts.num_parts) as spill:
+        enter_stage(edges.progress, "writing parts")
+        with watched(edges.progress, edges.num_edges) as advance:
+            for part, folder in enumerate(folders):
+                folder.mkdir()
+                topology = parts.topology(part, partial(spill.edges_of, part), merge=graph.merge)
+                entries.append(_write_topology(topology, folder))
+                advance(spill.num_edges_of(part))
+    return entries
+
+
+def _write_topology(topology: Topology, folder: Path) -> dict[str, Any]:
+    num_owned = len(topology.indptr) - 1
+    files = {
+        name: write_rows(folder / f"{name}.npy", getattr(topology, name)) for name in ("n_id", "indptr", "recv_counts")
+    }
+    for name in ("src", "e_id"):
+        files[name] = write_rows(folder / f"{name}.npy", getattr(topology, name), topology.order)
+    return {
+        "num_owned": num_owned,
+        "num_halo": len(topology.n_id) - num_owned,
+        "halo_per_hop": [len(topology.n_id) - num_owned],
+        "num_edges": len(topology.src),
+        "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
+        "recv_counts": topology.recv_counts.tolist(),
+        "files": files,
+    }
+
+
+NODES = Placement(name="nodes", write=_write, most_hops=1)

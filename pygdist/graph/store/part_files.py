@@ -1,40 +1,55 @@
-"""The files of a store's parts: written part by part, opened with a check that they are what was written.
-
-:mod:`pygdist.graph.store.partitioned` describes the layout and decides when; this module knows the bytes.
-"""
+"""The files of a store's parts: written part by part, and checked against ``meta.json`` when they are opened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.sources.whole import WholeGraph
-from pygdist.graph.store.nodes import NodeParts, Topology
-from pygdist.graph.store.replicas import write_in_degrees, write_surroundings
-from pygdist.graph.streams.folder import checksum, forget_pages, write_rows
-from pygdist.graph.streams.progress import enter_stage, watched
-from pygdist.graph.streams.spill import Spill
+from pygdist.graph.sources.whole import WholeGraph, stored_type
+from pygdist.graph.store.nodes import NODES, NodeParts, Placement
+from pygdist.graph.store.replicas import REPLICAS
+from pygdist.graph.streams.arrays import checksum, forget_pages, write_rows
 
-__all__ = ["open_array", "stored_type", "write_parts"]
+__all__ = ["PLACEMENTS", "open_array", "placement_of", "write_parts"]
+
+PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
+"""The contents that parts can have; the first one that reaches far enough is the default."""
 
 _NODE_FIELDS = ("x", "y", *MASKS)
 
 
+def placement_of(num_hops: int, name: str | None = None) -> Placement:
+    """Return the placement of a store's parts.
+
+    Args:
+        num_hops: Number of hops that halos reach.
+        name: Its name; by default *nodes* for one hop and *replicas* for more.
+
+    Raises:
+        InputError: If the name is not known, or the placement does not reach so far.
+    """
+    if num_hops < 1:
+        raise InputError(f"num_hops is {num_hops}, expected at least 1")
+    if name not in (None, *PLACEMENTS):
+        raise InputError(f"placement is {name!r}, expected {' or '.join(map(repr, PLACEMENTS))}")
+    fitting = [one for one in PLACEMENTS.values() if one.most_hops is None or num_hops <= one.most_hops]
+    placement = fitting[0] if name is None else PLACEMENTS[name]
+    if placement not in fitting:
+        raise InputError(
+            f"num_hops is {num_hops}, but placement '{name}' allows num_hops up to {placement.most_hops}; lower it, or "
+            f"choose placement {' or '.join(repr(one.name) for one in fitting)}"
+        )
+    return placement
+
+
 def write_parts(
-    graph: WholeGraph,
-    part: NDArray[np.int32],
-    folder: Path,
-    num_parts: int,
-    *,
-    num_hops: int = 1,
-    placement: Literal["nodes", "replicas"] = "nodes",
+    graph: WholeGraph, part: NDArray[np.int32], folder: Path, num_parts: int, *, num_hops: int, placement: Placement
 ) -> dict[str, Any]:
     """Write ``part_0``, ``part_1``, ... into a folder, one after the other.
 
@@ -43,44 +58,43 @@ def write_parts(
         part: Owner of each node, of shape ``(N,)``.
         folder: An empty folder.
         num_parts: Number of parts.
-        num_hops: How far halos reach; 1 for the placement *nodes*.
-        placement: What the parts hold; see :mod:`pygdist.graph.store.partitioned`.
+        num_hops: Number of hops that halos reach.
+        placement: The content of a part.
 
     Returns:
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
         files.
     """
     parts = NodeParts(part, num_parts)
-    places = [folder / f"part_{p}" for p in range(num_parts)]
-    described = _write_topologies(graph, parts, places)
-    if placement == "replicas":
-        _extend(graph, parts, places, described, num_hops)
-    fields = _fields(graph)
-    for p, (place, one) in enumerate(zip(places, described, strict=True)):
-        _write_fields(parts.owned(p), place, one, fields, placement)
-    _write_plans(parts, places, described)
-    written = {
-        "num_edges": sum(one["num_edges"] for one in described),
+    folders = [folder / f"part_{number}" for number in range(num_parts)]
+    entries = placement.write(graph, parts, folders, num_hops)
+    # masks that are absent are empty, so that a reader finds all three
+    fields = {**{name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS}, **graph.fields}
+    for number, (place, entry) in enumerate(zip(folders, entries, strict=True)):
+        _write_fields(parts.owned(number), place, entry, fields, placement)
+    _write_plans(parts, folders, entries)
+    meta = {
+        "num_edges": sum(entry["num_edges"] for entry in entries),
         "num_hops": num_hops,
-        "placement": placement,
+        "placement": placement.name,
         "dtypes": {name: str(stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
-        "counts": {name: sum(one["counts"][name] for one in described) for name in MASKS},
-        "replication_factor_full": 1 + sum(one["num_halo"] for one in described) / max(len(part), 1),
-        "edge_cut": sum(one["num_cut"] for one in described),
-        "parts": described,
+        "counts": {name: sum(entry["counts"][name] for entry in entries) for name in MASKS},
+        "replication_factor_full": 1 + sum(entry["num_halo"] for entry in entries) / max(len(part), 1),
+        "edge_cut": sum(entry["num_cut"] for entry in entries),
+        "parts": entries,
     }
     if graph.ids is not None:
-        written["files"] = {"ids": write_rows(folder / "ids.npy", graph.ids)}
-    return written
+        meta["files"] = {"ids": write_rows(folder / "ids.npy", graph.ids)}
+    return meta
 
 
 def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDArray[Any]:
-    """Map one array copy-on-write, after comparing it with what ``meta.json`` says.
+    """Map one array copy-on-write, after checking it against ``meta.json``.
 
     Args:
         path: The file.
-        expected: ``bytes``, ``crc32``, ``dtype`` and ``shape`` as they were when it was written.
-        verify: Read the whole file to compare its checksum.
+        expected: Its ``bytes``, ``crc32``, ``dtype`` and ``shape`` when it was written.
+        verify: Read the whole file and compare its checksum.
 
     Raises:
         InputError: If the file is missing or differs.
@@ -90,9 +104,9 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
         raise InputError(f"{path}: is missing{again}")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise InputError(f"{path}: is damaged, it has {size} bytes in place of {expected['bytes']}{again}")
+        raise InputError(f"{path}: is damaged, it has {size} bytes instead of {expected['bytes']}{again}")
     if verify and checksum(path) != expected["crc32"]:
-        raise InputError(f"{path}: is damaged, its checksum is not the one in meta.json{again}")
+        raise InputError(f"{path}: is damaged, its checksum differs from the one in meta.json{again}")
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -105,96 +119,33 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
     return array
 
 
-def _write_topologies(graph: WholeGraph, parts: NodeParts, places: Sequence[Path]) -> list[dict[str, Any]]:
-    """Write the edges of each part; its entry in ``meta.json`` begins."""
-    described = []
-    edges = graph.edges
-    enter_stage(edges.progress, "sorting edges by part")
-    with Spill(places[0].parent / "edges.tmp", edges, parts.owner, parts.num_parts) as spill:
-        enter_stage(edges.progress, "writing parts")
-        with watched(edges.progress, edges.num_edges) as advance:
-            for p, place in enumerate(places):
-                place.mkdir()
-                one = _write_topology(parts.topology(p, partial(spill.edges_of, p), merge=graph.merge), place)
-                described.append(one)
-                advance(spill.num_edges_of(p))
-    return described
-
-
-def _write_topology(topology: Topology, place: Path) -> dict[str, Any]:
-    num_owned = len(topology.indptr) - 1
-    files = {
-        name: write_rows(place / f"{name}.npy", getattr(topology, name)) for name in ("n_id", "indptr", "recv_counts")
-    }
-    for name in ("src", "e_id"):
-        files[name] = write_rows(place / f"{name}.npy", getattr(topology, name), topology.order)
-    return {
-        "num_owned": num_owned,
-        "num_halo": len(topology.n_id) - num_owned,
-        "halo_per_hop": [len(topology.n_id) - num_owned],
-        "num_edges": len(topology.src),
-        "num_cut": int(np.count_nonzero(topology.src >= num_owned)),
-        "recv_counts": topology.recv_counts.tolist(),
-        "files": files,
-    }
-
-
-def _extend(
-    graph: WholeGraph, parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]], num_hops: int
-) -> None:
-    """Replace the topology of each part by that of replicas; until all are done the others need the first."""
-    weight, scratch = graph.fields.get("edge_weight"), places[0].parent / "in_degree.tmp"
-    dtype = np.dtype(np.float64) if weight is None else stored_type("edge_weight", weight)
-    in_degree = write_in_degrees(parts, places, scratch, weight=weight, dtype=dtype)
-    for p, one in enumerate(described):
-        one["files"], counts = write_surroundings(parts, p, places, num_hops, in_degree=in_degree, suffix=".extended")
-        one["halo_per_hop"] = counts.sum(axis=1).tolist()
-    scratch.unlink()
-    for place in places:
-        for path in place.glob("*.extended"):
-            path.rename(path.with_suffix(".npy"))
-
-
-def _fields(graph: WholeGraph) -> dict[str, NDArray[Any]]:
-    """The arrays to cut. Masks that are absent are empty, so that a reader finds all three."""
-    empty = {name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS if name not in graph.fields}
-    return {**graph.fields, **empty}
-
-
-def stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
-    """The type that a field has in a store, as :func:`pygdist.graph.prepare` has it; a file may hold other numbers."""
-    if name == "edge_type":
-        return np.dtype(np.int64)
-    floats = name in ("x", "edge_weight", "edge_attr")
-    return np.dtype(np.float32) if floats and value.dtype not in (np.float32, np.float64) else value.dtype
-
-
 def _write_fields(
-    owned: NDArray[Any], place: Path, one: dict[str, Any], fields: Mapping[str, NDArray[Any]], placement: str
+    owned: NDArray[Any], place: Path, entry: dict[str, Any], fields: Mapping[str, NDArray[Any]], placement: Placement
 ) -> None:
-    """Write what belongs to the nodes and edges of a part. Replicas come with their features."""
+    """Write the values of a part's nodes and edges."""
     n_id, e_id = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("n_id", "e_id"))
-    rows = {name: n_id if name == "x" and placement == "replicas" else owned for name in _NODE_FIELDS}
-    rows |= dict.fromkeys(EDGE_FIELDS, e_id)
+    rows = dict.fromkeys(_NODE_FIELDS, owned) | dict.fromkeys(EDGE_FIELDS, e_id)
+    if placement.has_surroundings:
+        rows["x"] = n_id
     for name in (name for name in rows if name in fields):
         dtype = stored_type(name, fields[name])
-        one["files"][name] = write_rows(place / f"{name}.npy", fields[name], rows[name], dtype=dtype)
-    one["counts"] = {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS}
+        entry["files"][name] = write_rows(place / f"{name}.npy", fields[name], rows[name], dtype=dtype)
+    entry["counts"] = {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS}
 
 
-def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[str, Any]]) -> None:
-    """Write what each part sends: the rows that every other part lists, in the order in which it lists them.
+def _write_plans(parts: NodeParts, places: Sequence[Path], entries: list[dict[str, Any]]) -> None:
+    """Write the plan of each part: the rows that every other part lists, in the order in which it lists them.
 
     The lists are read back from disk, so that memory holds one part's plan at a time.
     """
     n_ids = [np.load(place / "n_id.npy", mmap_mode="r") for place in places]
-    # (receiver, hop, sender), and where each block begins in the receiver's list
-    received = [np.load(place / "recv_counts.npy") for place in places]
-    counts = np.stack([one.reshape(-1, parts.num_parts) for one in received])
+    # by receiver, hop and sender: the number of rows, and the first of them in the receiver's list
+    recv_counts = [np.load(place / "recv_counts.npy") for place in places]
+    counts = np.stack([count.reshape(-1, parts.num_parts) for count in recv_counts])
     flat = counts.reshape(len(places), -1)
-    first = np.array([[one["num_owned"]] for one in described]) + np.cumsum(flat, axis=1) - flat
+    first = np.array([[entry["num_owned"]] for entry in entries]) + np.cumsum(flat, axis=1) - flat
     first = first.reshape(counts.shape)
-    for sender, (place, one) in enumerate(zip(places, described, strict=True)):
+    for sender, (place, entry) in enumerate(zip(places, entries, strict=True)):
         wanted = [
             n_id[first[receiver, hop, sender] :][: counts[receiver, hop, sender]]
             for hop in range(counts.shape[1])
@@ -202,9 +153,9 @@ def _write_plans(parts: NodeParts, places: Sequence[Path], described: list[dict[
         ]
         plan = {
             "send_index": parts.owned_rows(np.concatenate(wanted)),
-            "send_counts": np.ascontiguousarray(counts[:, :, sender].T).reshape(received[sender].shape),
+            "send_counts": np.ascontiguousarray(counts[:, :, sender].T).reshape(recv_counts[sender].shape),
         }
         for n_id in n_ids:
             forget_pages(n_id)
         for name, value in plan.items():
-            one["files"][name] = write_rows(place / f"{name}.npy", value)
+            entry["files"][name] = write_rows(place / f"{name}.npy", value)

@@ -1,8 +1,8 @@
-"""The surroundings of a part: rows some hops away, and the in-edges by which a rank computes these itself.
+"""The placement *replicas*: a part has the features and in-edges of its halo rows too, and so can compute them itself.
 
-They are made from the parts with one hop, which lie on disk: the in-edges of a row are at its owner, so each hop reads
-some rows of each other part, twice: for the rows of the next hop, and to write. In memory are some numbers for each
-row, and the edges that come from one part.
+The arrays are made from those of *nodes*, which are on disk: the in-edges of a row are at its owner, so each hop reads
+some rows of every other part, once to find the rows of the next hop and once to write. Memory holds a few numbers for
+each row, and the edges that come from one part.
 """
 
 from __future__ import annotations
@@ -14,97 +14,116 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pygdist.graph.store.nodes import NodeParts
-from pygdist.graph.streams.folder import ArrayWriter, forget_pages, write_rows
+from pygdist.graph.sources.whole import WholeGraph, stored_type
+from pygdist.graph.store.nodes import NODES, NodeParts, Placement
+from pygdist.graph.streams.arrays import ArrayWriter, forget_pages, write_rows
 
-__all__ = ["write_in_degrees", "write_surroundings"]
+__all__ = ["REPLICAS"]
 
 _BLOCK_EDGES = 1 << 20
+_SUFFIX = ".extended"  # of files that replace those of nodes once every part has read these
 
 Ids = NDArray[np.int64]
 
 
-def write_surroundings(
-    parts: NodeParts,
-    part: int,
-    folders: Sequence[Path],
-    num_hops: int,
-    *,
-    in_degree: NDArray[np.float64],
-    suffix: str,
-) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """Write one part with the rows and edges of the placement *replicas*.
+def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hops: int) -> list[dict[str, Any]]:
+    entries = NODES.write(graph, parts, folders, 1)
+    weight, scratch = graph.fields.get("edge_weight"), folders[0].parent / "in_degree.tmp"
+    dtype = np.dtype(np.float64) if weight is None else stored_type("edge_weight", weight)
+    in_degree = _write_in_degrees(parts, folders, scratch, weight=weight, dtype=dtype)
+    for part, entry in enumerate(entries):
+        entry["files"], counts = _write_surroundings(parts, part, folders, num_hops, in_degree)
+        entry["halo_per_hop"] = counts.sum(axis=1).tolist()
+    scratch.unlink()
+    for folder in folders:
+        for path in folder.glob(f"*{_SUFFIX}"):
+            path.rename(path.with_suffix(".npy"))
+    return entries
+
+
+def _write_surroundings(
+    parts: NodeParts, part: int, folders: Sequence[Path], num_hops: int, in_degree: NDArray[np.float64]
+) -> tuple[dict[str, Any], Ids]:
+    """Write the arrays of one part beside those of *nodes*.
 
     Rows are owned, then by hop; a node is listed at the first hop that reaches it. Rows of the last hop, the rim, have
-    those in-edges that begin at rows of fewer hops, and their self-loops; the others have all.
+    the in-edges that begin at rows of fewer hops, and their self-loops; the other rows have all their in-edges.
 
     Args:
         parts: The owners.
-        part: Which part.
-        folders: For each part where the arrays of its one-hop :class:`~pygdist.graph.store.nodes.Topology` are.
-        num_hops: How far, at least 1.
-        in_degree: What :func:`write_in_degrees` found, of all nodes.
-        suffix: Of the files to write beside them, in place of ``.npy``.
+        part: The part to write.
+        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
+        num_hops: Number of hops around the owned nodes, at least 1.
+        in_degree: The result of :func:`_write_in_degrees`.
 
     Returns:
-        What a reader can hold the files to, and the rows of each hop and owner, of shape ``(num_hops, num_parts)``.
+        A description of each file, and the number of rows by hop and owner, of shape ``(num_hops, num_parts)``.
     """
-    here = folders[part]
-    known, src, indptr, e_id = (_array(here, name) for name in ("n_id", "src", "indptr", "e_id"))
-    starts, counts = [indptr], [np.array(_array(here, "recv_counts"))]
-    frontier = known[len(indptr) - 1 :]
+    folder = folders[part]
+    n_id, indptr = _array(folder, "n_id"), _array(folder, "indptr")
+    counts, frontier = [np.array(_array(folder, "recv_counts"))], n_id[len(indptr) - 1 :]
     with (
-        ArrayWriter(here / f"src{suffix}", parts.narrow) as sources,
-        ArrayWriter(here / f"e_id{suffix}", np.int64) as positions,
+        ArrayWriter(folder / f"src{_SUFFIX}", parts.narrow) as sources,
+        ArrayWriter(folder / f"e_id{_SUFFIX}", np.int64) as positions,
     ):
-        sources.append(src)
-        positions.append(e_id)
+        sources.append(_array(folder, "src"))
+        positions.append(_array(folder, "e_id"))
+        starts = [indptr]
         for _ in range(1, num_hops):
-            found = parts.unseen((source for _, source, _ in _in_edges(parts, frontier, counts[-1], folders)), known)
-            following, count = parts.by_owner(found)
-            known = np.concatenate([known, following])
-            parts.index(known)
+            ends = (source for _, source, _ in _in_edges(parts, frontier, counts[-1], folders))
+            following, count = parts.by_owner(parts.unseen(ends, n_id))
+            n_id = np.concatenate([n_id, following])
+            parts.index(n_id)
             for degree, source, position in _in_edges(parts, frontier, counts[-1], folders):
                 starts.append(sources.count + np.cumsum(degree))
                 sources.append(parts.indexed(source))
                 positions.append(position)
             counts.append(count)
             frontier = following
-        parts.index(known)
-        row = num_inner = len(known) - len(frontier)
-        for degree, source, position in _in_edges(parts, frontier, counts[-1], folders):
-            local, row_of = parts.indexed(source), np.repeat(np.arange(row, row + len(degree)), degree)
-            kept = ((local >= 0) & (local < num_inner)) | (local == row_of)
-            starts.append(sources.count + np.cumsum(np.bincount(row_of[kept] - row, minlength=len(degree))))
-            sources.append(local[kept])
-            positions.append(position[kept])
-            row += len(degree)
+        parts.index(n_id)
+        for degree, source, position in _edges_of_rim(parts, frontier, counts[-1], folders, len(n_id)):
+            starts.append(sources.count + np.cumsum(degree))
+            sources.append(source)
+            positions.append(position)
     recv_counts = np.stack(counts)
     files = {"src": sources.described(), "e_id": positions.described()}
-    for name, value in (("n_id", known), ("indptr", np.concatenate(starts)), ("recv_counts", recv_counts)):
-        files[name] = write_rows(here / f"{name}{suffix}", value)
-    files["in_degree"] = write_rows(here / f"in_degree{suffix}", in_degree, known)
+    for name, value in (("n_id", n_id), ("indptr", np.concatenate(starts)), ("recv_counts", recv_counts)):
+        files[name] = write_rows(folder / f"{name}{_SUFFIX}", value)
+    files["in_degree"] = write_rows(folder / f"in_degree{_SUFFIX}", in_degree, n_id)
     return files, recv_counts
 
 
-def write_in_degrees(
+def _edges_of_rim(
+    parts: NodeParts, rim: Ids, counts: Ids, folders: Sequence[Path], num_rows: int
+) -> Iterator[tuple[Ids, NDArray[Any], Ids]]:
+    """Yield the edges of the last rows that are kept: in-degrees, sources in local ids, positions in the graph."""
+    row = num_inner = num_rows - len(rim)
+    for degree, source, position in _in_edges(parts, rim, counts, folders):
+        local, row_of = parts.indexed(source), np.repeat(np.arange(row, row + len(degree)), degree)
+        keep = ((local >= 0) & (local < num_inner)) | (local == row_of)
+        yield np.bincount(row_of[keep] - row, minlength=len(degree)), local[keep], position[keep]
+        row += len(degree)
+
+
+def _write_in_degrees(
     parts: NodeParts, folders: Sequence[Path], path: Path, *, weight: NDArray[Any] | None, dtype: DTypeLike
 ) -> NDArray[np.float64]:
-    """What the degree normalisations of a node need to know of all its in-edges, one part after the other.
+    """Count and sum the in-edges of each node, for degree normalisation; one part after the other.
 
     Args:
         parts: The owners.
-        folders: For each part where the arrays of its one-hop :class:`~pygdist.graph.store.nodes.Topology` are.
-        path: The file to write, for as long as the result is used.
+        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
+        path: The file to write. It must exist as long as the result is used.
         weight: Weight of each edge of the whole graph; ``None`` if it has none.
         dtype: The type of weights in a store.
 
     Returns:
-        Of each node the number of in-edges and of self-loops; with weights also their sum, that of the self-loops, and
-        the weight of the last self-loop or 0. Of shape ``(N, 5)`` or ``(N, 2)``, mapped from the file.
+        For each node its number of in-edges and of self-loops; with weights also the sum of all weights, the sum of the
+        self-loops' weights, and the weight of the last self-loop or 0. Of shape ``(N, 5)`` or ``(N, 2)``, mapped from
+        the file.
     """
     width = 2 if weight is None else 5
-    found = np.lib.format.open_memmap(path, "w+", np.float64, (len(parts.owner), width))
+    in_degree = np.lib.format.open_memmap(path, "w+", np.float64, (len(parts.owner), width))
     for part, folder in enumerate(folders):
         indptr, src = _array(folder, "indptr"), _array(folder, "src")
         degree = np.diff(indptr)
@@ -114,33 +133,39 @@ def write_in_degrees(
         if weight is not None:
             values = _values(weight, _array(folder, "e_id"), dtype)
             last = np.zeros(len(degree))
-            last[row[loops]] = values[loops]  # of several, numpy keeps the last
+            last[row[loops]] = values[loops]  # numpy keeps the last of several
             columns.append(np.bincount(row, weights=values, minlength=len(degree)))
             columns += [np.bincount(row[loops], weights=values[loops], minlength=len(degree)), last]
-        found[parts.owned(part)] = np.stack(columns, axis=1)
-        forget_pages(found)
-    return found
+        in_degree[parts.owned(part)] = np.stack(columns, axis=1)
+        forget_pages(in_degree)
+    return in_degree
 
 
 def _values(weight: NDArray[Any], e_id: Ids, dtype: DTypeLike) -> NDArray[Any]:
-    """Weights of some edges, as a store has them."""
+    """Return the weights of some edges in the type of a store."""
     values = np.empty(len(e_id), dtype=dtype)
     for start in range(0, len(e_id), _BLOCK_EDGES):
-        here = slice(start, start + _BLOCK_EDGES)
-        values[here] = weight[e_id[here]]
+        block = slice(start, start + _BLOCK_EDGES)
+        values[block] = weight[e_id[block]]
         forget_pages(weight)
     return values
 
 
 def _in_edges(parts: NodeParts, nodes: Ids, counts: Ids, folders: Sequence[Path]) -> Iterator[tuple[Ids, Ids, Ids]]:
-    """For nodes grouped by owner, owner after owner: in-degrees, sources of the in-edges, and where these are."""
-    for owner, mine in enumerate(np.split(nodes, np.cumsum(counts)[:-1])):
-        indptr, rows = _array(folders[owner], "indptr"), parts.owned_rows(mine)
+    """Yield, for each owner in turn, the in-edges of its nodes: in-degrees, sources, and positions in the graph.
+
+    ``nodes`` are grouped by owner; ``counts`` are the sizes of the groups.
+    """
+    for owner, owned in enumerate(np.split(nodes, np.cumsum(counts)[:-1])):
+        indptr, rows = _array(folders[owner], "indptr"), parts.owned_rows(owned)
         degree = indptr[rows + 1] - indptr[rows]
-        at = np.repeat(indptr[rows] - (np.cumsum(degree) - degree), degree) + np.arange(int(degree.sum()))
-        sources = _array(folders[owner], "n_id")[_array(folders[owner], "src")[at]]
-        yield degree, sources, _array(folders[owner], "e_id")[at]
+        edges = np.repeat(indptr[rows] - (np.cumsum(degree) - degree), degree) + np.arange(int(degree.sum()))
+        sources = _array(folders[owner], "n_id")[_array(folders[owner], "src")[edges]]
+        yield degree, sources, _array(folders[owner], "e_id")[edges]
 
 
 def _array(folder: Path, name: str) -> Ids:
     return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+
+
+REPLICAS = Placement(name="replicas", write=_write, has_surroundings=True)

@@ -1,1 +1,1 @@
-"""Edges as streams, and folders that are whole or absent."""
+"""Edges as streams of bounded chunks, arrays written in blocks, and folders that are complete or absent."""

@@ -1,7 +1,6 @@
-"""Edges in a ``.npy`` file, read a piece at a time.
+"""Edges in a ``.npy`` file, read some at a time.
 
-Pieces are read, not mapped: the pages of a mapped file count as memory of the process that looks at them, as long as
-nobody else wants them.
+The file is read, not mapped, since pages of a mapped file count as memory of the process until others need it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.streams.folder import ArrayWriter
+from pygdist.graph.streams.arrays import ArrayWriter
 
 __all__ = ["EdgeFile", "EdgeWriter"]
 
@@ -30,27 +29,24 @@ class EdgeFile:
         num_edges: Number of edges.
 
     Raises:
-        InputError: If the file is no such array, or is shorter than it says.
+        InputError: If the file is not such an array, or is shorter than its header says.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         shape, fortran, self._dtype, self._offset = _header(self.path)
         if len(shape) != 2 or 2 not in shape:
-            raise InputError(f"{path}: an array of shape {shape}, expected edges: (2, E) or (E, 2)")
+            raise InputError(f"{path}: an array of shape {shape}, expected edges of shape (2, E) or (E, 2)")
         if self._dtype.kind not in "iu":
             raise InputError(f"{path}: an array of {self._dtype}, expected edges as integers")
         self.num_edges = shape[1] if shape[0] == 2 else shape[0]
         self._in_pairs = (shape[0] == 2) == fortran  # the two ends of an edge lie side by side
-        wanted = self._offset + 2 * self.num_edges * self._dtype.itemsize
-        if (found := self.path.stat().st_size) < wanted:
-            raise InputError(f"{path}: is cut short, it has {found} bytes in place of {wanted}")
+        expected = self._offset + 2 * self.num_edges * self._dtype.itemsize
+        if (size := self.path.stat().st_size) < expected:
+            raise InputError(f"{path}: is truncated, it has {size} bytes instead of {expected}")
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Edges ``start`` to ``stop - 1``.
-
-        Returns:
-            int64 of shape ``(2, stop - start)``, C-contiguous.
+        """Return edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous.
 
         Raises:
             InputError: If they cannot be read.
@@ -67,18 +63,18 @@ class EdgeFile:
     def _numbers(self, first: int, count: int) -> NDArray[Any]:
         try:
             offset = self._offset + first * self._dtype.itemsize
-            found = np.fromfile(self.path, dtype=self._dtype, count=count, offset=offset)
+            numbers = np.fromfile(self.path, dtype=self._dtype, count=count, offset=offset)
         except OSError as error:
             raise InputError(f"{self.path}: could not be read ({error})") from error
-        if len(found) != count:
-            raise InputError(f"{self.path}: was cut short while it was read")
-        if self._dtype.kind == "u" and self._dtype.itemsize == 8 and count and int(found.max()) >= 1 << 63:
-            raise InputError(f"{self.path}: holds id {found.max()}, expected ids below 2^63")
-        return found
+        if len(numbers) != count:
+            raise InputError(f"{self.path}: was truncated while it was read")
+        if self._dtype.kind == "u" and self._dtype.itemsize == 8 and count and int(numbers.max()) >= 1 << 63:
+            raise InputError(f"{self.path}: holds id {numbers.max()}, expected ids below 2^63")
+        return numbers
 
 
 class EdgeWriter(ArrayWriter):
-    """Writes chunks of edges to a file of shape ``(2, E)``; E need not be known before.
+    """Writes chunks of edges to a file of shape ``(2, E)``; E need not be known in advance.
 
     Args:
         path: The file.
@@ -95,7 +91,7 @@ class EdgeWriter(ArrayWriter):
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Shape, order, type of an array on disk, and where its values begin."""
+    """Return shape, order and type of an array on disk, and the offset of its values."""
     readers: dict[tuple[int, int], Callable[..., Any]] = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,

@@ -1,4 +1,4 @@
-"""Edges from Parquet (extra ``parquet``): the first two columns, or those called source and target."""
+"""Edges from Parquet (extra ``parquet``): the columns named source and target, or the first two."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def read_parquet(
     """Read a Parquet file once.
 
     Args:
-        path: The file. Two columns called ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``) are the
-            edges, else the first two.
-        num_nodes: Number of nodes where it is known.
+        path: The file. Edges are the columns named ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``),
+            else the first two.
+        num_nodes: Number of nodes, if it is known.
         progress: Shows how far the file has been read.
 
     Yields:
         Chunks of edges, int64 of shape ``(2, k)``.
 
     Raises:
-        InputError: If pyarrow is not installed, the file cannot be read, the columns hold other than integers, or an
-            id is negative or beyond ``num_nodes``.
+        InputError: If pyarrow is not installed, the file cannot be read, the columns do not hold integers, or an id is
+            negative or not below ``num_nodes``.
     """
     try:
         import pyarrow
@@ -48,15 +48,15 @@ def read_parquet(
             with watched(progress, file.metadata.num_rows) as advance:
                 for batch in file.iter_batches(batch_size=_BATCH_EDGES, columns=columns):
                     # by name: batches keep the order of the file
-                    found = [batch.column(batch.schema.get_field_index(name)) for name in columns]
-                    if any(column.null_count for column in found):
-                        raise InputError(f"{path}: column {columns[0]} or {columns[1]} has empty places")
-                    ends = [column.to_numpy(zero_copy_only=False) for column in found]
-                    beyond = (1 << 63) - 1 if num_nodes is None else num_nodes - 1
-                    wrong = np.flatnonzero((ends[0] < 0) | (ends[1] < 0) | (ends[0] > beyond) | (ends[1] > beyond))
+                    arrays = [batch.column(batch.schema.get_field_index(name)) for name in columns]
+                    if any(array.null_count for array in arrays):
+                        raise InputError(f"{path}: column {columns[0]} or {columns[1]} has empty cells")
+                    ends = [array.to_numpy(zero_copy_only=False) for array in arrays]
+                    last = (1 << 63) - 1 if num_nodes is None else num_nodes - 1
+                    wrong = np.flatnonzero((ends[0] < 0) | (ends[1] < 0) | (ends[0] > last) | (ends[1] > last))
                     if len(wrong):
                         edge = tuple(int(end[wrong[0]]) for end in ends)
-                        raise InputError(f"{path}: row {done + int(wrong[0])} holds ids {edge}, expected 0 to {beyond}")
+                        raise InputError(f"{path}: row {done + int(wrong[0])} holds ids {edge}, expected 0 to {last}")
                     yield np.stack([end.astype(np.int64) for end in ends])
                     done += batch.num_rows
                     advance(batch.num_rows)
@@ -66,15 +66,15 @@ def read_parquet(
 
 def _columns(path: Path, schema: Any) -> list[str]:
     lower = {name.lower(): name for name in schema.names}
-    found = next(
+    columns = next(
         ([lower[one] for one in pair] for pair in _NAMES if all(one in lower for one in pair)), schema.names[:2]
     )
     if len(set(schema.names)) < len(schema.names):
-        raise InputError(f"{path}: several columns have one name")
-    if len(found) < 2:
+        raise InputError(f"{path}: several columns have the same name")
+    if len(columns) < 2:
         raise InputError(f"{path}: {len(schema.names)} columns, expected two of ids")
-    for name in found:
+    for name in columns:
         kind = str(schema.field(name).type)
         if not kind.startswith(("int", "uint")):
             raise InputError(f"{path}: column {name} holds {kind}, expected ids as integers")
-    return list(found)
+    return list(columns)

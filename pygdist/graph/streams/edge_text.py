@@ -1,8 +1,8 @@
-"""Edges from text: SNAP's lists as they come, ``.txt``, ``.csv``, ``.tsv``, gzip too.
+"""Edges from text files, such as SNAP's: ``.txt``, ``.csv``, ``.tsv``, also compressed with gzip.
 
-A line is an edge: two ids, from source to target, parted by blanks or a comma. ``#`` begins a comment, empty lines are
-skipped, the first line may name the columns, if it begins with a letter. More columns (weights, times) may follow and
-are not read; all lines have the same number.
+Each line is an edge: the ids of source and target, separated by blanks or a comma. ``#`` begins a comment, and empty
+lines are skipped. A first line that begins with a letter names the columns. More columns (weights, times) may follow,
+the same number in all lines; they are not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".txt", ".csv", ".tsv", ".edges", ".el")
 _BLOCK_BYTES = 1 << 24
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs put first
+_MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 
 
 def read_text(
@@ -39,18 +39,18 @@ def read_text(
 
     Args:
         path: The file; compressed if its name ends in ``.gz``.
-        num_nodes: Number of nodes where it is known.
-        block_bytes: Text in memory at a time; no line may be longer.
+        num_nodes: Number of nodes, if it is known.
+        block_bytes: Bytes of text in memory at a time; no line may be longer.
         progress: Shows how far the file has been read.
 
     Yields:
-        Chunks of edges, int64 of shape ``(2, k)``, each valid until the next one comes.
+        Chunks of edges, int64 of shape ``(2, k)``, each valid until the next one is read.
 
     Raises:
-        InputError: At a line that is no edge, or has other columns than the first, or an id that is negative or beyond
-            ``num_nodes``; if the file cannot be read, or there is no native library.
+        InputError: If a line is not an edge or has not as many columns as the first one, an id is negative or not below
+            ``num_nodes``, the file cannot be read, or there is no native library.
     """
-    native = require(f"{path}: reading text", ", or give the edges as .npy")
+    native = require(f"{path}: reading text", ", or pass the edges as .npy")
     state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1, may_have_header=1)
     edge = np.empty((block_bytes // 3 + 1, 2), dtype=np.int64)
     for block in _blocks(path, block_bytes, progress):
@@ -67,11 +67,11 @@ def read_text(
     if state.header_line:
         log.info("%s: line %d names the columns", path, state.header_line)
     if state.columns > 2:
-        log.info("%s: the first 2 of %d columns are the edges, the others are not read", path, state.columns)
+        log.info("%s: the first 2 of %d columns are read as edges, the others are ignored", path, state.columns)
 
 
 def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Iterator[bytes]:
-    """Whole lines, a bounded number of bytes at a time."""
+    """Yield whole lines, a bounded number of bytes at a time."""
     rest, done = b"", 0
     try:
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,9 @@ def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Iterator
                     text = text.removeprefix(_MARK)
                 end = text.rfind(b"\n") + 1
                 if end == 0 and len(text) >= block_bytes:
-                    raise InputError(f"{path}: a line is longer than {block_bytes} bytes; this is no list of edges")
+                    raise InputError(
+                        f"{path}: a line is longer than {block_bytes} bytes, so this is not a list of edges"
+                    )
                 rest = text[end:]
                 if end:
                     yield text[:end]

@@ -1,4 +1,4 @@
-"""How far a long pass over edges or bytes has come, for people who wait."""
+"""Progress of long passes over edges or bytes, shown to the user."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _WORTH_A_LINE_S = 5.0
 _BETWEEN_LINES_S = 30.0
 
 Advance = Callable[[int], None]
-"""Called with the number of items that have just been worked on."""
+"""Called with the number of items that were just processed."""
 
 
 class Progress:
-    """Shows pass after pass: a bar on a terminal; elsewhere log lines, for passes that take seconds.
+    """Shows each pass as a bar on a terminal, or elsewhere in log lines if it takes seconds.
 
     Args:
-        console: Where bars go; standard error by default.
+        console: Output for bars; standard error by default.
 
     Attributes:
-        stage: What the passes to come are for; shown in front of them.
+        stage: Name of the following passes, shown in front of them.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -40,7 +40,7 @@ class Progress:
 
     @contextlib.contextmanager
     def watch(self, total: int, unit: str) -> Iterator[Advance]:
-        """Watch one pass over ``total`` items."""
+        """Show one pass over ``total`` items."""
         with (self._bar if self._console.is_terminal else self._lines)(total, unit) as advance:
             yield advance
 
@@ -53,15 +53,15 @@ class Progress:
 
     @contextlib.contextmanager
     def _lines(self, total: int, unit: str) -> Iterator[Advance]:
-        start = said = time.monotonic()
+        start = last_line = time.monotonic()
         done = 0
 
         def advance(more: int) -> None:
-            nonlocal done, said
+            nonlocal done, last_line
             done += more
             now = time.monotonic()
-            if now - said > _BETWEEN_LINES_S and done < total:
-                said = now
+            if now - last_line > _BETWEEN_LINES_S and done < total:
+                last_line = now
                 left = (now - start) / done * (total - done)
                 log.info(
                     "%s: %.0f%% of %s %s, about %.0f s left", self.stage, 100 * done / total, f"{total:,}", unit, left
@@ -77,7 +77,7 @@ class Progress:
 
 @contextlib.contextmanager
 def watched(progress: Progress | None, total: int, unit: str = "edges") -> Iterator[Advance]:
-    """Watch a pass, if somebody wants to."""
+    """Show a pass, if there is a ``progress``."""
     if progress is None:
         yield lambda done: None
     else:
@@ -86,7 +86,7 @@ def watched(progress: Progress | None, total: int, unit: str = "edges") -> Itera
 
 
 def enter_stage(progress: Progress | None, stage: str) -> None:
-    """Say what the passes to come are for, if somebody watches."""
+    """Name the following passes, if there is a ``progress``."""
     if progress is not None:
         progress.stage = stage
 

@@ -1,4 +1,4 @@
-"""Sorting by a number from a small range, in linear time."""
+"""Sorting by small integers, in linear time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["grouped"]
 
 
 def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Positions grouped by their key, ascending inside a group.
+    """Group positions by their key, in ascending order within a group.
 
     Args:
         key: Integers from 0 to ``num_groups - 1``, of shape ``(n,)``.
         num_groups: Number of groups, below 2^31.
 
     Returns:
-        Where each group starts, int64 of shape ``(num_groups + 1,)``, and the positions, of shape ``(n,)`` and int32
-        where they fit.
+        The start of each group, int64 of shape ``(num_groups + 1,)``, and the positions, of shape ``(n,)`` and int32
+        if they fit.
 
     Example:
         >>> grouped(np.array([1, 0, 1]), 2)

@@ -1,7 +1,7 @@
-"""All edges on disk, grouped by the part that aggregates them: one pass to write, and each part reads its own.
+"""All edges on disk, grouped by the part that aggregates them: written in one pass, read part by part.
 
-Every chunk of the stream is sorted by the owner of its targets and appended to one file, so that memory holds one chunk
-and, later, the edges of one part.
+Every chunk of the stream is sorted by the owner of its targets and appended to one file, so memory holds one chunk
+while writing, and the edges of one part while reading.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Spill:
         self.path.unlink(missing_ok=True)
 
     def num_edges_of(self, part: int) -> int:
-        """The number of edges into the nodes of a part."""
+        """Return the number of edges into the nodes of a part."""
         return int((self._start[:, part + 1] - self._start[:, part]).sum())
 
     def edges_of(self, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
-        """The edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
+        """Return the edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
         start, stop = self._start[:, part], self._start[:, part + 1]
         end = np.cumsum(stop - start)
         count = int(end[-1]) if len(end) else 0

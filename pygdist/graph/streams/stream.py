@@ -1,8 +1,7 @@
 """Edges read as a stream: chunks of bounded size, any number of passes.
 
-Partitioners see a graph only through :class:`EdgeStream`, so that one algorithm serves a graph in memory and a file of
-any length alike. A stream repeats itself: every pass yields the same edges in the same order, and no result may depend
-on where the chunks are cut.
+Partitioners see a graph only through :class:`EdgeStream`, so one algorithm serves graphs in memory and files of any
+length. Every pass yields the same edges in the same order, and no result may depend on the size of the chunks.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _CHUNK_EDGES = 1 << 20  # 16 MiB of int64: small beside any graph, large beside 
 
 @runtime_checkable
 class EdgeSource(Protocol):
-    """Where a stream reads: :class:`~pygdist.graph.EdgeFile`, :class:`~pygdist.graph.EdgeGenerator`, or another."""
+    """The origin of a stream's edges, such as an :class:`~pygdist.graph.EdgeFile` or an ``EdgeGenerator``."""
 
     num_edges: int
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Edges ``start`` to ``stop - 1``: a new int64 array of shape ``(2, stop - start)``, C-contiguous."""
+        """Return edges ``start`` to ``stop - 1``: a new int64 array of shape ``(2, stop - start)``, C-contiguous."""
         ...
 
 
@@ -38,16 +37,16 @@ class EdgeStream:
 
     Args:
         edge_index: Integer array of shape ``(2, E)``, in memory or memory-mapped, of any layout and integer type; or a
-            source that gives a piece at a time.
+            source that reads some edges at a time.
         num_nodes: Number of nodes, isolated ones included.
-        chunk_edges: Most edges in a chunk.
-        name: What the edges are called when one of them is wrong.
+        chunk_edges: Largest number of edges in a chunk.
+        name: Name of the edges in error messages.
         progress: Shows every pass.
 
     Attributes:
         num_nodes: Number of nodes.
         num_edges: Number of directed edges, duplicates and self-loops included.
-        chunk_edges: Most edges in a chunk.
+        chunk_edges: Largest number of edges in a chunk.
         progress: Shows every pass.
 
     Example:
@@ -78,11 +77,11 @@ class EdgeStream:
 
     @classmethod
     def from_data(cls, data: Data, *, chunk_edges: int = _CHUNK_EDGES, progress: Progress | None = None) -> EdgeStream:
-        """The stream over ``data.edge_index``, without a copy of it.
+        """Stream ``data.edge_index`` without copying it.
 
         Args:
             data: A graph on the CPU, as :func:`pygdist.graph.prepare` returns it.
-            chunk_edges: Most edges in a chunk.
+            chunk_edges: Largest number of edges in a chunk.
             progress: Shows every pass.
         """
         assert data.edge_index is not None
@@ -91,14 +90,14 @@ class EdgeStream:
         return cls(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges, progress=progress)
 
     def chunks(self) -> Iterator[NDArray[np.int64]]:
-        """One pass over the edges.
+        """Read the edges once.
 
         Raises:
-            InputError: At an id that no node has, or if a file cannot be read.
+            InputError: If an id is not a node, or a file cannot be read.
 
         Yields:
-            int64 arrays of shape ``(2, k)``, C-contiguous, row 0 the sources and row 1 the targets. An array is the
-            caller's to keep and to change.
+            int64 arrays of shape ``(2, k)``, C-contiguous, row 0 the sources and row 1 the targets. Callers may keep
+            and change them.
         """
         with watched(self.progress, self.num_edges) as advance:
             for start in range(0, self.num_edges, self.chunk_edges):
@@ -115,7 +114,7 @@ class EdgeStream:
     def _check(self, chunk: NDArray[np.int64], start: int) -> None:
         if int(chunk.min()) < 0 or int(chunk.max()) >= self.num_nodes:
             column = int(np.flatnonzero(((chunk < 0) | (chunk >= self.num_nodes)).any(axis=0))[0])
-            raise InputError(
-                f"{self._name}: edge {start + column} joins nodes {chunk[0, column]} and {chunk[1, column]}, but the "
-                f"graph has nodes 0 to {self.num_nodes - 1}"
-            )
+            source, target = chunk[:, column].tolist()
+            last = self.num_nodes - 1
+            nodes = "nodes start at 0" if self.num_nodes >= 1 << 63 else f"the graph has nodes 0 to {last}"
+            raise InputError(f"{self._name}: edge {start + column} joins nodes {source} and {target}, but {nodes}")

@@ -86,7 +86,7 @@ def test_no_scale(scale: float) -> None:
 
 
 def test_other_arguments_that_make_no_sense() -> None:
-    with pytest.raises(InputError, match="no generated graph is called 'cora-like'; known are reddit-like, "):
+    with pytest.raises(InputError, match="there is no generated graph 'cora-like'; choose one of reddit-like, "):
         published_graph("cora-like")
     with pytest.raises(InputError, match="seed is -1"):
         load_graph("reddit-like", scale=0.01, seed=-1)
@@ -200,7 +200,7 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_other_peoples_folders_stay(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(InputError, match="exists and is no generated graph"):
+    with pytest.raises(InputError, match="exists and is not a generated graph"):
         write_generated("reddit-like", tmp_path, scale=0.001, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
 
@@ -226,7 +226,7 @@ def test_a_replacement_that_was_killed_puts_the_old_graph_back(tmp_path: Path) -
 def test_a_graph_that_does_not_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Usage = namedtuple("Usage", ["total", "used", "free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2, 1, 1))
-    with pytest.raises(InputError, match=r"papers-like at scale 1 takes 83\.\d GB, but 0\.0 GB are free"):
+    with pytest.raises(InputError, match=r"papers-like at scale 1 takes 83\.\d GB, but only 0\.0 GB are free"):
         write_generated("papers-like", tmp_path / "graph")
 
 
@@ -248,15 +248,15 @@ def test_each_kind_of_graph_names_what_reads_it(tmp_path: Path) -> None:
     reddit = write_generated("reddit-like", tmp_path / "reddit", scale=0.001)
     for one in (load_graph("mag-like", scale=0.001), load_graph(mag)):
         assert int(one.edge_type.max()) == 3
-    with pytest.raises(InputError, match=r"mag: holds a heterogeneous graph; pygdist\.graph\.load_hetero reads it"):
+    with pytest.raises(InputError, match=r"mag: holds a heterogeneous graph; use pygdist\.graph\.load_hetero"):
         load_npy(mag)
-    with pytest.raises(InputError, match=r"one type: load_graph\('reddit-like'\) makes it"):
+    with pytest.raises(InputError, match=r"one type; use load_graph\('reddit-like'\)"):
         load_hetero("reddit-like")
-    with pytest.raises(InputError, match=r"one type: load_graph\(.*\) reads it"):
+    with pytest.raises(InputError, match=r"one type; use load_graph\('.*/"):
         load_hetero(reddit)
-    with pytest.raises(InputError, match=r"'nowhere': no such folder, and no heterogeneous graph \(mag-like\)"):
+    with pytest.raises(InputError, match=r"'nowhere': neither a folder nor a heterogeneous graph \(mag-like\)"):
         load_hetero("nowhere")
-    with pytest.raises(InputError, match="are arguments of a name, not of a folder"):
+    with pytest.raises(InputError, match="is a folder, which takes no scale, seed or features"):
         load_hetero(mag, seed=3)
     assert HETEROGENEOUS == ("mag-like",)
 
@@ -264,7 +264,7 @@ def test_each_kind_of_graph_names_what_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "array", "message"),
     [
-        pytest.param("graph.json", None, "there is no graph.json", id="no-json"),
+        pytest.param("graph.json", None, "has no graph.json", id="no-json"),
         pytest.param("graph.json", b"{", "graph.json: is damaged", id="json"),
         pytest.param("graph.json", b'{"format_version": 9, "nodes": {"a": 1}, "edges": [1]}', "version 9", id="format"),
         pytest.param("nodes/paper/x.npy", None, "x.npy: not a readable", id="no-x"),
@@ -273,7 +273,7 @@ def test_each_kind_of_graph_names_what_reads_it(tmp_path: Path) -> None:
         pytest.param("edges/paper__cites__paper/edge_index.npy", np.zeros((2, 3), np.int64), "expected int64 of shape",
                      id="edges"),
         pytest.param("edges/paper__cites__paper/edge_index.npy", np.full((2, 5416), 736), "the source of edge 0 is node"
-                     " 736, but there are nodes 0 to 735", id="ids"),
+                     " 736, but nodes are numbered from 0 to 735", id="ids"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder(path: str, array: Any, message: str, tmp_path: Path) -> None:

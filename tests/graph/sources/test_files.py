@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tests.graph.store.test_partitioned import random_graph
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
@@ -35,11 +36,9 @@ from pygdist.graph import (
     save_npy,
     write_graph,
 )
-from pygdist.graph.streams import numbering
 from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph
-from tests.graph.store.test_partitioned import random_graph
 
 needs_native = pytest.mark.skipif(load() is None, reason="reading text needs the native library")
 
@@ -117,7 +116,7 @@ def test_text_does_not_depend_on_blocks(
 
 def test_a_stray_id_is_told(tmp_path: Path) -> None:
     np.save(tmp_path / "edges.npy", np.array([[0, 1, 1 << 50], [1, 0, 0]]))
-    with pytest.raises(InputError, match=r"edges.npy: \d+ nodes take more .* number them anew"):
+    with pytest.raises(InputError, match=r"edges.npy: \d+ nodes need more .* renumber them"):
         whole(GraphFiles(edges=tmp_path / "edges.npy", relabel=False), tmp_path / "scratch")
 
 
@@ -159,7 +158,7 @@ WRONG_TEXT = {
     "a long number": (b"0 1\n1 99999999999999999999\n", "line 2 is '1 99999999999999999999'"),
     "negative": (b"0 1\n\n3 -4\n", "line 3 has id -4, ids start at 0"),
     "two headers": (b"a,b\nc,d\n0,1\n", "line 2 is 'c,d', expected two ids"),
-    "no edges": (b"# nothing\n", "holds no edges; state num_nodes"),
+    "no edges": (b"# nothing\n", "holds no edges; set num_nodes"),
     "bytes": (bytes(range(128, 160)) * 10 + b"\n1 2\n", "line 1 is"),
     "a fraction first": (b"1.5 2\n0 1\n", "line 1 is '1.5 2'"),
     "a long number first": (b"99999999999999999999 2\n0 1\n", "line 1 is '99999999999999999999 2'"),
@@ -203,9 +202,9 @@ def _write(path: Path, content: bytes) -> None:
 WRONG_FILES: dict[str, tuple[Any, str]] = {
     "flat.npy": (lambda path: _npy(path, np.arange(6)), r"array of shape \(6,\), expected edges"),
     "floats.npy": (lambda path: _npy(path, EDGES.astype(float)), "array of float64, expected edges as integers"),
-    "negative.npy": (lambda path: _npy(path, EDGES - 1), "edge 0 has id -1, ids start at 0"),
+    "negative.npy": (lambda path: _npy(path, EDGES - 1), "edge 0 joins nodes -1 and 0, but nodes start at 0"),
     "text.npy": (lambda path: _write(path, b"0 1\n"), "not a readable .npy array"),
-    "short.npy": (lambda path: (_npy(path, EDGES), os.truncate(path, 150)), "is cut short, it has 150 bytes"),
+    "short.npy": (lambda path: (_npy(path, EDGES), os.truncate(path, 150)), "is truncated, it has 150 bytes"),
     "short.txt.gz": (lambda path: _write(path, gzip.compress(_text(" "))[:-9]), "could not be read"),
     "plain.txt.gz": (lambda path: _write(path, _text(" ")), "could not be read"),
     "text.parquet": (lambda path: _write(path, b"0 1\n"), "could not be read as Parquet"),
@@ -216,7 +215,7 @@ WRONG_FILES: dict[str, tuple[Any, str]] = {
     ),
     "twice.parquet": (
         lambda path: parquet.write_table(pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]), path),
-        "several columns have one name",
+        "several columns have the same name",
     ),
     "unsigned.npy": (
         lambda path: _npy(path, EDGES.astype(np.uint64) + np.uint64(1 << 63)),
@@ -228,13 +227,13 @@ WRONG_FILES: dict[str, tuple[Any, str]] = {
     ),
     "gaps.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": [1, None], "b": [1, 2]}), path),
-        "has empty places",
+        "has empty cells",
     ),
     "negative.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": [1, -2], "b": [1, 2]}), path),
         r"row 1 holds ids \(-2, 2\)",
     ),
-    "edges.bin": (lambda path: _write(path, b""), "cannot tell what is in it by its name"),
+    "edges.bin": (lambda path: _write(path, b""), "unknown type of file"),
     "absent.txt": (lambda path: None, "there is no such file"),
 }
 
@@ -259,11 +258,15 @@ def test_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ({"x": np.zeros((6, 2), complex)}, {}, r"x.npy: an array of complex128"),
         ({"x": np.zeros((6, 2), np.longdouble)}, {}, r"x.npy: an array of float128"),
         ({"y": np.array(3)}, {}, r"y.npy: a single number"),
-        ({}, {"num_nodes": 1 << 50}, r"num_nodes: \d+ nodes take more than this machine's"),
-        ({}, {"num_nodes": 4, "symmetrize": True}, r"edges.npy: edge 4 has id 4, but the graph has nodes 0 to 3"),
+        ({}, {"num_nodes": 1 << 50}, r"num_nodes: \d+ nodes need more than this machine's"),
+        (
+            {},
+            {"num_nodes": 4, "symmetrize": True},
+            r"edges.npy: edge 4 joins nodes 4 and 4, but the graph has nodes 0 to 3",
+        ),
         ({"y": np.full(6, -3)}, {}, r"y.npy: node 0 has label -3"),
         ({"y": np.arange(6)}, {"num_classes": 3}, r"y.npy: 3 labels out of range"),
-        ({"x": np.zeros((6, 2))}, {"relabel": True}, "relabel: nodes get new numbers"),
+        ({"x": np.zeros((6, 2))}, {"relabel": True}, "relabel: renumbers the nodes"),
         ({}, {"num_nodes": 0}, "num_nodes is 0"),
     ],
 )
@@ -400,7 +403,7 @@ def test_masks_of_several_splits(tmp_path: Path) -> None:
 
 
 def test_reverse_edges_do_not_depend_on_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbering, "_CHUNK_EDGES", 3)
+    monkeypatch.setitem(EdgeStream.__init__.__kwdefaults__, "chunk_edges", 3)
     np.save(tmp_path / "edges.npy", EDGES)
     found = edges_of(whole(GraphFiles(edges=tmp_path / "edges.npy", symmetrize=True), tmp_path / "scratch"))
     np.testing.assert_array_equal(found[:, ::2], EDGES)

@@ -98,7 +98,7 @@ def test_planetoid(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dataset", "args", "message"),
     [
-        ("nothing-like-this", {}, "dataset 'nothing-like-this': no such folder, no generator .*sbm"),
+        ("nothing-like-this", {}, "dataset 'nothing-like-this': neither a folder, nor a generator .*sbm"),
         ("./not/there", {}, "dataset './not/there': no such folder"),
         ("no_such_package.Graphs", {}, "dataset 'no_such_package.Graphs': .* 'no_such_package'"),
         ("torch_geometric.datasets.NoSuchSet", {}, "has no 'NoSuchSet'"),
@@ -111,9 +111,9 @@ def test_planetoid(name: str, tmp_path: Path) -> None:
         ("Planetoid", {"name": "Cora"}, "dataset 'Planetoid': missing a required argument: 'root'"),
         (3, {}, "dataset: expected a name, a folder, a Data or a callable, got int"),
         (triangle(), {"root": "."}, "a Data object takes no arguments, got root"),
-        (Graphs, {"count": 2}, r"dataset 'Graphs' holds 2 graphs: give one graph, such as dataset\[0\]"),
+        (Graphs, {"count": 2}, r"dataset 'Graphs' holds 2 graphs; pass one graph, such as dataset\[0\]"),
         (hetero, {}, r"dataset 'hetero' is heterogeneous and has no edges \(edge_index\)"),
-        (numbers, {}, "dataset 'numbers' gave a list, expected a torch_geometric Data"),
+        (numbers, {}, "dataset 'numbers' returned a list, expected a torch_geometric Data"),
         (missing_file, {}, "dataset 'missing_file': could not be read or downloaded: .*nowhere"),
         (Data(x=torch.ones(2, 1)), {}, "edge_index is missing"),
     ],
@@ -210,7 +210,7 @@ def test_npy_never_changes_a_file(tmp_path: Path) -> None:
 
 
 def test_npy_refuses(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no edge_index.npy in this folder"):
+    with pytest.raises(InputError, match=r"has no edge_index.npy"):
         load_npy(tmp_path)
     save_npy(triangle(), tmp_path)
     with pytest.raises(InputError, match="takes no arguments, got root"):
@@ -248,7 +248,7 @@ def test_ogb(tmp_path: Path) -> None:
         assert data.train_mask.tolist() == [True, True, False, False, False]
         assert data.val_mask.tolist() == [False, False, True, False, False]
         assert data.test_mask.tolist() == [False, False, False, True, True]
-        assert notes == ["left out attributes that are not used: node_year"]
+        assert notes == ["left out unused attributes: node_year"]
 
 
 def _fake_arxiv(root: Path) -> None:

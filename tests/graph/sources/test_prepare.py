@@ -113,9 +113,9 @@ def test_prepare_unifies_types_and_says_so() -> None:
     assert prepared.edge_attr.dtype == torch.float32
     assert prepared.num_classes == 5
     assert "pos" not in prepared
-    assert "left out attributes that are not used: pos" in notes
-    assert "turned x from int64 into float32" in notes
-    assert "turned y from float32 into int64 classes" in notes
+    assert "left out unused attributes: pos" in notes
+    assert "converted x from int64 to float32" in notes
+    assert "converted y from float32 to int64 classes" in notes
     assert data.x.dtype == torch.int64, "the dataset's own object is not changed"
 
 
@@ -159,7 +159,7 @@ def test_a_stated_split_replaces_the_masks() -> None:
     data = graph(train_mask=torch.ones(4, dtype=torch.bool))
     prepared, notes = prepare(data, split=(0.34, 0.33, 0.33))
     assert int(prepared.train_mask.sum()) == 1
-    assert "in place of the dataset's masks" in notes[0]
+    assert "instead of the dataset's masks" in notes[0]
 
 
 def test_masks_hold_labelled_nodes_only() -> None:
@@ -168,7 +168,7 @@ def test_masks_hold_labelled_nodes_only() -> None:
     assert prepared.train_mask.tolist() == [True, False, False, False]
     assert prepared.val_mask.tolist() == [False] * 4
     assert notes == [
-        "took 1 unlabelled nodes out of train_mask",
+        "removed 1 unlabelled nodes from train_mask",
         "the dataset has no val_mask: it is empty",
         "1 nodes are in more than one of the masks",
     ]

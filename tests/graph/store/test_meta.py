@@ -18,6 +18,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph import fingerprint, open_part, read_meta, store_key, write_store
 from pygdist.graph.store import part_files as part_files_module
+from pygdist.graph.streams import arrays as arrays_module
 from pygdist.graph.streams import folder as folder_module
 
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -180,7 +181,7 @@ def test_label_matrix(tmp_path: Path) -> None:
 
 
 def test_rows_in_several_blocks_and_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "_BLOCK_BYTES", 30)
+    monkeypatch.setattr(arrays_module, "_BLOCK_BYTES", 30)
     data = random_graph(20, 60)
     data.x = data.x.t().contiguous().t()
     write(data, np.arange(20) % 2, tmp_path / "store", 2)
@@ -231,7 +232,7 @@ def test_another_store_is_never_taken_for_it(store: Path, seed: int, changes: di
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(InputError, match="exists and is no store of pygdist"):
+    with pytest.raises(InputError, match="exists and is not a store of pygdist"):
         write(random_graph(5, 9), [0] * 5, tmp_path, 1, overwrite=True)
     assert (tmp_path / "thesis.txt").exists()
 
@@ -320,18 +321,18 @@ def _beside(store: Path) -> list[str]:
 
 
 def test_another_world_size(store: Path) -> None:
-    message = r"made for 3 parts, but the run has 2 ranks; .* pygdist partition --method given --parts 2"
+    message = r"has 3 parts, but the run has 2 ranks; .* pygdist partition --method given --parts 2"
     with pytest.raises(InputError, match=message):
         open_part(store, 0, num_parts=2)
-    with pytest.raises(InputError, match="part 3 was asked for, but it holds parts 0 to 2"):
+    with pytest.raises(InputError, match="has no part 3, only parts 0 to 2"):
         open_part(store, 3)
 
 
 def test_no_store(tmp_path: Path, store: Path) -> None:
-    with pytest.raises(InputError, match="there is no such folder; write one with: pygdist partition"):
+    with pytest.raises(InputError, match="there is no such folder; write it with: pygdist partition"):
         read_meta(tmp_path / "absent")
     (store / "meta.json").unlink()
-    with pytest.raises(InputError, match=r"there is no meta.json, so this is no finished store"):
+    with pytest.raises(InputError, match=r"has no meta.json, so it is not a finished store"):
         open_part(store, 0)
 
 
@@ -352,7 +353,7 @@ def test_damaged_meta(store: Path, text: str) -> None:
 def test_another_count_in_meta(store: Path) -> None:
     text = (store / "meta.json").read_text()
     (store / "meta.json").write_text(text.replace('"num_nodes": 20', '"num_nodes": 21'))
-    with pytest.raises(InputError, match=r"meta.json: is corrupted \(its checksum is of another content\)"):
+    with pytest.raises(InputError, match=r"meta.json: is corrupted \(its checksum does not match\)"):
         open_part(store, 0)
 
 
@@ -366,7 +367,7 @@ def test_damaged_arrays(store: Path, name: str) -> None:
     open_part(store, 1, verify=False)
     open_part(store, 0)  # each rank reads its own part only
     path.write_bytes(content[:-1])
-    with pytest.raises(InputError, match=rf"{name}.npy: is damaged, it has {len(content) - 1} bytes in place of"):
+    with pytest.raises(InputError, match=rf"{name}.npy: is damaged, it has {len(content) - 1} bytes instead of"):
         open_part(store, 1, verify=False)
     path.unlink()
     with pytest.raises(InputError, match=rf"part_1/{name}.npy: is missing; partition the graph again"):

@@ -1,6 +1,6 @@
 r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` arrays per part.
 
-``part_0/`` holds what rank 0 needs, and nothing else; n owned rows, h halo rows, e edges, P parts:
+``part_0/`` holds the arrays of rank 0, for n owned rows, h halo rows, e edges and P parts:
 
 ====================  =====================================================================================
 ``n_id``              ``(n + h,)`` int64, global ids: owned (ascending), then halo grouped by owner, ascending
@@ -17,21 +17,22 @@ r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` 
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
 ====================  =====================================================================================
 
-This is the placement *nodes*. *Replicas*, by which a part trains on its own (CATGNN, Sec. 4.2), begin with the same and
-reach K >= 1 hops: ``n_id`` goes on with the rows of each further hop, grouped by owner; ``indptr``, ``src``, ``e_id``
-and edge values go on with the in-edges of these rows, of the last hop only those that begin at rows of fewer hops, and
-self-loops; ``x`` has all rows; counts are ``(K, P)``, and ``send_index`` is grouped by hop, then receiver. Besides:
+This is the placement *nodes*. The placement *replicas*, with which a part trains on its own (CATGNN, Sec. 4.2), reaches
+K >= 1 hops. Its arrays begin with those of *nodes*. ``n_id`` continues with the rows of each further hop, grouped by
+owner. ``indptr``, ``src``, ``e_id`` and edge values continue with the in-edges of these rows; rows of the last hop have
+only the in-edges that begin at rows of fewer hops, and self-loops. ``x`` has all rows. Counts are ``(K, P)``, and
+``send_index`` is grouped by hop, then receiver. One more array:
 
 ====================  =====================================================================================
-``in_degree``         ``(rows, 5)`` float64, of all in-edges that each row has in the whole graph: how many they are,
-                      how many of them self-loops, the sum of the weights, that of the self-loops' weights, and the
-                      weight of the last self-loop (by ``e_id``; 0 if there is none). ``(rows, 2)`` without edge weights
+``in_degree``         ``(rows, 5)`` float64, over all in-edges of each row in the whole graph: their number, the number
+                      of self-loops, the sum of the weights, the sum of the self-loops' weights, and the weight of the
+                      last self-loop (by ``e_id``; 0 if there is none). ``(rows, 2)`` without edge weights
 ====================  =====================================================================================
 
-Where nodes were numbered anew, ``ids.npy`` beside the parts holds the id that each had, int64 of shape ``(N,)``.
+If nodes were renumbered, ``ids.npy`` beside the parts holds the original id of each node, int64 of shape ``(N,)``.
 
-``meta.json`` states counts, types, what made the parts, what preprocessing did, size and checksum of every file, and
-its own checksum. No pickle is written or read.
+``meta.json`` holds counts, types, the partitioner and its arguments, notes on preprocessing, size and checksum of every
+file, and its own checksum. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -39,12 +40,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import resource
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,12 +52,13 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
-from pygdist.graph.store.part_files import open_array, write_parts
-from pygdist.graph.streams.folder import exclusive, flush, fresh_folder
+from pygdist.graph.store.part_files import open_array, placement_of, write_parts
+from pygdist.graph.streams.arrays import flush
+from pygdist.graph.streams.folder import exclusive, fresh_folder
+from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = [
-    "FORMAT_VERSION", "build_store", "check_part", "open_part", "peak_rss_bytes", "placement_of", "read_meta",
-    "store_key", "write_graph", "write_store",
+    "FORMAT_VERSION", "build_store", "check_part", "open_part", "read_meta", "store_key", "write_graph", "write_store",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def write_store(
     fingerprint: str | None = None,
     figures: Mapping[str, Any] | None = None,
     num_hops: int = 1,
-    placement: Literal["nodes", "replicas"] | None = None,
+    placement: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Cut a graph by the owner of its nodes and write one folder per part.
@@ -87,26 +87,26 @@ def write_store(
     Args:
         data: The graph as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent.
         part: Owner of each node; integers of shape ``(N,)`` from 0 to ``num_parts - 1``. Parts may be empty.
-        folder: Where the store goes.
+        folder: The store's place.
         num_parts: Number of parts.
         method: Name of the partitioner.
         arguments: Its arguments.
-        notes: What preprocessing did, in plain words.
+        notes: Notes on preprocessing, one sentence each.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
-        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` where it is known already.
+        fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` if it was computed before.
         figures: More entries for ``meta.json``.
-        num_hops: How far halos reach.
-        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
-        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+        num_hops: Number of hops that halos reach.
+        placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
+        overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
 
     Returns:
-        What ``meta.json`` says.
+        The content of ``meta.json``.
 
     Raises:
-        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, something else lies in
-            the place, or the disk refuses.
+        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, the place holds
+            something else, or the disk refuses.
     """
-    placement = placement_of(num_hops, placement)
+    placement = placement_of(num_hops, placement).name
     graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
     part = check_part(part, graph.edges.num_nodes, num_parts)
     wanted = {
@@ -134,32 +134,32 @@ def build_store(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a store, unless it is there.
+    """Write a store, unless it exists already.
 
-    The folder appears when it is complete: nothing that is left by a process that failed or was killed can be taken for
-    a store, and the next writer of the same folder clears it away.
+    The folder appears when it is complete. What a failed or killed process leaves cannot be mistaken for a store, and
+    the next writer of the same folder removes it.
 
     Args:
-        folder: Where the store goes.
+        folder: The store's place.
         wanted: Entries of ``meta.json`` that tell this store from others.
-        build: Writes all but ``meta.json`` into the folder that it is given, and returns the other entries.
-        overwrite: Replace a finished store that differs. Anything else in the place is never removed.
+        build: Writes everything but ``meta.json`` into the folder it is called with, and returns the other entries.
+        overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
 
     Returns:
-        What ``meta.json`` says.
+        The content of ``meta.json``.
 
     Raises:
-        InputError: If something else lies in the place, or the disk refuses.
+        InputError: If the place holds something else, or the disk refuses.
     """
     folder = Path(folder)
     wanted = json.loads(_canonical(wanted))
     try:
-        if (found := _existing(folder, wanted, overwrite)) is not None:
-            return found  # without the lock: the place may be read-only
+        if (existing := _existing(folder, wanted, overwrite)) is not None:
+            return existing  # without the lock, which a read-only place does not allow
         with exclusive(folder):
-            if (found := _existing(folder, wanted, overwrite)) is not None:
-                log.info("%s is there already", folder)
-                return found
+            if (existing := _existing(folder, wanted, overwrite)) is not None:
+                log.info("%s exists already", folder)
+                return existing
             with fresh_folder(folder, replace=overwrite) as temporary:
                 meta: dict[str, Any] = {**build(temporary), "format_version": FORMAT_VERSION, **wanted}
                 meta["peak_rss_bytes"] = peak_rss_bytes()
@@ -167,31 +167,10 @@ def build_store(
                 (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
                 flush(temporary / "meta.json")
             log.info("wrote %d parts to %s", meta["num_parts"], folder)
-            # not simply what was just written: without locks another writer may have been first
+            # without locks another writer may have been first, so read what is there
             return _existing(folder, wanted, overwrite=False) or meta
     except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left there") from error
-
-
-def placement_of(num_hops: int, placement: Literal["nodes", "replicas"] | None = None) -> Literal["nodes", "replicas"]:
-    """What the parts of a store hold: by default *nodes* for one hop and *replicas* for more.
-
-    Args:
-        num_hops: How far halos reach.
-        placement: What was asked for, if anything.
-
-    Raises:
-        InputError: If the two do not go together.
-    """
-    if num_hops < 1:
-        raise InputError(f"num_hops is {num_hops}, expected at least 1")
-    if placement not in (None, "nodes", "replicas"):
-        raise InputError(f"placement is {placement!r}, expected 'nodes' or 'replicas'")
-    if placement == "nodes" and num_hops > 1:
-        raise InputError(
-            f"num_hops is {num_hops}, but the placement 'nodes' has halos of one hop; ask for 'replicas', or one hop"
-        )
-    return placement or ("nodes" if num_hops == 1 else "replicas")
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
 
 
 def write_graph(
@@ -201,7 +180,7 @@ def write_graph(
     num_parts: int,
     *,
     num_hops: int = 1,
-    placement: Literal["nodes", "replicas"] | None = None,
+    placement: str | None = None,
 ) -> dict[str, Any]:
     """Write all parts of a graph.
 
@@ -210,17 +189,16 @@ def write_graph(
         part: Owner of each node, int32 of shape ``(N,)``.
         place: An empty folder.
         num_parts: Number of parts.
-        num_hops: How far halos reach.
-        placement: What the parts hold; by default *nodes* for one hop and *replicas* for more.
+        num_hops: Number of hops that halos reach.
+        placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
 
     Returns:
-        The entries of ``meta.json`` that follow.
+        The entries of ``meta.json`` that follow from the graph and its parts.
 
     Raises:
         InputError: If ``num_hops`` and ``placement`` do not go together.
     """
-    placement = placement_of(num_hops, placement)
-    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
+    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement_of(num_hops, placement))
     return {
         "preprocessing": list(graph.notes),
         "num_parts": num_parts,
@@ -228,25 +206,22 @@ def write_graph(
         "num_features": graph.num_features,
         "num_classes": graph.num_classes,
         "multi_label": graph.multi_label,
-        # a vertex-cut has one of its own; a partition of the nodes has no other than the full one
+        # a vertex-cut measures its own; for a partition of the nodes it is the full one
         "replication_factor": written["replication_factor_full"],
         **written,
     }
 
 
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
-    """Owners as they are written.
+    """Check the owner of each node, and return them as int32 of shape ``(N,)``.
 
     Args:
         part: Owner of each node.
-        num_nodes: Number of nodes.
+        num_nodes: Number of nodes, N.
         num_parts: Number of parts.
 
-    Returns:
-        int32 of shape ``(N,)``.
-
     Raises:
-        InputError: If there is not one part for each node.
+        InputError: If these are not ``N`` integers from 0 to ``num_parts - 1``.
     """
     part = np.asarray(part)
     if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
@@ -257,19 +232,19 @@ def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """What ``meta.json`` of a store says.
+    """Read ``meta.json`` of a store.
 
     Args:
         folder: The store.
 
     Raises:
-        InputError: If there is no finished store, or it is of another format version.
+        InputError: If there is no finished store, or it has another format version.
     """
     path = Path(folder) / "meta.json"
     if not path.parent.is_dir():
-        raise InputError(f"{folder}: there is no such folder; write one with: pygdist partition --out {folder} ...")
+        raise InputError(f"{folder}: there is no such folder; write it with: pygdist partition --out {folder} ...")
     if not path.is_file():
-        raise InputError(f"{folder}: there is no meta.json, so this is no finished store; partition the graph again")
+        raise InputError(f"{folder}: has no meta.json, so it is not a finished store; partition the graph again")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         version = meta["format_version"]
@@ -282,7 +257,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         )
     assert isinstance(meta, dict)
     if meta.get("crc32") != _checksum(meta):
-        raise InputError(f"{path}: is corrupted (its checksum is of another content); partition the graph again")
+        raise InputError(f"{path}: is corrupted (its checksum does not match); partition the graph again")
     return meta
 
 
@@ -298,27 +273,27 @@ def open_part(
 
     Args:
         folder: The store.
-        part: Which part.
-        num_parts: World size of the run, if the store must have been made for it.
-        verify: Read the files once and compare their checksums. Sizes, types and shapes are compared always.
-        meta: What :func:`read_meta` gave, for who opens many parts.
+        part: Number of the part.
+        num_parts: World size of the run, to check that the store has as many parts.
+        verify: Read the files once and compare their checksums. Sizes, types and shapes are always compared.
+        meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
-        The arrays by name (see the module's docstring), memory-mapped copy-on-write: they may be changed, which no
-        other process and no file ever sees.
+        The arrays by name (see the module's docstring), memory-mapped copy-on-write: changes to them reach no other
+        process and no file.
 
     Raises:
-        InputError: If the store is missing or was made for another number of parts, or a file is missing or damaged.
+        InputError: If the store is missing or has another number of parts, or a file is missing or damaged.
     """
     folder = Path(folder)
     meta = read_meta(folder) if meta is None else meta
     if num_parts is not None and meta["num_parts"] != num_parts:
         raise InputError(
-            f"{folder}: made for {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "
+            f"{folder}: has {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "
             f"pygdist partition --method {meta['method']} --parts {num_parts} --out NEW_FOLDER ..."
         )
     if not 0 <= part < meta["num_parts"]:
-        raise InputError(f"{folder}: part {part} was asked for, but it holds parts 0 to {meta['num_parts'] - 1}")
+        raise InputError(f"{folder}: has no part {part}, only parts 0 to {meta['num_parts'] - 1}")
     files = meta["parts"][part]["files"]
     return {
         name: open_array(folder / f"part_{part}" / f"{name}.npy", expected, verify=verify)
@@ -327,35 +302,24 @@ def open_part(
 
 
 def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:
-    """The name of a store in a cache: a hash of the graph's content, the arguments and the format.
+    """Return the name of a store in a cache: a hash of the graph's content, the arguments and the format.
 
     Args:
         fingerprint: :func:`pygdist.graph.fingerprint` of the prepared graph.
-        arguments: All that the store depends on besides: method and its arguments, number of parts, placement.
+        arguments: Everything else that the store depends on: method and its arguments, number of parts, placement.
 
     Returns:
         32 hexadecimal digits.
 
     Raises:
-        InputError: If an argument is nothing that JSON can express.
+        InputError: If an argument cannot be expressed in JSON.
     """
     text = f"{FORMAT_VERSION} {fingerprint} {_canonical(arguments)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def peak_rss_bytes() -> int:
-    """Most memory that this process has had resident."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # Linux's getrusage counts what the process that started this one had, too
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _checksum(meta: Mapping[str, Any]) -> str:
-    """Of what ``meta.json`` says besides its own checksum."""
+    """CRC-32 of all entries but the checksum itself."""
     rest = {name: value for name, value in meta.items() if name != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
@@ -368,11 +332,11 @@ def _canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The finished store in the place, if it is the wanted one; ``None`` if the place is free or to be replaced."""
+    """Return ``meta.json`` of the finished store if it is the wanted one; ``None`` if the place may be written."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
         return None
     if not (folder / "meta.json").is_file():
-        raise InputError(f"{folder}: exists and is no store of pygdist; remove it or choose another folder")
+        raise InputError(f"{folder}: exists and is not a store of pygdist; remove it or choose another folder")
     if overwrite:
         return None
     meta = read_meta(folder)
@@ -380,5 +344,5 @@ def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[
         raise InputError(
             f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
         )
-    log.debug("%s is there already", folder)
+    log.debug("%s exists already", folder)
     return meta

@@ -1,0 +1,133 @@
+"""``.npy`` files that are written in blocks, and flushed and described when they are complete."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["ArrayWriter", "checksum", "flush", "forget_pages", "write_rows"]
+
+_BLOCK_BYTES = 1 << 24
+
+
+def write_rows(
+    path: Path, source: NDArray[Any], rows: NDArray[Any] | None = None, *, dtype: np.dtype[Any] | None = None
+) -> dict[str, Any]:
+    """Write ``source[rows]`` as ``.npy``, a block of rows at a time, and flush it to disk.
+
+    Args:
+        path: The file.
+        source: The array to take rows from, in memory or memory-mapped.
+        rows: Positions of the rows to write; all if ``None``.
+        dtype: Type to write; that of ``source`` by default.
+
+    Returns:
+        ``bytes``, ``crc32``, ``dtype`` and ``shape``, which a reader can check the file against.
+    """
+    count = len(source) if rows is None else len(rows)
+    shape = (count, *source.shape[1:])
+    step = max(1, _BLOCK_BYTES // max(1, source[:1].nbytes))
+    dtype = source.dtype if dtype is None else dtype
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for start in range(0, count, step):
+            stop = start + step
+            block = source[start:stop] if rows is None else source[rows[start:stop]]
+            file.write(np.ascontiguousarray(block, dtype=dtype).data)
+            forget_pages(source)
+    return _described(path, dtype, shape)
+
+
+class ArrayWriter:
+    """Writes an array whose length is not known in advance: numbers, pairs, or rows.
+
+    Args:
+        path: The file.
+        dtype: Type of the numbers.
+        pairs: Each block is ``(2, k)``, and the array ``(2, n)`` with the two of a pair side by side.
+        width: Each block is ``(k, width)``, and the array ``(n, width)``.
+
+    Attributes:
+        count: Numbers, pairs or rows written so far.
+    """
+
+    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False, width: int | None = None) -> None:
+        self.count = 0
+        self._path, self._dtype, self._pairs, self._width = path, np.dtype(dtype), pairs, width
+        self._file = path.open("wb")
+        self._file.write(bytes(len(self._header())))  # no header yet, so that a half-written file is not readable
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._file.write(self._header())
+
+    def append(self, block: NDArray[Any]) -> None:
+        """Add a block at the end."""
+        rows = block.T if self._pairs else block
+        self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
+        self.count += len(rows)
+
+    def described(self) -> dict[str, Any]:
+        """Flush the file and describe it, as :func:`write_rows` does; call it after the ``with`` block."""
+        return _described(self._path, self._dtype, self._shape())
+
+    def _shape(self) -> tuple[int, ...]:
+        if self._pairs:
+            return 2, self.count
+        return (self.count,) if self._width is None else (self.count, self._width)
+
+    def _header(self) -> bytes:
+        # numpy pads it such that its length does not depend on the count
+        text = io.BytesIO()
+        header = {"descr": self._dtype.str, "fortran_order": self._pairs, "shape": self._shape()}
+        np.lib.format.write_array_header_1_0(text, header)
+        return text.getvalue()
+
+
+def _described(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    flush(path)
+    return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(dtype), "shape": list(shape)}
+
+
+def forget_pages(array: NDArray[Any]) -> None:
+    """Release the memory of a memory-mapped file's pages; they are read again when they are needed.
+
+    Copy-on-write maps are left alone, since what was written to them exists nowhere else.
+    """
+    mapped = getattr(array, "_mmap", None)
+    if mapped is not None and hasattr(mapped, "madvise") and getattr(array, "mode", None) != "c":
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file in hexadecimal: finds flipped bits at memory speed, and is no defence against intent."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
