@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     command, *rest = arguments or ["--help"]
     try:
         if command in ("-h", "--help", "help"):
@@ -71,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
             return 0
-        return _load(command)(command, rest)
+        run = _load(command)
+        logging.basicConfig(level=logging.INFO, format="%(message)s")  # not before Lightning is imported: it would echo
+        return run(command, rest)
     except InputError as error:
         if error.of_one_rank or _is_first_rank():
             _complain(str(error))

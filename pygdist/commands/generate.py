@@ -38,7 +38,7 @@ def generate(
     Returns:
         The folder.
     """
-    from pygdist.graph import Progress, write_generated  # imports torch, which --help does without
+    from pygdist.graph import Progress, write_generated
 
     folder = out if out is not None else Path(f"{name}-{scale:g}")
     return write_generated(
@@ -53,10 +53,10 @@ def run(command: str, arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print graph.json to standard output, and nothing else")
     options = parser.parse_args(arguments).as_dict()
     as_json = options.pop("json")
+    from pygdist.graph import read_description  # imports torch: not before the options are read
+
     start = time.monotonic()
     folder = generate(**options)
-    from pygdist.graph import read_description
-
     description = read_description(folder)
     if as_json:
         sys.stdout.write(json.dumps(description, indent=1) + "\n")

@@ -51,7 +51,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """jsonargparse's parser, for options from signatures, which does the same."""
+    """jsonargparse's parser, which takes options from signatures; it reports mistakes likewise."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

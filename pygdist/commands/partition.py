@@ -118,6 +118,13 @@ class Parts:
         elif self.device_memory is None or not 0 < self.device_memory < math.inf:
             raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there is more than one")
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Arguments of :class:`pygdist.partition.DeviceMemory`."""
+        options = {"devices": 1 if self.devices is None else self.devices, "reserve": self.reserve}
+        sizes = {name: value for name, value in options.items() if value is not None}
+        return {**sizes, "bytes": math.ceil((self.device_memory or 0.0) * 2**30)}
+
 
 def _refuse(options: Mapping[str, Any], reason: str) -> None:
     for name, value in options.items():
@@ -127,22 +134,17 @@ def _refuse(options: Mapping[str, Any], reason: str) -> None:
 
 def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     """Partition a graph, write the parts to a folder, and return the content of its ``meta.json``."""
+    # these import torch: not before the options are read
     from pygdist.graph import GraphFiles, Progress, load_graph, prepare
     from pygdist.partition import DeviceMemory, partition_graph
 
-    num_parts: Any = parts.parts
-    if num_parts == "auto":
-        num_parts = DeviceMemory(
-            devices=1 if parts.devices is None else parts.devices,
-            bytes=math.ceil((parts.device_memory or 0.0) * 2**30),
-            **({} if parts.reserve is None else {"reserve": parts.reserve}),
-        )
-    notes: list[str] = []
+    num_parts = DeviceMemory(**parts.memory) if parts.parts == "auto" else parts.parts
     source: Any
     if graph.input is not None:
-        source = GraphFiles(edges=graph.input, **graph.files, **graph.preparation)
+        source, notes = GraphFiles(edges=graph.input, **graph.files, **graph.preparation), list[str]()
     else:
-        source, notes = prepare(load_graph(str(graph.dataset), **(graph.dataset_args or {})), **graph.preparation)
+        assert graph.dataset is not None
+        source, notes = prepare(load_graph(graph.dataset, **(graph.dataset_args or {})), **graph.preparation)
     return partition_graph(
         source,
         parts.out,

@@ -37,7 +37,7 @@ from pygdist.report.description import read_yaml
 __all__ = ["GraphCLI", "run"]
 
 log = logging.getLogger(__name__)
-# Lightning advertises it in every run
+# Lightning recommends litlogger in every run
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())
 
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}

@@ -126,12 +126,7 @@ def run(command: str, arguments: list[str]) -> int:
         "if a number differs by more than the tolerance. Takes all options of 'pygdist fit', too.",
     )
     parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument(
-        "--reference",
-        choices=["auto", "pyg", "single"],
-        default="auto",
-        help="what the one process runs (default: auto)",
-    )
+    parser.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
     options, rest = parser.parse_known_args(arguments)
