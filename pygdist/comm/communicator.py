@@ -74,7 +74,7 @@ class Communicator(Transport):
 
         Backward:
             One more exchange, :meth:`return_rows`: the gradient of an owned row is the sum of the gradients of all its
-            copies, added in rank order, so that runs repeat bit for bit. It can be differentiated once.
+            copies, added in a fixed order, so that runs repeat bit for bit. It can be differentiated once.
         """
         if self.world_size == 1:
             return x.new_empty((0, *x.shape[1:]))
@@ -105,7 +105,7 @@ class Communicator(Transport):
 
         Shapes:
             ``halo`` is :math:`(h, *)` with :math:`h` = ``plan.num_received``, the result :math:`(n, *)` with :math:`n`
-            = ``num_owned``; rows without copies are zero. Copies are added in rank order.
+            = ``num_owned``; rows without copies are zero. Copies are added in a fixed order.
         """
         out = halo.new_zeros((num_owned, *halo.shape[1:]))
         if self.world_size == 1:
@@ -228,17 +228,24 @@ class Communicator(Transport):
                 out[index] = out[index] + rows
 
     def send_and_receive(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str, *, continues: bool = False
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        label: str,
+        *,
+        ring: bool = False,
+        continues: bool = False,
     ) -> None:
-        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p; all posted at once.
+        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p.
 
         Args:
             outgoing: A contiguous tensor for each rank.
             incoming: The same, of the shapes and dtypes that the others send.
             label: Names the exchange in errors; equal on all ranks.
+            ring: Serve one peer after the other instead of all at once.
             continues: This is one more piece of the exchange before it, and is not counted as a call.
         """
-        transfer = Transfer(self, incoming, label, ring=False, continues=continues)
+        transfer = Transfer(self, incoming, label, ring=ring, continues=continues)
         for message in transfer.targets:
             transfer.give(message, outgoing[message.rank])
         transfer.finish()
@@ -266,10 +273,7 @@ class _ExchangeRows(torch.autograd.Function):
         packed = communicator.pack(x.detach(), plan.send_index, label, wire).split(list(plan.send_counts))
         halo = x.new_empty((plan.num_received, *x.shape[1:]), dtype=wire)
         label = f"{label}, forward, {describe_rows(x)}"
-        transfer = Transfer(communicator, halo.split(list(plan.recv_counts)), label, ring=ring)
-        for message in transfer.targets:
-            transfer.give(message, packed[message.rank])
-        transfer.finish()
+        communicator.send_and_receive(packed, halo.split(list(plan.recv_counts)), label, ring=ring)
         return halo.to(x.dtype)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Who owns what: the algorithms that divide a graph among ranks, and how good their result is."""
+"""Partitioners, which divide the nodes of a graph among ranks, and the measures of their results."""
 
 from pygdist.partition.base import Assignment, Partitioner, partitioner_names, resolve_partitioner
 from pygdist.partition.chunk import ChunkPartitioner

@@ -1,13 +1,14 @@
-"""The partitioners' per-edge loops in the native library: arrays become pointers here.
+"""Calls the partitioners' per-edge loops in the native library.
 
-Each function takes one chunk of the stream and changes the caller's arrays in place. Ids are int64 in the stream and
-int32 in what is kept for each node, so there are fewer than 2^31 nodes.
+Each loop takes one chunk of the stream and changes the caller's arrays in place. Ids are int64 in the stream and int32
+in arrays by node, so there are fewer than 2^31 nodes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,24 +16,22 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.native import NativeEdges, load
+from pygdist.native import NativeEdges, library
 
-__all__ = ["call", "count_degrees", "require"]
+__all__ = ["PlaceEdges", "call", "count_degrees", "placer", "require"]
 
-Argument = NDArray[Any] | ctypes.Structure | ctypes.c_int32 | float | None
+Argument: TypeAlias = NDArray[Any] | ctypes.Structure | ctypes.c_int32 | float | None
+PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
+"""Writes the part of each edge of a chunk ``(2, k)`` into an array ``(k,)``; called in the order of the stream."""
 
 
 def require(name: str, num_nodes: int) -> None:
-    """Refuse where partitioner ``name`` cannot run.
+    """Refuse to run partitioner ``name`` without the native library, or with too many nodes for its ids.
 
     Raises:
-        InputError: If there is no native library, or there are too many nodes for its ids.
+        InputError: In either case.
     """
-    if load() is None:
-        raise InputError(
-            f"partitioner '{name}' needs pygdist's native library, which was not built here: install a C++17 compiler "
-            "(Debian, Ubuntu: apt install g++) and reinstall pygdist; 'chunk', 'hash' and 'metis' work without"
-        )
+    library.require(f"partitioner '{name}'", "; 'chunk', 'hash' and 'metis' work without")
     if num_nodes >= 1 << 31:
         raise InputError(f"partitioner '{name}' takes fewer than 2^31 nodes, the graph has {num_nodes}; use 'hash'")
 
@@ -43,28 +42,35 @@ def call(function: str, chunk: NDArray[np.int64] | None, *arguments: Argument) -
     Arrays are passed as they lie in memory: they must be C-contiguous and of the type that ``pygdist_native.h`` states.
     Structures and ``c_int32`` go by reference.
     """
-    native = load()
-    assert native is not None, "the caller has asked require()"
-    given: list[Any] = []
+    values: list[Any] = []
     if chunk is not None:
         source, target = np.ascontiguousarray(chunk, dtype=np.int64)
         edges = NativeEdges(source.ctypes.data, target.ctypes.data, chunk.shape[1], torch.get_num_threads())
-        given.append(ctypes.byref(edges))
+        values.append(ctypes.byref(edges))
     for argument in arguments:
         if isinstance(argument, np.ndarray):
             assert argument.flags.c_contiguous
-            given.append(argument.ctypes.data)
+            values.append(argument.ctypes.data)
         elif isinstance(argument, ctypes.Structure | ctypes.c_int32):
-            given.append(ctypes.byref(argument))
+            values.append(ctypes.byref(argument))
         else:
-            given.append(argument)
-    status = getattr(native, f"pygdist_{function}")(*given)
+            values.append(argument)
+    status = getattr(library.require("this partitioner"), f"pygdist_{function}")(*values)
     if status != 0:
         raise MemoryError(f"not enough memory for {function.replace('_', ' ')}")
 
 
+def placer(function: str, *arguments: Argument) -> PlaceEdges:
+    """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts."""
+
+    def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+        call(function, chunk, *arguments, part)
+
+    return place
+
+
 def count_degrees(edges: EdgeStream) -> NDArray[np.int32]:
-    """The number of edge ends at each node; int32 of shape ``(N,)``. One pass."""
+    """Count the edge ends at each node, in one pass; int32 of shape ``(N,)``."""
     degree = np.zeros(edges.num_nodes, dtype=np.int32)
     for chunk in edges.chunks():
         call("count_degrees", chunk, degree)

@@ -1,11 +1,12 @@
-"""Who owns which node: the extension point for partitioners.
+"""The base class of partitioners: each assigns the nodes of a graph to owners.
 
-A partitioner reads a stream of edges and names the owner of each node; everything else (halos, plans, files) follows
-from that. A new one is one file with one class; its ``name`` makes it known, and a class path from YAML works without.
+A partitioner reads a stream of edges and returns the part of each node; everything else (halos, plans, files) follows
+from that. A new one is one file with one class. Its ``name`` registers it; without a name, YAML takes its class path.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,18 +18,21 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.registry import Registry
 
-__all__ = ["Assignment", "Partitioner", "check_num_parts", "partitioner_names", "resolve_partitioner"]
+__all__ = [
+    "Assignment", "Partitioner", "check_num_parts", "check_number", "check_seed", "partitioner_names",
+    "resolve_partitioner",
+]  # fmt: skip
 
 _REGISTRY: Registry[Partitioner] = Registry("partitioner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a partitioner found.
+    """The result of a partitioner.
 
     Attributes:
         part: The part of each node; int32 of shape ``(N,)``.
-        figures: What else it has to say, for ``meta.json``.
+        figures: Figures about the partition, for ``meta.json``.
     """
 
     part: NDArray[np.int32]
@@ -38,11 +42,12 @@ class Assignment:
 class Partitioner(ABC):
     """Assigns every node to a part.
 
-    Subclass it (a frozen dataclass is the shortest way), set ``name``, write :meth:`assign`. The result must depend on
-    the arguments and the edges only: the same on every machine, in every run, for any size of chunks.
+    To write one, subclass this (a frozen dataclass is the shortest way), set ``name`` and write :meth:`assign`. The
+    result must depend on the arguments and the edges only: it is the same on every machine, in every run, for any size
+    of chunks.
 
     Attributes:
-        name: What users call it; registered when the class is made. A class without one is reached by its path.
+        name: The name for users; registered when the class is defined. A class without one is used by its path.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -61,52 +66,52 @@ class Partitioner(ABC):
             _REGISTRY.register(cls.name, cls)
 
     def arguments(self) -> dict[str, Any]:
-        """What the result depends on besides the edges, for ``meta.json`` and the key of the cache.
+        """Return the arguments on which the result depends, for ``meta.json`` and the key of the cache.
 
-        By default all public attributes, which are the fields of a dataclass.
+        By default these are all public attributes, such as the fields of a dataclass.
         """
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
-        """:meth:`assign`, and figures of the way there where a method has some to tell."""
+        """Call :meth:`assign`; partitioners with figures to report override this."""
         return Assignment(part=self.assign(edges, num_parts))
 
     @abstractmethod
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
-        """The part of each node.
+        """Return the part of each node.
 
         Args:
-            edges: The graph; any number of passes.
+            edges: The graph; may be read in any number of passes.
             num_parts: Number of parts.
 
         Returns:
             int32 of shape ``(edges.num_nodes,)``, from 0 to ``num_parts - 1``.
 
         Raises:
-            InputError: If the graph cannot be cut into so many parts.
+            InputError: If the graph cannot be divided into so many parts.
         """
 
 
 def resolve_partitioner(partitioner: str | Partitioner, **args: Any) -> Partitioner:
-    """A partitioner from its name, a dotted class path, or itself.
+    """Return a partitioner from its name, a dotted class path, or an instance.
 
     Args:
         partitioner: A registered name, the path of a :class:`Partitioner` in any package, or an instance.
         **args: Arguments of the class; none for an instance.
 
     Raises:
-        InputError: If there is no such partitioner (the message lists those there are) or an argument does not fit.
+        InputError: If there is no such partitioner (the message lists all names), or an argument does not fit.
     """
     return _REGISTRY.resolve(partitioner, Partitioner, **args)  # type: ignore[type-abstract]
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """The registered names, sorted."""
+    """Return the registered names, sorted."""
     return tuple(_REGISTRY)
 
 
 def check_num_parts(num_nodes: int, num_parts: int) -> None:
-    """Refuse a number of parts that the nodes cannot fill.
+    """Refuse fewer than one part, and more parts than nodes.
 
     Raises:
         InputError: If ``num_parts`` is below 1 or above ``num_nodes``.
@@ -116,3 +121,25 @@ def check_num_parts(num_nodes: int, num_parts: int) -> None:
             f"num_parts is {num_parts}, but the graph has {num_nodes} nodes: expected 1 to {num_nodes}; "
             "use fewer parts (ranks)"
         )
+
+
+def check_number(partitioner: Partitioner, name: str, least: float, *, above: bool = False) -> None:
+    """Refuse an argument that is not finite, is less than ``least``, or (``above``) equals it.
+
+    Raises:
+        InputError: If so.
+    """
+    value = getattr(partitioner, name)
+    if not (least < value if above else least <= value) or value == math.inf:
+        limit = f"above {least}" if above else f"of at least {least}"
+        raise InputError(f"{partitioner.name}: {name} is {value}, expected a finite number {limit}")
+
+
+def check_seed(partitioner: Partitioner, seed: int) -> None:
+    """Refuse a seed that does not fit 64 bits.
+
+    Raises:
+        InputError: If so.
+    """
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"{partitioner.name}: seed is {seed}, expected 0 to 2**64 - 1")

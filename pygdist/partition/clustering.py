@@ -21,10 +21,10 @@ class Clusters:
     Attributes:
         degree: Edge ends at each node; int32 of shape ``(N,)``.
         cluster: Cluster of each node, -1 for one without edges; int32 of shape ``(N,)``. Some numbers may be unused.
-        num_clusters: Numbers given out.
+        num_clusters: Number of clusters, unused ones included.
         volume: Sum of the degrees in each cluster; int64 of shape ``(num_clusters,)``.
-        richest: The neighbour of highest degree of each node, -1 if it has none; int32 of shape ``(N,)``. Of equals the
-            first to come.
+        richest: The neighbour of highest degree of each node, the first of equals, -1 if it has none; int32 of shape
+            ``(N,)``.
     """
 
     degree: NDArray[np.int32]
@@ -37,14 +37,14 @@ class Clusters:
 def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool) -> Clusters:
     """Cluster the nodes in one pass over the edges, after one that counts degrees.
 
-    A node starts in a cluster of its own. An edge between two clusters that both have at most ``max_volume`` moves its
-    end in the smaller one to the larger.
+    A node starts in a cluster of its own. An edge between two clusters of at most ``max_volume`` moves its end in the
+    smaller one to the larger.
 
     Args:
         edges: The graph.
-        max_volume: Sum of degrees beyond which a cluster neither takes nor gives.
+        max_volume: Sum of degrees beyond which a cluster neither gains nor loses nodes.
         strict: Compare the clusters without the two nodes themselves, and let none grow beyond ``max_volume``.
-        richest: Note each node's richest neighbour.
+        richest: Record each node's neighbour of highest degree.
     """
     num_nodes = edges.num_nodes
     degree = count_degrees(edges)
@@ -61,7 +61,7 @@ def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool
 
 
 def spread(size: NDArray[np.int64], num_parts: int) -> NDArray[np.int32]:
-    """Clusters to parts: the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
-    part_of = np.empty(len(size), dtype=np.int32)
-    call("deal", None, np.ascontiguousarray(size, dtype=np.int64), len(size), num_parts, part_of)
-    return part_of
+    """Assign clusters to parts, the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
+    part = np.empty(len(size), dtype=np.int32)
+    call("deal", None, np.ascontiguousarray(size, dtype=np.int64), len(size), num_parts, part)
+    return part

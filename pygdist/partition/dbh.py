@@ -1,40 +1,33 @@
-"""Degree-based hashing: cut the node that has many edges anyway."""
+"""Degree-based hashing: an edge goes where its end of lower degree is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call, count_degrees, require
-from pygdist.partition.vertex_cut import EdgePartitioner, Place, VertexCut, marked
+from pygdist.partition._native import PlaceEdges, count_degrees, placer, require
+from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut, marked
 
 __all__ = ["DBHPartitioner"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DBHPartitioner(EdgePartitioner):
-    """Gives each edge to the part that a hash of its end of lower degree names.
+    """Assigns each edge to a part by a hash of its end of lower degree (of equal degrees, the end of lower id).
 
-    DBH (Xie et al., NIPS 2014): the node with more edges is cut, as on a power-law graph it is in many parts anyway.
-    Two passes; degrees are counted in the first. Of equal degrees the lower id counts.
+    DBH (Xie et al., NIPS 2014) splits the nodes with many edges, which on a power-law graph are in many parts anyway.
+    It takes two passes, the first to count degrees.
 
     Args:
-        seed: Another seed, another assignment.
+        seed: Seed of the hash.
     """
 
     name: ClassVar[str] = "dbh"
 
     @override
-    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        degree = count_degrees(edges)
-
-        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-            call("place_dbh", chunk, degree, cut.num_parts, self.seed, part)
-
-        return marked(cut, place)
+        return marked(cut, placer("place_dbh", count_degrees(edges), cut.num_parts, self.seed))

@@ -1,8 +1,7 @@
-"""Fennel: neighbours in a part against the cost of its size."""
+"""Fennel: an assignment that weighs the neighbours in a part against the size of the part."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition.base import Partitioner
+from pygdist.partition.base import Partitioner, check_number
 from pygdist.partition.node_stream import place_nodes
 
 __all__ = ["FennelPartitioner"]
@@ -20,15 +18,15 @@ __all__ = ["FennelPartitioner"]
 
 @dataclass(frozen=True, kw_only=True)
 class FennelPartitioner(Partitioner):
-    r"""Gives each node to the part with the most neighbours, less what the size of the part costs.
+    r"""Assigns each node to the part with the most neighbours, less a cost of the part's size.
 
-    Fennel (Tsourakakis et al., WSDM 2014): the largest :math:`|N(v) \cap P_p| - \alpha \gamma |P_p|^{\gamma - 1}` with
-    :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`, the emptiest of equals, and no part beyond the bound. Nodes come
-    in the order of their ids; edges are read as by LDG.
+    Fennel (Tsourakakis et al., WSDM 2014) takes the largest :math:`|N(v) \cap P_p| - \alpha \gamma |P_p|^{\gamma - 1}`
+    with :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`, the emptiest part of equals, and fills none beyond the bound.
+    Nodes come in the order of their ids; edges are read as by LDG.
 
     Args:
-        gamma: The exponent :math:`\gamma` of the cost; above 1.
-        balance: The most nodes of a part, over the mean; at least 1.
+        gamma: Exponent :math:`\gamma` of the cost; above 1.
+        balance: Most nodes of a part relative to the mean; at least 1.
     """
 
     gamma: float = 1.5
@@ -37,10 +35,8 @@ class FennelPartitioner(Partitioner):
     name: ClassVar[str] = "fennel"
 
     def __post_init__(self) -> None:
-        if not 1 < self.gamma < math.inf:
-            raise InputError(f"fennel: gamma is {self.gamma}, expected a finite number above 1")
-        if not 1 <= self.balance < math.inf:
-            raise InputError(f"fennel: balance is {self.balance}, expected a finite number of at least 1")
+        check_number(self, "gamma", 1, above=True)
+        check_number(self, "balance", 1)
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

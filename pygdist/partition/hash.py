@@ -1,4 +1,4 @@
-"""A seeded hash of the node id: no structure, no memory, no surprises."""
+"""Assignment by a seeded hash of the node id, without looking at the edges."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition.base import Partitioner, check_num_parts
+from pygdist.partition.base import Partitioner, check_num_parts, check_seed
 
 __all__ = ["HashPartitioner", "mix"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HashPartitioner(Partitioner):
-    """Gives each node to the part that a hash of its id names.
+    """Assigns each node to a part by a hash of its id.
 
-    Parts are balanced in nodes and edges alike, up to chance, and almost all neighbours are remote: the baseline that
-    every other algorithm must beat, and the ownership P3 assumes (Gandhi and Iyer, OSDI 2021, Sec. 3.1). The edges are
-    not read. With few nodes a part may stay empty.
+    Parts are balanced in nodes and edges, up to chance, and almost all neighbours are on other ranks. This is the
+    baseline that every other algorithm must beat, and the ownership that P3 assumes (Gandhi and Iyer, OSDI 2021, Sec.
+    3.1). The edges are not read. With few nodes a part may stay empty.
 
     Args:
-        seed: Another seed, another assignment.
+        seed: Seed of the hash.
     """
 
     seed: int = 0
@@ -33,8 +32,7 @@ class HashPartitioner(Partitioner):
     name: ClassVar[str] = "hash"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 64:
-            raise InputError(f"hash: seed is {self.seed}, expected 0 to 2**64 - 1")
+        check_seed(self, self.seed)
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
@@ -44,7 +42,7 @@ class HashPartitioner(Partitioner):
 
 
 def mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014): every bit of the input moves every bit of the output.
+    """Hash keys by splitmix64 (Steele et al., OOPSLA 2014): every bit of the input affects every bit of the output.
 
     Args:
         values: Keys, uint64 of any shape.

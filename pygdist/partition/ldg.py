@@ -1,8 +1,7 @@
-"""Linear deterministic greedy: to the neighbours, as far as there is room."""
+"""Linear deterministic greedy: an assignment that follows the neighbours as long as a part has room."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
-from pygdist.partition.base import Partitioner
+from pygdist.partition.base import Partitioner, check_number
 from pygdist.partition.node_stream import place_nodes
 
 __all__ = ["LDGPartitioner"]
@@ -20,14 +18,14 @@ __all__ = ["LDGPartitioner"]
 
 @dataclass(frozen=True, kw_only=True)
 class LDGPartitioner(Partitioner):
-    r"""Gives each node to the part with the most neighbours, times the share of the part that is left.
+    r"""Assigns each node to the part with the most neighbours, times the share of the part that is free.
 
-    LDG (Stanton and Kliot, KDD 2012): the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`, the emptiest of equals.
-    Nodes come in the order of their ids. The edges are read once to count, and once for each part of the neighbour
-    lists that fits in memory.
+    LDG (Stanton and Kliot, KDD 2012) takes the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`, the emptiest part of
+    equals. Nodes come in the order of their ids. The edges are read once to count degrees, and once for each window of
+    nodes whose neighbour lists fit in memory.
 
     Args:
-        balance: The capacity :math:`C`: the most nodes of a part, over the mean; at least 1.
+        balance: Most nodes of a part (the capacity :math:`C`) relative to the mean; at least 1.
     """
 
     balance: float = 1.05
@@ -35,8 +33,7 @@ class LDGPartitioner(Partitioner):
     name: ClassVar[str] = "ldg"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.balance < math.inf:
-            raise InputError(f"ldg: balance is {self.balance}, expected a finite number of at least 1")
+        check_number(self, "balance", 1)
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:

@@ -1,41 +1,34 @@
-"""Libra: the least loaded of the parts that know the nodes of an edge."""
+"""Libra: an edge goes to the least loaded of the parts that hold its nodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call, require
-from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place, VertexCut
+from pygdist.partition._native import PlaceEdges, placer, require
+from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 __all__ = ["LibraPartitioner"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LibraPartitioner(BalancedEdgePartitioner):
-    """Gives each edge to the least loaded relevant part: one that holds both its nodes, else one that holds either.
+    """Assigns each edge to the least loaded part that holds both its nodes, or, if there is none, either of them.
 
-    The partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). One pass. The bound on a part's edges is ours: without it
-    a stream that follows the structure, as one sorted by node does, ends in one part.
+    This is the partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). It takes one pass. The bound on a part's edges is
+    not in the paper: without it a stream that is sorted by node ends up in one part.
 
     Args:
-        seed: Of the draw of each node's owner.
-        balance: The most edges of a part, over the mean; at least 1.
+        seed: Seed of the draw of each node's owner.
+        balance: Most edges of a part relative to the mean; at least 1.
     """
 
     name: ClassVar[str] = "libra"
 
     @override
-    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        state = cut.native(self.capacity(edges, cut.num_parts))
-
-        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-            call("place_libra", chunk, state, part)
-
-        return place
+        return placer("place_libra", cut.native(self.capacity(edges, cut.num_parts)))

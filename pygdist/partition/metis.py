@@ -1,4 +1,4 @@
-"""METIS: multilevel k-way partitioning, the quality that streaming algorithms are compared with."""
+"""METIS: multilevel k-way partitioning, the standard of quality for streaming algorithms."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class MetisPartitioner(Partitioner):
-    """Cuts few edges, with parts of nearly equal numbers of nodes (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
+    """Cuts few edges, with nearly as many nodes in each part (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
 
-    The graph is taken as undirected, without weights, duplicates and self-loops, and is held in memory: for graphs
-    that fit. With few nodes a part may stay empty.
+    The graph is taken as undirected, without weights, duplicates and self-loops, and must fit in memory. With few nodes
+    a part may stay empty.
 
     Args:
         recursive: Recursive bisection instead of direct k-way partitioning: slower, a little better for few parts.
-        library: Whose METIS: ``pyg_lib`` or ``torch_sparse``, as PyG's ``ClusterData``, or ``pymetis``. ``auto`` takes
-            the first that is installed in this order. They are built differently and do not agree node by node, so the
-            store notes which one was used.
+        library: Package that provides METIS: ``pyg_lib`` or ``torch_sparse``, as in PyG's ``ClusterData``, or
+            ``pymetis``. ``auto`` takes the first in this order that is installed. Their results differ node by node, so
+            the store records which one was used.
 
     Raises:
         InputError: If ``library`` is unknown, not installed, or was built without METIS.
@@ -49,32 +49,32 @@ class MetisPartitioner(Partitioner):
     def __post_init__(self) -> None:
         if self.library not in get_args(Library):
             raise InputError(f"metis: library is '{self.library}', expected one of {', '.join(get_args(Library))}")
-        known = metis_libraries()
-        if self.library not in ("auto", *known):
+        installed = metis_libraries()
+        if self.library not in ("auto", *installed):
             raise InputError(
-                f"metis: {self.library} is not installed, or was built without METIS; there is {', '.join(known)}"
+                f"metis: {self.library} is not installed, or was built without METIS; use {', '.join(installed)}"
             )
         if self.library == "auto":
-            object.__setattr__(self, "library", known[0])
+            object.__setattr__(self, "library", installed[0])
 
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
         check_num_parts(edges.num_nodes, num_parts)
         graph = _undirected(edges)
-        if num_parts == 1 or graph.nnz == 0:  # METIS wants something to cut
+        if num_parts == 1 or graph.nnz == 0:  # METIS refuses a graph without edges
             return (np.arange(edges.num_nodes) % num_parts).astype(np.int32)
         run = {"pyg_lib": _pyg_lib, "torch_sparse": _torch_sparse, "pymetis": _pymetis}[self.library]
         return run(graph.indptr.astype(np.int64), graph.indices.astype(np.int64), num_parts, self.recursive)
 
 
 def metis_libraries() -> tuple[str, ...]:
-    """The installed libraries that METIS can be called through, in the order of preference."""
-    found = []
+    """Return the installed packages that provide METIS, in the order of preference."""
+    libraries = []
     if pyg_typing.WITH_METIS:
-        found.append("pyg_lib")
+        libraries.append("pyg_lib")
     if importlib.util.find_spec("torch_sparse") is not None and _torch_sparse_has_metis():
-        found.append("torch_sparse")
-    return (*found, "pymetis")
+        libraries.append("torch_sparse")
+    return (*libraries, "pymetis")
 
 
 def _torch_sparse_has_metis() -> bool:
@@ -88,7 +88,7 @@ def _torch_sparse_has_metis() -> bool:
 
 
 def _undirected(edges: EdgeStream) -> sparse.csr_array:
-    """The symmetric adjacency without duplicates and self-loops."""
+    """Return the symmetric adjacency without duplicates and self-loops."""
     ends = np.concatenate([np.empty((2, 0), dtype=np.int64), *edges.chunks()], axis=1)
     ends = ends[:, ends[0] != ends[1]]
     ends = np.concatenate([ends, ends[::-1]], axis=1)

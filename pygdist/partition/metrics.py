@@ -1,7 +1,7 @@
-"""How good a partition is: what crosses between parts, and how even the work is.
+"""Measures of a partition: rows that cross between parts, and balance of the work.
 
-The figures come from a stream of edges (:func:`measure`) or from the ``meta.json`` of a store that exists already
-(:meth:`PartitionMetrics.from_meta`), and are the same.
+They come from a stream of edges (:func:`measure`) or, with the same values, from the ``meta.json`` of a store
+(:meth:`PartitionMetrics.from_meta`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _TABLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionMetrics:
-    """Figures of a partition into P parts by node owner.
+    """Measures of a partition of nodes into P parts.
 
     Attributes:
         num_nodes: Nodes of each part; int64 of shape ``(P,)``.
         num_edges: In-edges of each part's nodes; shape ``(P,)``.
         num_train: Training nodes of each part; shape ``(P,)``.
         edge_cut: Edges whose ends have different owners.
-        rows: ``rows[i, j]`` is how many rows part i sends to part j in one hop: the nodes of i that have an edge into
-            j. Shape ``(P, P)``, zero diagonal.
+        rows: ``rows[i, j]`` is the number of rows that part i sends to part j in one hop: the nodes of i with an edge
+            into j. Shape ``(P, P)``, zero diagonal.
     """
 
     num_nodes: NDArray[np.int64]
@@ -41,7 +41,7 @@ class PartitionMetrics:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> PartitionMetrics:
-        """The figures of a store, from its ``meta.json``."""
+        """Read the measures of a store from its ``meta.json``."""
         parts = meta["parts"]
         return cls(
             num_nodes=np.array([part["num_owned"] for part in parts], dtype=np.int64),
@@ -58,17 +58,17 @@ class PartitionMetrics:
 
     @property
     def num_halo(self) -> NDArray[np.int64]:
-        """Rows of others that each part needs for one hop; shape ``(P,)``."""
+        """Halo rows of each part for one hop; shape ``(P,)``."""
         return np.asarray(self.rows.sum(axis=0))
 
     @property
     def replication_factor(self) -> float:
-        """Mean number of parts that hold a row of a node, as owner or as halo."""
+        """Mean number of parts that hold a node's row, as owner or as halo."""
         num_nodes = int(self.num_nodes.sum())
         return 1 + int(self.rows.sum()) / max(num_nodes, 1)
 
     def volume(self, width: int, *, itemsize: int = 4) -> int:
-        """Bytes that cross between parts in one layer: rows x width x bytes of a value; backward takes the same again.
+        """Return the bytes that cross between parts in the forward pass of a layer; the backward pass sends as many.
 
         Args:
             width: Values of a row in that layer.
@@ -78,12 +78,12 @@ class PartitionMetrics:
 
     @property
     def balance(self) -> dict[str, float]:
-        """Largest part over mean part, of ``nodes``, ``edges`` and ``train_nodes``; 1 is perfect, P the worst."""
+        """Largest part over mean part, for ``nodes``, ``edges`` and ``train_nodes``; 1 is perfect, P the worst."""
         loads = {"nodes": self.num_nodes, "edges": self.num_edges, "train_nodes": self.num_train}
         return {name: float(load.max() / load.mean()) if load.any() else 1.0 for name, load in loads.items()}
 
     def totals(self) -> dict[str, int | float]:
-        """The headline figures, by the names that ``meta.json`` uses."""
+        """Return the measures of the whole graph, by their names in ``meta.json``."""
         num_edges = int(self.num_edges.sum())
         return {
             "num_parts": self.num_parts,
@@ -97,7 +97,7 @@ class PartitionMetrics:
         }
 
     def summary(self) -> list[dict[str, int]]:
-        """One row per part for a table: nodes, edges, training nodes, halo rows, rows sent in one hop."""
+        """Return a table with one row per part: nodes, edges, training nodes, halo rows, rows sent in one hop."""
         columns = {
             "part": np.arange(self.num_parts),
             "nodes": self.num_nodes,
@@ -117,15 +117,15 @@ def measure(
     train_mask: NDArray[np.bool_] | None = None,
     table_bytes: int = _TABLE_BYTES,
 ) -> PartitionMetrics:
-    """The figures of a partition, from its edges.
+    """Measure a partition from the edges of the graph.
 
     Args:
         edges: The graph.
         part: Owner of each node, integers of shape ``(N,)``.
         num_parts: Number of parts, P.
         train_mask: Training nodes, bool of shape ``(N,)``; none by default.
-        table_bytes: Memory for the table of which node is needed where. Where ``N * P`` bytes are more, the stream is
-            read again for each group of parts that fits.
+        table_bytes: Memory for the table of nodes by parts that need them. If its ``N * P`` bytes are more, the stream
+            is read again for each group of parts that fits.
     """
     num_nodes = edges.num_nodes
     rows = np.zeros((num_parts, num_parts), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Neighbour lists from a stream of edges, for a window of nodes at a time: for methods that stream nodes."""
+"""Neighbour lists from a stream of edges, for a window of nodes at a time; for partitioners that stream nodes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _WINDOW_ENDS = 1 << 27  # edge ends at a time: 512 MiB
 def neighbour_lists(
     edges: EdgeStream, *, window_ends: int = _WINDOW_ENDS
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
-    """The neighbours of all nodes, in the order of the nodes; one pass to count, and one for each window.
+    """Yield the neighbours of all nodes, in the order of the nodes; one pass to count, and one for each window.
 
     Args:
-        edges: The graph; directions do not count. A self-loop is listed twice, an edge and its reverse both.
-        window_ends: Edge ends in memory at a time, but no fewer than one node's.
+        edges: The graph, taken as undirected. A self-loop is listed twice, and so is an edge with its reverse.
+        window_ends: Edge ends in memory at a time, but at least those of one node.
 
     Yields:
-        Arrays that are valid until the next window comes: the first node of a window; where each of its nodes' lists
-        begins, int64 of shape ``(n + 1,)``; and the neighbours, int32, in the order of the stream.
+        The first node of a window; the beginning of each of its nodes' lists, int64 of shape ``(n + 1,)``; and the
+        neighbours, int32, in the order of the stream. The arrays are valid until the next window.
     """
     offsets = np.zeros(edges.num_nodes + 1, dtype=np.int64)
     np.cumsum(count_degrees(edges), out=offsets[1:])
@@ -42,11 +42,11 @@ def neighbour_lists(
 
 
 def _windows(offsets: NDArray[np.int64], window_ends: int) -> list[tuple[int, int]]:
-    """First and last node of each window."""
-    found, first, num_nodes = [], 0, len(offsets) - 1
+    """Return the first node of each window, and the one after its last."""
+    windows, first, num_nodes = [], 0, len(offsets) - 1
     while first < num_nodes:
         last = int(np.searchsorted(offsets, offsets[first] + window_ends, side="right")) - 1
         last = min(max(last, first + 1), num_nodes)
-        found.append((first, last))
+        windows.append((first, last))
         first = last
-    return found
+    return windows

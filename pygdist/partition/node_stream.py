@@ -1,4 +1,4 @@
-"""What LDG and Fennel share: nodes come one by one, each with its neighbours, and stay where they are put."""
+"""The loop of LDG and Fennel: nodes come one by one, each with its neighbours, and are assigned once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ __all__ = ["place_nodes"]
 def place_nodes(
     name: str, edges: EdgeStream, num_parts: int, *, balance: float, fennel: bool, alpha: float = 0, gamma: float = 0
 ) -> NDArray[np.int32]:
-    """The part of each node, in the order of their ids.
+    """Assign nodes in the order of their ids.
 
     Args:
-        name: The partitioner, for messages.
-        edges: The graph; directions do not count.
+        name: Name of the partitioner, for messages.
+        edges: The graph, taken as undirected.
         num_parts: Number of parts.
-        balance: The most nodes of a part, over the mean.
-        fennel: Subtract the cost of a full part; else multiply by the share that is left of it.
+        balance: Most nodes of a part relative to the mean.
+        fennel: Subtract a cost of the part's size from its neighbours (Fennel); otherwise multiply the neighbours by
+            the share of the part that is free (LDG).
         alpha: Weight of the cost.
         gamma: Exponent of the cost.
 
     Returns:
-        int32 of shape ``(N,)``.
+        The part of each node; int32 of shape ``(N,)``.
     """
     check_num_parts(edges.num_nodes, num_parts)
     require(name, edges.num_nodes)

@@ -1,6 +1,6 @@
-"""Pictures of a partition: who sends what to whom in one hop, and how much each part has to do.
+"""Plots of a partition: the rows that parts send to each other in one hop, and the load of each part.
 
-Takes the figures as they are in memory or in a store's ``meta.json``. matplotlib is imported when something is drawn.
+They take the measures of a partition or a store's ``meta.json``. matplotlib is imported when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_load", "plot_traffic"]
 
-_MOST_NUMBERS = 16  # parts up to which every cell has its number
+_MOST_NUMBERS = 16  # parts up to which every cell shows its number
 
 
 def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
-    """Draw who sends how many rows to whom in one hop, as a heat map with numbers.
+    """Draw the rows that each part sends to each other part in one hop, as a heat map with numbers.
 
     Args:
-        metrics: The figures of a partition, or what ``meta.json`` says.
-        ax: Where to draw; a new figure by default.
+        metrics: The measures of a partition, or the contents of ``meta.json``.
+        ax: The axes to draw on; those of a new figure by default.
 
     Returns:
-        The axes; the sender is the row, the receiver the column.
+        The axes; senders are rows, receivers are columns.
 
     Example:
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash")
@@ -58,8 +58,8 @@ def plot_load(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None 
     """Draw the nodes, edges and halo rows of each part, as a share of all nodes or edges.
 
     Args:
-        metrics: The figures of a partition, or what ``meta.json`` says.
-        ax: Where to draw; a new figure by default.
+        metrics: The measures of a partition, or the contents of ``meta.json``.
+        ax: The axes to draw on; those of a new figure by default.
 
     Returns:
         The axes, with a group of bars for each part. A dashed line marks the even share.

@@ -1,38 +1,32 @@
-"""A hash of both ends of an edge: the baseline of vertex-cuts."""
+"""Random placement of edges, the baseline of vertex-cuts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import call, require
-from pygdist.partition.vertex_cut import EdgePartitioner, Place, VertexCut, marked
+from pygdist.partition._native import PlaceEdges, placer, require
+from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut, marked
 
 __all__ = ["RandomEdgePartitioner"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEdgePartitioner(EdgePartitioner):
-    """Gives each edge to the part that a hash of its two ends names: an edge and its reverse lie together.
+    """Assigns each edge to a part by a hash of its two ends; an edge and its reverse go to the same part.
 
     PowerGraph's random placement (Gonzalez et al., OSDI 2012, Sec. 5.1).
 
     Args:
-        seed: Another seed, another assignment.
+        seed: Seed of the hash.
     """
 
     name: ClassVar[str] = "random"
 
     @override
-    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-
-        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-            call("place_random", chunk, cut.num_parts, self.seed, part)
-
-        return marked(cut, place)
+        return marked(cut, placer("place_random", cut.num_parts, self.seed))

@@ -1,4 +1,4 @@
-"""From a graph to a store on disk, in one call: assign the nodes, cut, write, and say what it took."""
+"""Partitions a graph and writes its store in one call, with measures of the result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
@@ -45,31 +47,30 @@ def partition_graph(
     progress: Progress | None = None,
     **args: Any,
 ) -> dict[str, Any]:
-    """Partition a graph and write its store; a finished store of the same is left alone.
+    """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
     Args:
-        source: The graph, as :func:`pygdist.graph.prepare` returns it; in files, which are read as streams; or any
-            stream with what goes with it.
-        folder: Where the store goes; it appears when it is complete.
-        num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit it.
+        source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a
+            stream with the fields of its nodes and edges.
+        folder: Folder of the store; it appears when it is complete.
+        num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit.
         partitioner: A name, a class path, or an instance.
-        notes: What preprocessing did, for ``meta.json``, of a ``Data``.
+        notes: Notes of preprocessing on a ``Data``, for ``meta.json``.
         num_classes: Number of classes; by default that of ``source``.
-        fingerprint: What tells this graph from others, where it is known already; :func:`pygdist.graph.fingerprint` of
-            a ``Data``.
-        num_hops: How far the halo of a part reaches.
-        placement: *nodes*: a part knows which rows its halo is, and fetches them. *replicas*: it has their features and
-            edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop and replicas for more.
+        fingerprint: Identifies the graph; by default it is computed (:func:`pygdist.graph.fingerprint`).
+        num_hops: Hops that the halo of a part reaches.
+        placement: *nodes*: a part knows the ids of its halo rows, and fetches them. *replicas*: it has their features
+            and edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop, replicas for more.
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
 
     Returns:
-        What ``meta.json`` says; with ``seconds`` and ``edges_per_second`` of the assignment.
+        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment.
 
     Raises:
-        InputError: If the partitioner is not known or cannot cut the graph so, ``num_hops`` does not fit ``placement``,
-            the graph cannot be read, or the folder cannot be written.
+        InputError: If the partitioner is unknown or cannot divide the graph so, ``num_hops`` does not fit
+            ``placement``, the graph cannot be read, or the folder cannot be written.
 
     Example:
         >>> data, notes = prepare(load_graph("sbm"))
@@ -77,112 +78,107 @@ def partition_graph(
         >>> PartitionMetrics.from_meta(meta).summary()
     """
     chosen = resolve_partitioner(partitioner, **args)
-    job = _Job(chosen, num_parts, num_hops, placement_of(num_hops, placement))
-    wanted = {
-        "num_hops": num_hops,
-        "placement": job.placement.name,
-        "method": chosen.name or f"{type(chosen).__module__}.{type(chosen).__qualname__}",
-        "arguments": chosen.arguments(),
-        **(
-            {"device_memory": vars(num_parts)} if isinstance(num_parts, DeviceMemory) else {"num_parts": int(num_parts)}
-        ),
-    }
-    if isinstance(source, GraphFiles):
-        files = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
-        wanted["fingerprint"] = fingerprint or files.fingerprint()
-
-        def build(place: Path) -> dict[str, Any]:
-            return _read_and_partition(files, place, job, progress)
+    job = _Job(chosen, num_parts, num_hops, placement_of(num_hops, placement), progress)
+    graph: GraphFiles | WholeGraph
+    if isinstance(source, Data):
+        graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
+        fingerprint = fingerprint or content_of(source)
     else:
-        if isinstance(source, Data):
-            graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
-            content = fingerprint or content_of(source)
-        else:
-            graph = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
-            content = fingerprint or graph.fingerprint()
-        wanted |= {"fingerprint": content, "num_classes": graph.num_classes}
-
-        def build(place: Path) -> dict[str, Any]:
-            return _partition(graph, place, job)
-
-    return build_store(folder, wanted, build, overwrite=overwrite)
+        graph = source if num_classes is None else dataclasses.replace(source, num_classes=num_classes)
+    wanted = job.identity() | {"fingerprint": fingerprint or graph.fingerprint()}
+    if isinstance(graph, WholeGraph):
+        wanted["num_classes"] = graph.num_classes
+    return build_store(folder, wanted, partial(job.run, graph), overwrite=overwrite)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done with a graph."""
+    """The arguments of a partition, and the steps that write it."""
 
     partitioner: Partitioner
     num_parts: int | DeviceMemory
     num_hops: int
     placement: Placement
+    progress: Progress | None
 
+    def identity(self) -> dict[str, Any]:
+        """Return the entries of ``meta.json`` that distinguish this partition of a graph from others."""
+        kind, size = type(self.partitioner), self.num_parts
+        return {
+            "num_hops": self.num_hops,
+            "placement": self.placement.name,
+            "method": self.partitioner.name or f"{kind.__module__}.{kind.__qualname__}",
+            "arguments": self.partitioner.arguments(),
+            **({"device_memory": vars(size)} if isinstance(size, DeviceMemory) else {"num_parts": int(size)}),
+        }
 
-def _read_and_partition(files: GraphFiles, place: Path, job: _Job, progress: Progress | None) -> dict[str, Any]:
-    scratch = place / "scratch"
-    scratch.mkdir()
-    start = time.perf_counter()
-    graph = files.open(scratch, progress=progress)
-    seconds = time.perf_counter() - start
-    figures = _partition(graph, place, job)
-    shutil.rmtree(scratch)
-    return figures | {"seconds_reading": seconds}
+    def run(self, graph: GraphFiles | WholeGraph, folder: Path) -> dict[str, Any]:
+        """Read, assign and write; return all other entries of ``meta.json``."""
+        if isinstance(graph, WholeGraph):
+            return self._partition(graph, folder)
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        start = time.perf_counter()
+        opened = graph.open(scratch, progress=self.progress)
+        seconds = time.perf_counter() - start
+        figures = self._partition(opened, folder)
+        shutil.rmtree(scratch)
+        return figures | {"seconds_reading": seconds}
 
-
-def _partition(graph: WholeGraph, place: Path, job: _Job) -> dict[str, Any]:
-    """Assign and write; all entries of ``meta.json`` that follow."""
-    if isinstance(job.num_parts, DeviceMemory):
-        num_parts, found, seconds = _fit(graph, job, job.num_parts)
-    else:
-        num_parts = int(job.num_parts)  # a numpy integer is no int to JSON
-        found, seconds = _assign(graph.edges, job.partitioner, num_parts)
-    start = time.perf_counter()
-    written = write_graph(graph, found.part, place, num_parts, num_hops=job.num_hops, placement=job.placement.name)
-    metrics = PartitionMetrics.from_meta(written)
-    itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
-    return {
-        **metrics.totals(),
-        "bytes_per_layer": metrics.volume(written["num_features"], itemsize=itemsize),
-        **written,
-        **found.figures,
-        "seconds": seconds,
-        "edges_per_second": graph.edges.num_edges / max(seconds, 1e-9),
-        "seconds_writing": time.perf_counter() - start,
-    }
-
-
-def _assign(edges: EdgeStream, partitioner: Partitioner, num_parts: int) -> tuple[Assignment, float]:
-    """The owners, checked, and the seconds it took."""
-    name = partitioner.name or type(partitioner).__name__
-    enter_stage(edges.progress, name)
-    start = time.perf_counter()
-    found = partitioner.run(edges, num_parts)
-    seconds = time.perf_counter() - start
-    log.info("%s assigned %d nodes to %d parts in %.2f s", name, edges.num_nodes, num_parts, seconds)
-    return Assignment(part=check_part(found.part, edges.num_nodes, num_parts), figures=found.figures), seconds
-
-
-def _fit(graph: WholeGraph, job: _Job, memory: DeviceMemory) -> tuple[int, Assignment, float]:
-    """As few parts as fit the devices, their owners, and the seconds that these took."""
-    edges, size = graph.edges, GraphBytes.of(graph)
-    with_rim = job.placement.has_surroundings
-    fitting: dict[int, tuple[Assignment, float]] = {}
-
-    def largest_of(num_parts: int) -> int:
-        found = _assign(edges, job.partitioner, num_parts)
-        enter_stage(edges.progress, "measuring")
-        part = found[0].part
-        if job.num_hops > 1:
-            rows, num_edges = surroundings(edges, part, num_parts, job.num_hops)
-            largest = size.largest_around(np.bincount(part, minlength=num_parts), rows, num_edges)
+    def _partition(self, graph: WholeGraph, folder: Path) -> dict[str, Any]:
+        if isinstance(self.num_parts, DeviceMemory):
+            num_parts, assignment, seconds = self._fit(graph, self.num_parts)
         else:
-            largest = size.largest(measure(edges, part, num_parts), with_rim=with_rim)
-        if largest <= memory.budget:
-            fitting.clear()  # a later one that fits has fewer parts
-            fitting[num_parts] = found
-        sizes = largest / _GIB, memory.budget / _GIB
-        log.info("%d parts: the largest takes %.3g GiB, there is room for %.3g", num_parts, *sizes)
-        return largest
+            num_parts = int(self.num_parts)  # a numpy integer is no int to JSON
+            assignment, seconds = self._assign(graph.edges, num_parts)
+        start = time.perf_counter()
+        written = write_graph(
+            graph, assignment.part, folder, num_parts, num_hops=self.num_hops, placement=self.placement.name
+        )
+        metrics = PartitionMetrics.from_meta(written)
+        itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
+        return {
+            **metrics.totals(),
+            "bytes_per_layer": metrics.volume(written["num_features"], itemsize=itemsize),
+            **written,
+            **assignment.figures,
+            "seconds": seconds,
+            "edges_per_second": graph.edges.num_edges / max(seconds, 1e-9),
+            "seconds_writing": time.perf_counter() - start,
+        }
 
-    num_parts = memory.search(size.whole(edges.num_nodes, edges.num_edges), edges.num_nodes, largest_of)
-    return num_parts, *fitting[num_parts]
+    def _assign(self, edges: EdgeStream, num_parts: int) -> tuple[Assignment, float]:
+        """Run the partitioner and check its result; also return the seconds that it took."""
+        name = self.partitioner.name or type(self.partitioner).__name__
+        enter_stage(edges.progress, name)
+        start = time.perf_counter()
+        assignment = self.partitioner.run(edges, num_parts)
+        seconds = time.perf_counter() - start
+        log.info("%s assigned %d nodes to %d parts in %.2f s", name, edges.num_nodes, num_parts, seconds)
+        part = check_part(assignment.part, edges.num_nodes, num_parts)
+        return dataclasses.replace(assignment, part=part), seconds
+
+    def _fit(self, graph: WholeGraph, memory: DeviceMemory) -> tuple[int, Assignment, float]:
+        """Return the fewest parts that fit the devices, their assignment, and the seconds that it took."""
+        edges, size = graph.edges, GraphBytes.of(graph)
+        fitting: dict[int, tuple[Assignment, float]] = {}
+
+        def largest_of(num_parts: int) -> int:
+            assignment, seconds = self._assign(edges, num_parts)
+            largest = self._largest_part(edges, size, assignment.part, num_parts)
+            sizes = largest / _GIB, memory.budget / _GIB
+            log.info("%d parts: the largest takes %.3g GiB, there is room for %.3g", num_parts, *sizes)
+            if largest <= memory.budget:
+                fitting.clear()  # a later one that fits has fewer parts
+                fitting[num_parts] = assignment, seconds
+            return largest
+
+        num_parts = memory.search(size.whole(edges.num_nodes, edges.num_edges), edges.num_nodes, largest_of)
+        return num_parts, *fitting[num_parts]
+
+    def _largest_part(self, edges: EdgeStream, size: GraphBytes, part: NDArray[np.int32], num_parts: int) -> int:
+        enter_stage(edges.progress, "measuring")
+        if self.num_hops > 1:
+            rows, num_edges = surroundings(edges, part, num_parts, self.num_hops)
+            return size.largest_around(np.bincount(part, minlength=num_parts), rows, num_edges)
+        return size.largest(measure(edges, part, num_parts), with_rim=self.placement.has_surroundings)

@@ -1,4 +1,4 @@
-"""How many parts: the smallest number whose parts fit the memory of the devices (CATGNN, Sec. 3.2)."""
+"""Finds the smallest number of parts that fit the memory of the devices (CATGNN, Sec. 3.2)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _GIB = 2**30
 _TABLE_BYTES = 1 << 28
 _DEGREE_BYTES = 5 * 8  # of a row of `in_degree`
 _LEAST_GROWTH = 1.25  # of the number of parts from one try to the next
-_LEAST_GAIN = 0.9  # of what is too much; where less goes so often in a row, more parts do not help
-_PATIENCE = 3
+# more parts do not help if the excess stays above this share of the excess before, so many times in a row
+_LEAST_GAIN, _PATIENCE = 0.9, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBytes:
-    """What a graph takes in the memory of a rank.
+    """The memory that a graph takes on a rank.
 
     Attributes:
         per_node: Bytes of an owned row: features, label, masks, id and offset.
@@ -41,38 +41,38 @@ class GraphBytes:
 
     @classmethod
     def of(cls, graph: WholeGraph) -> GraphBytes:
-        """The bytes of a graph as it is stored; edges that will be merged count one by one."""
+        """Measure a graph as it will be stored; duplicate edges that will be merged count separately."""
         width = {name: _row_bytes(name, value) for name, value in graph.fields.items()}
         of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
         per_node = sum(width.values()) - of_edges + 16
         return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)
 
     def whole(self, num_nodes: int, num_edges: int) -> int:
-        """The bytes of all."""
+        """Return the bytes of the whole graph."""
         return num_nodes * self.per_node + num_edges * self.per_edge
 
     def largest(self, metrics: PartitionMetrics, *, with_rim: bool = False) -> int:
-        """The bytes of the largest part with its halo of one hop.
+        """Return the bytes of the largest part with its halo of one hop.
 
         Args:
             metrics: The parts.
-            with_rim: In the placement *replicas*: the edges into the halo too, the cut edges seen from the other side.
-                How many a part has is taken to go by its halo. For more hops see :meth:`largest_around`.
+            with_rim: For the placement *replicas*: add the edges into the halo. There are as many as cut edges; each
+                part is assumed to have a share in proportion to its halo. For more hops see :meth:`largest_around`.
         """
         num_halo, num_edges = metrics.num_halo, metrics.num_edges.astype(float)
-        found = metrics.num_nodes * self.per_node + num_halo * self.per_halo
+        rows = metrics.num_nodes * self.per_node + num_halo * self.per_halo
         if with_rim:
-            found = found + (metrics.num_nodes + num_halo) * _DEGREE_BYTES
+            rows = rows + (metrics.num_nodes + num_halo) * _DEGREE_BYTES
             num_edges += metrics.edge_cut * num_halo / max(num_halo.sum(), 1)
-        return int((found + num_edges * self.per_edge).max())
+        return int((rows + num_edges * self.per_edge).max())
 
     def largest_around(self, num_nodes: NDArray[np.int64], num_rows: NDArray[np.int64], num_edges: NDArray[Any]) -> int:
-        """The bytes of the largest part in the placement *replicas*, with a halo of any number of hops.
+        """Return the bytes of the largest part in the placement *replicas*, with a halo of any number of hops.
 
         Args:
             num_nodes: Owned nodes of each part.
-            num_rows: All rows of each, as :func:`surroundings` counts them.
-            num_edges: All edges of each.
+            num_rows: All rows of each part, as :func:`surroundings` counts them.
+            num_edges: All edges of each part, likewise.
         """
         rows = num_nodes * self.per_node + (num_rows - num_nodes) * self.per_halo + num_rows * _DEGREE_BYTES
         return int((rows + num_edges * self.per_edge).max())
@@ -81,18 +81,18 @@ class GraphBytes:
 def surroundings(
     edges: EdgeStream, part: NDArray[Any], num_parts: int, num_hops: int, *, table_bytes: int = _TABLE_BYTES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many rows and edges each part has with all that is ``num_hops`` around it.
+    """Count the rows and edges of each part with all rows within ``num_hops`` hops.
 
-    Counted, not estimated: a pass over the edges for each hop and one for the edges at the rim, which are those from
-    nearer rows, and self-loops (:class:`~pygdist.graph.surroundings.Surroundings`).
+    Nothing is estimated: there is a pass over the edges for each hop, and one for the edges into the outermost rows,
+    which are those from nearer rows, and self-loops (:class:`~pygdist.graph.surroundings.Surroundings`).
 
     Args:
         edges: The graph.
         part: Owner of each node, integers of shape ``(N,)``.
         num_parts: Number of parts, P.
-        num_hops: How far the rows reach, at least 1.
-        table_bytes: Memory for the tables of which node is near which part. Where ``2 N P`` bytes are more, the stream
-            is read again for each group of parts that fits.
+        num_hops: Number of hops, at least 1.
+        table_bytes: Memory for the tables of nodes by parts. If their ``2 N P`` bytes are more, the stream is read
+            again for each group of parts that fits.
 
     Returns:
         Rows, the owned ones included, and edges; int64 of shape ``(P,)``.
@@ -105,27 +105,27 @@ def surroundings(
         for _ in range(num_hops):
             inner, reached = reached, reached.copy()
             for source, target in edges.chunks():
-                for held, found in zip(inner, reached, strict=True):
-                    found[source[held[target]]] = True
+                for inside, rows in zip(inner, reached, strict=True):
+                    rows[source[inside[target]]] = True
         num_rows[group] = reached.sum(axis=1)
         for source, target in edges.chunks():
             loop = source == target
-            for number, held, found in zip(group, inner, reached, strict=True):
-                num_edges[number] += np.count_nonzero(held[target] | (found[target] & (held[source] | loop)))
+            for number, inside, rows in zip(group, inner, reached, strict=True):
+                num_edges[number] += np.count_nonzero(inside[target] | (rows[target] & (inside[source] | loop)))
     return num_rows, num_edges
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The devices that a graph is for.
+    """The memory of the devices that will hold a graph.
 
     Args:
-        devices: Number of devices, the paper's q.
-        bytes: Memory of each, M.
-        reserve: The share of it that training needs for itself, T / M.
+        devices: Number of devices (q in the paper).
+        bytes: Memory of each (M).
+        reserve: Share of the memory that training needs for itself (T / M).
 
     Raises:
-        InputError: If a figure makes no sense.
+        InputError: If a number is out of range.
 
     Example:
         >>> partition_graph(data, "parts", num_parts=DeviceMemory(devices=4, bytes=16 * 2**30))
@@ -144,41 +144,41 @@ class DeviceMemory:
 
     @property
     def budget(self) -> float:
-        """Bytes that a part may take, M - T."""
+        """Bytes that a part may take (M - T)."""
         return self.bytes * (1 - self.reserve)
 
     def fewest(self, num_bytes: int, num_nodes: int) -> int:
-        """The paper's rule: one part for each device where the graph fits them, else as few more as it takes.
+        """Return the number of parts by the paper's rule: one for each device, or more if the graph needs more memory.
 
         Args:
-            num_bytes: Of the graph and its features.
+            num_bytes: Bytes of the graph and its features.
             num_nodes: Number of nodes.
 
         Raises:
             InputError: If there would be more parts than nodes.
         """
-        found = max(self.devices, math.ceil(num_bytes / self.budget))
-        if found > num_nodes:
+        num_parts = max(self.devices, math.ceil(num_bytes / self.budget))
+        if num_parts > num_nodes:
             raise InputError(
                 f"parts: the graph takes {num_bytes / _GIB:.3g} GiB in {num_nodes} nodes; no number of parts fits "
-                f"{self._told()}; use devices with more memory, or a smaller reserve"
+                f"{self._budget_text()}; use devices with more memory, or a smaller reserve"
             )
-        return found
+        return num_parts
 
     def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
-        """The fewest parts of which the largest fits with its halo, which is known only after a partition.
+        """Find the fewest parts of which the largest fits with its halo; that takes a partition for each number tried.
 
-        From the paper's rule the number grows, at most twofold at a time, until the parts fit; between that and the
-        last one that did not, the fewest is looked for by halving. Where a part grows with the number of parts, as a
-        heuristic may make it, a smaller number that fits can be missed.
+        The number grows from that of the paper's rule, at most twofold at a time, until the parts fit. Then the fewest
+        is found by bisection between the last two numbers. If the largest part does not shrink with each added part, a
+        smaller number that fits can be missed.
 
         Args:
-            num_bytes: Of the graph and its features.
+            num_bytes: Bytes of the graph and its features.
             num_nodes: Number of nodes.
-            largest_of: Partitions into so many parts; gives the bytes of the largest.
+            largest_of: Partitions into a number of parts and returns the bytes of the largest.
 
         Returns:
-            The number.
+            The number of parts.
 
         Raises:
             InputError: If none fits: halos have stopped shrinking, or there would be more parts than nodes.
@@ -191,8 +191,8 @@ class DeviceMemory:
             if num_parts == num_nodes or stuck == _PATIENCE:
                 raise InputError(
                     f"parts: with {num_parts} parts the largest takes {largest / _GIB:.3g} GiB with its halo, and more "
-                    f"parts do not help to fit {self._told()}; use devices with more memory, a smaller reserve, or a "
-                    "method that replicates less"
+                    f"parts do not help to fit {self._budget_text()}; use devices with more memory, a smaller reserve, "
+                    "or a method that replicates less"
                 )
             below, num_parts, before = num_parts, min(math.ceil(num_parts * factor), num_nodes), largest
             largest = largest_of(num_parts)
@@ -205,7 +205,7 @@ class DeviceMemory:
                 below = middle
         return num_parts
 
-    def _told(self) -> str:
+    def _budget_text(self) -> str:
         return f"{self.budget / _GIB:.3g} GiB ({self.bytes / _GIB:.3g} GiB less {self.reserve:.0%} for training)"
 
 

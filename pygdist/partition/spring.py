@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.partition._native import call, require
-from pygdist.partition.base import Assignment, Partitioner, check_num_parts
+from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number
 from pygdist.partition.clustering import cluster, spread
 
 __all__ = ["SpringPartitioner"]
@@ -24,19 +23,19 @@ _SHARE_OF_A_PART = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SpringPartitioner(Partitioner):
-    """Clusters the stream, merges small clusters into larger ones next to them, and deals these out to the parts.
+    """Clusters the stream, merges small clusters into larger ones next to them, and assigns these to parts.
 
-    SPRING, the partitioner of CATGNN (Algorithm 1): streaming clustering bounded by volume; merging, the smallest
-    first, into the cluster of the richest neighbour of any member, as long as the result fits a part; assignment of the
-    merged clusters, the largest first, to the part with the fewest nodes. Two passes over the edges.
+    This is SPRING, the partitioner of CATGNN (Algorithm 1). Clustering is bounded by volume. Then clusters are merged,
+    the smallest first, into the cluster of the neighbour of highest degree of any member, as long as the result fits a
+    part. Last, they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the
+    edges.
 
     Args:
-        volume: The volume threshold of the clustering, as a share of the sum of all degrees; the paper does not say
-            how it chooses it. By default a quarter of a part's, 1 / (4 P): with a whole part's, clusters that grow
-            past it leave parts of up to 2.5 times the mean; below, the replication factor no longer changes
-            (``experiments/catgnn``).
-        balance: No merging beyond so many nodes, over the mean part; at least 1. A cluster that the stream left larger
-            stays so, and parts get whole clusters: they may be larger too.
+        volume: Largest volume of a cluster in the clustering, as a share of the sum of all degrees; the paper does not
+            give it. The default is a quarter of a part's, 1 / (4 P): with a whole part's, parts get up to 2.5 times the
+            mean; with less than the default, the replication factor no longer changes (``experiments/catgnn``).
+        balance: Most nodes of a merged cluster relative to the mean part; at least 1. Clusters that the clustering made
+            larger are not split, and parts get whole clusters, so a part may have more nodes.
     """
 
     volume: float | None = None
@@ -45,22 +44,21 @@ class SpringPartitioner(Partitioner):
     name: ClassVar[str] = "spring"
 
     def __post_init__(self) -> None:
-        if self.volume is not None and not 0 < self.volume < math.inf:
-            raise InputError(f"spring: volume is {self.volume}, expected a share above 0")
-        if not 1 <= self.balance < math.inf:
-            raise InputError(f"spring: balance is {self.balance}, expected a finite number of at least 1")
+        if self.volume is not None:
+            check_number(self, "volume", 0, above=True)
+        check_number(self, "balance", 1)
 
     @override
     def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
         check_num_parts(edges.num_nodes, num_parts)
         require(self.name, edges.num_nodes)
         share = _SHARE_OF_A_PART / num_parts if self.volume is None else self.volume
-        found = cluster(edges, share * 2 * edges.num_edges, strict=False, richest=True)
-        before, after = ctypes.c_int32(0), ctypes.c_int32(found.num_clusters)
+        clusters = cluster(edges, share * 2 * edges.num_edges, strict=False, richest=True)
+        before, after = ctypes.c_int32(0), ctypes.c_int32(clusters.num_clusters)
         limit = min(math.floor(self.balance * edges.num_nodes / num_parts), edges.num_nodes)
-        sizes = (edges.num_nodes, found.degree, found.richest, limit)
-        call("merge_clusters", None, *sizes, found.cluster, after, before)
-        part = dealt(found.cluster, after.value, num_parts)
+        sizes = (edges.num_nodes, clusters.degree, clusters.richest, limit)
+        call("merge_clusters", None, *sizes, clusters.cluster, after, before)
+        part = dealt(clusters.cluster, after.value, num_parts)
         figures = {"num_clusters": before.value, "num_merged_clusters": after.value, "volume_share": share}
         return Assignment(part=part, figures=figures)
 
@@ -70,7 +68,7 @@ class SpringPartitioner(Partitioner):
 
 
 def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDArray[np.int32]:
-    """Clusters to parts: the largest first, each to the part with the fewest nodes; then nodes without a cluster.
+    """Assign clusters, the largest first, each to the part with the fewest nodes; then nodes without a cluster.
 
     Args:
         cluster: Cluster of each node, -1 for none; int32 of shape ``(N,)``.
@@ -81,17 +79,17 @@ def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDAr
         The part of each node; int32 of shape ``(N,)``.
     """
     seen = cluster >= 0
-    part_of = spread(np.bincount(cluster[seen], minlength=num_clusters), num_parts)
+    part_of_cluster = spread(np.bincount(cluster[seen], minlength=num_clusters), num_parts)
     part = np.empty(len(cluster), dtype=np.int32)
-    part[seen] = part_of[cluster[seen]]
-    # one by one to the emptiest part is the same as filling the parts up to one level
+    part[seen] = part_of_cluster[cluster[seen]]
+    # assigning nodes one by one to the emptiest part is the same as filling the parts up to one level
     counts = np.bincount(part[seen], minlength=num_parts)
     part[~seen] = np.repeat(np.arange(num_parts), filled(counts, int(np.count_nonzero(~seen))))
     return part
 
 
 def filled(counts: NDArray[np.int64], added: int) -> NDArray[np.int64]:
-    """How many of ``added`` nodes each part gets if each goes to the emptiest."""
+    """Return the number of ``added`` nodes that each part gets if each node goes to the emptiest part."""
     order = np.argsort(counts, kind="stable")
     level = counts[order]
     reached = np.cumsum(level)
@@ -102,7 +100,7 @@ def filled(counts: NDArray[np.int64], added: int) -> NDArray[np.int64]:
     total = int(reached[k - 1]) + added
     target = np.full(k, total // k)
     target[: total % k] += 1
-    given = np.zeros(len(level), dtype=np.int64)
-    raised = np.sort(order[:k])  # of equals the first one gets more
-    given[raised] = target - counts[raised]
-    return given
+    gained = np.zeros(len(level), dtype=np.int64)
+    raised = np.sort(order[:k])  # of equal parts the first one gets more
+    gained[raised] = target - counts[raised]
+    return gained

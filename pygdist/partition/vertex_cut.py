@@ -1,14 +1,13 @@
-"""Vertex-cuts: each edge goes to one part, and a node is wherever its edges are. The extension point for such methods.
+"""Vertex-cuts: each edge is assigned to one part, and a node is in every part that has one of its edges.
 
-A vertex-cut becomes node ownership as CATGNN makes it (Sec. 3.2): one of the parts that hold a node, drawn by a hash,
-is its owner, and what it lacks of the node's neighbours is added when the parts are written.
+:class:`EdgePartitioner` is the base class of such methods. As in CATGNN (Sec. 3.2), one of the parts that hold a node,
+drawn by a hash, becomes its owner; in-edges that the owner lacks are added when the parts are written.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.native import NativePlacement, load
-from pygdist.partition._native import call
-from pygdist.partition.base import Assignment, Partitioner, check_num_parts
+from pygdist.partition._native import PlaceEdges, call
+from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number, check_seed
 from pygdist.partition.hash import mix
 
-__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "Place", "VertexCut", "marked"]
+__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut", "marked"]
 
 _NODES_AT_A_TIME = 1 << 20
 
 
 @dataclass(kw_only=True)
 class VertexCut:
-    """Which parts hold each node, and how many edges each part has.
+    """The parts that hold each node, and the number of edges of each part.
 
     Attributes:
         num_parts: Number of parts, P.
-        replicas: One bit for each node and part; uint64 of shape ``(N, ceil(P / 64))``.
+        replicas: One bit for each node and part, set if the part holds the node; uint64 of shape
+            ``(N, ceil(P / 64))``.
         num_edges: Edges of each part; int64 of shape ``(P,)``.
     """
 
@@ -44,16 +43,16 @@ class VertexCut:
 
     @classmethod
     def empty(cls, num_nodes: int, num_parts: int) -> VertexCut:
-        """Before the first edge."""
+        """Make the vertex-cut of no edges."""
         replicas = np.zeros((num_nodes, -(-num_parts // 64)), dtype=np.uint64)
         return cls(num_parts=num_parts, replicas=replicas, num_edges=np.zeros(num_parts, dtype=np.int64))
 
     def native(self, capacity: int) -> NativePlacement:
-        """The view that the loops work on; ``capacity`` is the most edges that a part takes."""
+        """Describe it to the native library, which changes it in place; ``capacity`` is the most edges of a part."""
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
 
     def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        """Note edges that were placed.
+        """Add edges that are placed.
 
         Args:
             chunk: Edges, of shape ``(2, k)``.
@@ -68,12 +67,12 @@ class VertexCut:
         self.num_edges += np.bincount(part, minlength=self.num_parts)
 
     def num_replicas(self) -> NDArray[np.int64]:
-        """The number of parts that hold each node; int64 of shape ``(N,)``, 0 for nodes without edges."""
+        """Count the parts that hold each node; int64 of shape ``(N,)``, 0 for nodes without edges."""
         return np.asarray(np.bitwise_count(self.replicas).sum(axis=1, dtype=np.int64))
 
     @property
     def replication_factor(self) -> float:
-        """Mean number of parts that hold a node; one without edges is in one part, as its owner has it."""
+        """Mean number of parts that hold a node; a node without edges counts once, for its owner."""
         total = 0
         for start in range(0, len(self.replicas), _NODES_AT_A_TIME):
             rows = self.replicas[start : start + _NODES_AT_A_TIME]
@@ -81,7 +80,7 @@ class VertexCut:
         return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
-        """One of the parts that hold each node, drawn by a hash of its id; any part for a node without edges.
+        """Draw an owner for each node among the parts that hold it, by a hash of its id; any part if it has no edges.
 
         Returns:
             int32 of shape ``(N,)``.
@@ -101,16 +100,12 @@ class VertexCut:
         return owner
 
 
-Place = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
-"""Called with a chunk and the array for its parts, in the order of the stream."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EdgePartitioner(Partitioner):
     """Assigns every edge to a part.
 
-    Subclass it as :class:`~pygdist.partition.Partitioner`, and write :meth:`placing` in place of ``assign``. The result
-    must not depend on where the stream is cut into chunks.
+    To write one, subclass this as :class:`~pygdist.partition.Partitioner`, with :meth:`placing` in place of ``assign``.
+    The result must not depend on how the stream is divided into chunks.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -125,22 +120,21 @@ class EdgePartitioner(Partitioner):
         ...         return place
 
     Args:
-        seed: Of the hashes, and of the draw of each node's owner.
+        seed: Seed of the hashes, and of the draw of each node's owner.
     """
 
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 64:
-            raise InputError(f"{self.name}: seed is {self.seed}, expected 0 to 2**64 - 1")
+        check_seed(self, self.seed)
 
     @abstractmethod
-    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
-        """What places the edges, chunk by chunk.
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
+        """Return a function that places the edges, chunk by chunk.
 
         Args:
-            edges: The graph; any number of passes may come before the one that places.
-            cut: To be filled in while the edges are placed (:meth:`VertexCut.add`).
+            edges: The graph; may be read in any number of passes before the one that places.
+            cut: The vertex-cut, to which the function adds each chunk (:meth:`VertexCut.add`).
         """
 
     def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
@@ -149,10 +143,10 @@ class EdgePartitioner(Partitioner):
         Args:
             edges: The graph.
             num_parts: Number of parts.
-            part: Integers of shape ``(E,)``, memory-mapped if need be, that receive the part of each edge.
+            part: Array of integers, ``(E,)``, that receives the part of each edge; may be memory-mapped.
 
         Raises:
-            InputError: If the graph cannot be cut into so many parts, or the method needs the native library and
+            InputError: If the graph cannot be divided into so many parts, or the method needs the native library and
                 there is none.
         """
         check_num_parts(edges.num_nodes, num_parts)
@@ -185,7 +179,7 @@ class BalancedEdgePartitioner(EdgePartitioner):
     """An edge partitioner that fills no part beyond a bound.
 
     Args:
-        balance: The most edges of a part, over the mean; at least 1.
+        balance: Most edges of a part relative to the mean; at least 1.
     """
 
     balance: float = 1.05
@@ -193,16 +187,15 @@ class BalancedEdgePartitioner(EdgePartitioner):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.balance < math.inf:
-            raise InputError(f"{self.name}: balance is {self.balance}, expected a finite number of at least 1")
+        check_number(self, "balance", 1)
 
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
-        """The most edges of a part."""
+        """Return the most edges of a part."""
         return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
 
 
-def marked(cut: VertexCut, place: Place) -> Place:
-    """``place``, which looks at no edge but its own, and what it means for the nodes noted in ``cut``."""
+def marked(cut: VertexCut, place: PlaceEdges) -> PlaceEdges:
+    """Return a function that calls ``place`` and adds the edges to ``cut``."""
 
     def placed(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
         place(chunk, part)

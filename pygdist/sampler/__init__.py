@@ -1,4 +1,4 @@
-"""Mini-batches of one part of a graph (CATGNN, Sec. 3.3), the same for any number of workers."""
+"""Samplers of mini-batches from one part of a graph (CATGNN, Sec. 3.3)."""
 
 from pygdist.sampler.base import BatchLoader, MiniBatches
 from pygdist.sampler.clusters import ClusterBatches

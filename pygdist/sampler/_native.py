@@ -1,6 +1,6 @@
-"""Sampled neighbourhoods and induced subgraphs by the native library: tensors become pointers here.
+"""Sampled neighbourhoods and induced subgraphs by the native library, in one thread per call.
 
-One thread a call. Node ids in and out are int64; seeds are in range, which the callers have checked.
+Node ids are int64. Seeds are in range; the callers check that.
 """
 
 from __future__ import annotations
@@ -14,49 +14,51 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.kernels import CSR
-from pygdist.native import NativeCsr, NativeHop, Status, load
+from pygdist.native import NativeHop, Status, library
 
 __all__ = ["Sampled", "induce", "require", "sample"]
 
 
 class Sampled(NamedTuple):
-    """Nodes of a batch, seeds first, and its edges by destination, hop after hop; all int64."""
+    """A sampled or induced subgraph; all tensors are int64.
+
+    Attributes:
+        node: Its nodes, seeds first.
+        source: Source of each edge, as a position in ``node``. Edges are grouped by hop, then by destination.
+        target: Destination of each edge, likewise.
+        edge: Position of each edge in the caller's order.
+        num_nodes: Number of seeds, then of the nodes that each hop adds.
+        num_edges: Number of edges of each hop.
+    """
 
     node: Tensor
     source: Tensor
-    """Of each edge, as a place in ``node``."""
     target: Tensor
     edge: Tensor
-    """Id of each edge in the caller's order."""
     num_nodes: list[int]
-    """Seeds, then the nodes that each hop found."""
     num_edges: list[int]
 
 
 def require(what: str, csr: CSR, otherwise: str = "") -> None:
-    """Refuse where there is no native library, or a matrix that it cannot sample from.
+    """Refuse to sample without the native library, or from a matrix that it does not take.
 
     Raises:
-        InputError: If it was not built, or the matrix is not one of nodes by nodes on the CPU, fewer than 2^31.
+        InputError: If the library was not built, or the matrix is not square, has 2^31 rows, or is not on the CPU.
     """
-    if load() is None:
-        raise InputError(
-            f"{what} needs pygdist's native library, which was not built here: install a C++17 compiler (Debian, "
-            f"Ubuntu: apt install g++) and reinstall pygdist{otherwise}"
-        )
+    library.require(what, otherwise)
     if csr.num_rows != csr.num_cols or csr.num_rows >= 1 << 31:
         raise InputError(
             f"{what} needs a row and a column for each node, fewer than 2^31; got {csr.num_rows} by {csr.num_cols}"
         )
     if csr.indptr.device.type != "cpu":
-        raise InputError(f"{what} reads the graph on the CPU, it is on {csr.indptr.device}")
+        raise InputError(f"{what} samples on the CPU, but the graph is on {csr.indptr.device}: move it to the CPU")
 
 
 def sample(csr: CSR, seeds: Tensor, fan_out: Sequence[int], *, replace: bool, seed: int, epoch: int) -> Sampled:
-    """The sampled neighbourhood of ``seeds``.
+    """Sample the neighbourhood of ``seeds``.
 
     Raises:
-        InputError: If a node is given twice.
+        InputError: If a seed is repeated.
     """
     call = _Call(csr, seeds, replace=replace, seed=seed, epoch=epoch)
     num_nodes, num_edges = [seeds.numel()], []
@@ -72,10 +74,10 @@ def sample(csr: CSR, seeds: Tensor, fan_out: Sequence[int], *, replace: bool, se
 
 
 def induce(csr: CSR, nodes: Tensor) -> Sampled:
-    """The edges among ``nodes``.
+    """Find the edges among ``nodes``.
 
     Raises:
-        InputError: If a node is given twice.
+        InputError: If a node is repeated.
     """
     call = _Call(csr, nodes, replace=False, seed=0, epoch=0)
     call.prepare(0, -1, grows=False)
@@ -85,22 +87,10 @@ def induce(csr: CSR, nodes: Tensor) -> Sampled:
 
 
 class _Call:
-    """Arrays that grow with the batch, and the structures that lead to them."""
+    """The arrays of a batch, which grow hop by hop, and the structures that pass them to the library."""
 
     def __init__(self, csr: CSR, seeds: Tensor, *, replace: bool, seed: int, epoch: int) -> None:
-        self._held = [None if part is None else part.contiguous() for part in (csr.indptr, csr.index, csr.perm)]
-        indptr, index, perm = self._held
-        assert indptr is not None
-        assert index is not None
-        self._matrix = NativeCsr(
-            num_rows=csr.num_rows,
-            num_cols=csr.num_cols,
-            indptr=indptr.data_ptr(),
-            index=index.data_ptr(),
-            perm=None if perm is None else perm.data_ptr(),
-            index_bits=8 * index.element_size(),
-            perm_bits=0 if perm is None else 8 * perm.element_size(),
-        )
+        self._matrix, self._held = csr.native()
         self._node = seeds.to(torch.int64).contiguous()
         self._ends = [torch.empty(0, dtype=torch.int64) for _ in range(3)]
         self.num_edges = 0
@@ -108,7 +98,7 @@ class _Call:
         self.hop = NativeHop(num_nodes=count, num_seeds=count, replace=int(replace), seed=seed, epoch=epoch)
 
     def prepare(self, number: int, fan_out: int, *, grows: bool = True) -> None:
-        """Make room for all that the hop may find."""
+        """Allocate memory for the most nodes and edges that the hop may add."""
         hop = self.hop
         hop.number, hop.fan_out, hop.node = number, fan_out, self._node.data_ptr()
         self.run("pygdist_count_hop")
@@ -119,16 +109,16 @@ class _Call:
         hop.source, hop.target, hop.edge = (array.data_ptr() + 8 * self.num_edges for array in self._ends)
 
     def run(self, name: str) -> None:
-        native = load()
-        assert native is not None, "the caller has asked require()"
-        status = getattr(native, name)(ctypes.byref(self._matrix), ctypes.byref(self.hop))
+        """Call a function of the library with the matrix and the hop."""
+        status = getattr(library.require("sampling"), name)(ctypes.byref(self._matrix), ctypes.byref(self.hop))
         if status == Status.BAD_ID:
-            raise InputError("the nodes that a batch starts from must differ, one of them is given twice")
+            raise InputError("the seed nodes of a batch must differ, but one of them is given twice")
         if status != Status.OK:
             raise MemoryError("not enough memory for a mini-batch")
 
     def result(self, num_nodes: list[int], num_edges: list[int]) -> Sampled:
-        # copies: what a worker sends is the whole of the memory behind a tensor
+        """Return the batch, without the memory that was not needed."""
+        # copies, as a worker sends all memory behind a tensor
         node = self._node[: self.hop.num_nodes].clone()
         ends = self._ends
         if ends[0].numel() > self.num_edges:

@@ -1,13 +1,13 @@
-"""How one part of a graph is cut into mini-batches: the extension point, and what all ways of doing so share.
+"""The base class of mini-batch samplers, and the functions that all samplers share.
 
-A part is a graph of its own to a sampler: rows that the rank owns, rows that it holds copies of, and the edges into
-them. Nothing here knows of ranks, and nothing is communicated; ranks take other batches if they give other seeds.
+A sampler sees one part as a graph: rows that the rank owns, rows of which it holds copies, and the edges into them.
+Nothing here knows other ranks or communicates; ranks get different batches by passing different seeds.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Protocol
 
 import torch
@@ -21,34 +21,34 @@ from pygdist.kernels import CSR
 from pygdist.sampler import _native
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["BatchLoader", "MiniBatches", "check_at_least", "check_part", "induced", "load_all"]
+__all__ = ["BatchLoader", "InducedBatches", "MiniBatches", "check_at_least", "check_part", "load_all"]
 
 _ROW_FIELDS = ("x", "y", "train_mask", "node_norm", "in_degree")
 _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 
 
 class BatchLoader:
-    """An epoch's mini-batches; iterate once an epoch, after :meth:`set_epoch`.
+    """The mini-batches of an epoch; call :meth:`set_epoch`, then iterate once.
 
-    Batches depend on the seed and the epoch alone: not on the number of workers, nor on torch's random state, which
-    stays as it is. Workers find nodes and edges; rows are looked up where they are used, as they are much more to send:
-    with a worker that sent 128 features of each, an epoch took five times as long as without any.
+    Batches depend on the seed and the epoch alone, not on the number of workers or torch's random state, which does not
+    change. Workers send nodes and edges; the main process adds the rows, which are much larger: with a worker that sent
+    128 features per node, an epoch took five times as long as without workers.
 
     Args:
         part: See :meth:`MiniBatches.loader`.
-        batches: What finds nodes and edges; its length is known.
-        epoch: What it reads the number of the epoch from.
+        batches: An iterable over nodes and edges, of known length.
+        epoch: The epoch that ``batches`` reads.
     """
 
     def __init__(self, part: Data, batches: Batches, epoch: SharedEpoch) -> None:
         self._part, self._batches, self._epoch = part, batches, epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the batches of that epoch from the next iteration on; before the first call it is epoch 0."""
+        """Make later iterations draw the batches of this epoch; without a call it is epoch 0."""
         self._epoch.number = epoch
 
     def __len__(self) -> int:
-        """The number of batches in every epoch."""
+        """Return the number of batches in every epoch."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Data]:
@@ -57,35 +57,35 @@ class BatchLoader:
 
 
 class Batches(Sized, Iterable[Data], Protocol):
-    """What a loader iterates over: ``edge_index``, ``n_id`` and ``e_id``, and ``batch_size`` where seeds come first."""
+    """Batches with ``edge_index``, ``n_id`` and ``e_id``, and with ``batch_size`` if seeds come first."""
 
 
 class MiniBatches(ABC):
-    """How one part of a graph is cut into mini-batches.
+    """Divides one part of a graph into mini-batches.
 
-    Subclass it and write :meth:`loader`, and :meth:`precompute` if much must be found out about a part first. A batch
-    is a PyG ``Data`` with
+    To write a sampler, subclass this and write :meth:`loader`, and :meth:`precompute` if it needs a long preparation of
+    the part. A batch is a PyG ``Data`` with
 
     - ``n_id``: its nodes, as rows of the part; ``x`` and ``y`` of these
-    - ``edge_index``: its edges, in places of ``n_id``; ``e_id``: the same in the caller's order of edges; and their
-      ``edge_weight``, ``edge_attr`` and ``edge_type``
+    - ``edge_index``: its edges, as positions in ``n_id``; ``e_id``: their positions in the caller's order of edges; and
+      their ``edge_weight``, ``edge_attr`` and ``edge_type``
     - ``train_mask``: the rows whose loss counts
-    - perhaps ``node_norm``, a weight of each row's loss, and ``edge_norm``, a weight of each edge in the aggregation,
-      with ``in_degree``, the edges into each row in the whole part
-    - of sampled neighbourhoods ``batch_size``, the seeds, which are the first rows, and PyG's ``num_sampled_nodes`` and
-      ``num_sampled_edges``, by hop
+    - optionally ``node_norm``, a weight for each row's loss, and ``edge_norm``, a weight for each edge in the
+      aggregation, with ``in_degree``, the number of edges into each row in the whole part
+    - for sampled neighbourhoods ``batch_size``, the number of seeds, which are the first rows, and PyG's
+      ``num_sampled_nodes`` and ``num_sampled_edges``, by hop
     """
 
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
-        """What takes long to find out about a part and is the same in every epoch; nothing by default.
+        """Compute fields of a part that take long and are the same in every epoch; none by default.
 
-        Who cuts a part again, because others were in memory meanwhile, keeps it and puts it back into ``part``: where
-        the fields are there, :meth:`loader` takes them as they are.
+        If several parts take turns in memory, the caller stores these fields and adds them to ``part`` when it comes
+        again: :meth:`loader` then uses them instead of computing them.
 
         Args:
             part: As for :meth:`loader`.
-            csr: The same.
-            seed: The same.
+            csr: As for :meth:`loader`.
+            seed: As for :meth:`loader`.
 
         Returns:
             Fields of ``part`` on the CPU, with a value for each row or edge.
@@ -97,32 +97,32 @@ class MiniBatches(ABC):
 
     @abstractmethod
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
-        """The mini-batches of a part.
+        """Return the mini-batches of a part.
 
         Args:
-            part: Owned rows, then copies of others' rows: ``x``, perhaps ``y``, ``train_mask`` (true on owned training
-                nodes only), and perhaps edge inputs in the caller's order of edges, and what :meth:`precompute` gave.
+            part: Owned rows, then copies of others' rows: ``x``, ``train_mask`` (true on owned training nodes only),
+                and optionally ``y``, edge inputs in the caller's order of edges, and the fields of :meth:`precompute`.
             csr: In-edges of these rows, as many rows as columns, on the CPU.
-            seed: Of all that is drawn.
-            num_workers: Processes that make batches ahead; 0 makes them when they are asked for.
+            seed: Seed of all random numbers.
+            num_workers: Processes that make batches ahead; 0 makes each batch when it is needed.
 
         Shapes:
             ``x`` is :math:`(n, F)`, ``y`` :math:`(n)` or :math:`(n, C)`, ``train_mask`` :math:`(n)` bool, edge inputs
             :math:`(E, ...)`.
 
         Returns:
-            The batches; none where no node trains.
+            The batches; none if the part has no training node.
 
         Raises:
-            InputError: If part and matrix do not fit, or something that is needed is not installed.
+            InputError: If part and matrix do not fit, or a library is not installed.
         """
 
 
 def check_at_least(name: str, value: int, least: int = 1) -> int:
-    """The value itself.
+    """Return the value, if it is at least ``least``.
 
     Raises:
-        InputError: If it is less than ``least``.
+        InputError: If it is less.
     """
     if value < least:
         raise InputError(f"{name} is {value}, expected at least {least}")
@@ -130,13 +130,13 @@ def check_at_least(name: str, value: int, least: int = 1) -> int:
 
 
 def check_part(part: Data, csr: CSR) -> Tensor:
-    """Refuse a part and a matrix that do not fit each other.
+    """Check that a part and a matrix fit each other.
 
     Returns:
         The training nodes, as rows of the part, ascending.
 
     Raises:
-        InputError: If rows, edges or the mask are not as many as they should be.
+        InputError: If the numbers of rows, edges or mask values differ.
     """
     if not csr.num_rows == csr.num_cols == part.num_nodes:
         raise InputError(
@@ -146,19 +146,19 @@ def check_part(part: Data, csr: CSR) -> Tensor:
     mask = part.get("train_mask")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (csr.num_rows,):
         raise InputError(f"mini-batches: train_mask must be bool with a value for each of {csr.num_rows} rows")
-    for names, count, of in (
+    for names, count, unit in (
         (_EDGE_FIELDS, csr.num_entries, "edges"),
         (("node_norm", "cluster"), csr.num_rows, "rows"),
     ):
         for name in names:
             values = part.get(name)
             if values is not None and values.size(0) != count:
-                raise InputError(f"mini-batches: {name} has {values.size(0)} values for {count} {of}")
+                raise InputError(f"mini-batches: {name} has {values.size(0)} values for {count} {unit}")
     return mask.nonzero().view(-1)
 
 
 def _filled(batch: Data, part: Data) -> Data:
-    """A batch with all that the part knows of its nodes and edges."""
+    """Add the part's fields of the nodes and edges to a batch."""
     for name in (*_ROW_FIELDS, *_EDGE_FIELDS):
         values = part.get(name)
         if values is not None:
@@ -169,18 +169,33 @@ def _filled(batch: Data, part: Data) -> Data:
     return batch
 
 
-def induced(csr: CSR, nodes: Tensor) -> Data:
-    """The batch of ``nodes`` and all edges among them."""
-    found = _native.induce(csr, nodes)
-    edge_index = torch.stack([found.source, found.target])
-    return Data(edge_index=edge_index, n_id=nodes, e_id=found.edge, num_nodes=nodes.numel())
+class InducedBatches(Dataset[Data]):
+    """The batches of an epoch by number, each with some nodes and all edges among them.
+
+    Args:
+        csr: In-edges of the part.
+        count: Number of batches.
+        nodes_of: Returns the nodes of a batch, ascending: owned rows first, as in the part.
+    """
+
+    def __init__(self, csr: CSR, count: int, nodes_of: Callable[[int], Tensor]) -> None:
+        self._csr, self._count, self._nodes_of = csr, count, nodes_of
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Data:
+        nodes = self._nodes_of(number)
+        graph = _native.induce(self._csr, nodes)
+        edge_index = torch.stack([graph.source, graph.target])
+        return Data(edge_index=edge_index, n_id=nodes, e_id=graph.edge, num_nodes=nodes.numel())
 
 
 def load_all(batches: Dataset[Data], num_workers: int) -> DataLoader[Data]:
-    """A loader of ready-made batches, in their order.
+    """Return a loader of ready-made batches, in their order.
 
     Raises:
-        InputError: If there are fewer than no workers.
+        InputError: If ``num_workers`` is negative.
     """
     check_at_least("num_workers", num_workers, 0)
     # a generator of its own: else the loader would draw its workers' seeds from torch's random state

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from typing_extensions import override
 
@@ -16,7 +16,7 @@ from pygdist.graph import EdgeStream
 from pygdist.kernels import CSR
 from pygdist.partition import Partitioner, resolve_partitioner
 from pygdist.sampler import _native
-from pygdist.sampler.base import BatchLoader, MiniBatches, check_at_least, check_part, induced, load_all
+from pygdist.sampler.base import BatchLoader, InducedBatches, MiniBatches, check_at_least, check_part, load_all
 from pygdist.sampler.csr_neighbors import check_seed
 from pygdist.sampler.epoch import SharedEpoch
 
@@ -24,15 +24,15 @@ __all__ = ["ClusterBatches"]
 
 
 class ClusterBatches(MiniBatches):
-    """Some clusters of the part, drawn anew in each epoch, with all edges among their nodes (Cluster-GCN, Sec. 3.2).
+    """Batches of several clusters, drawn anew in each epoch, with all edges among their nodes (Cluster-GCN, Sec. 3.2).
 
-    Every training node is in one batch of an epoch. Clusters without any are not drawn, so each batch has some. PyG's
+    Every training node is in one batch of an epoch. Clusters without training nodes are not drawn. PyG's
     ``ClusterData`` does the same with pyg-lib or torch_sparse, which are not needed here.
 
     Args:
-        num_clusters: Clusters of the part; of fewer rows as many as there are.
-        clusters_per_batch: Clusters in a batch; the last one of an epoch takes what is left.
-        partitioner: What cuts the part into clusters: a partitioner of pygdist, by name or itself.
+        num_clusters: Clusters of the part; with fewer rows, one for each row.
+        clusters_per_batch: Clusters in a batch; the last batch of an epoch may have fewer.
+        partitioner: The partitioner that makes the clusters, by name or as an object.
         partitioner_args: Arguments of the partitioner.
 
     Raises:
@@ -55,7 +55,7 @@ class ClusterBatches(MiniBatches):
 
     @override
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
-        """See :meth:`MiniBatches.precompute`: the ``cluster`` of each row."""
+        """See :meth:`MiniBatches.precompute`; computes the ``cluster`` of each row."""
         _native.require("ClusterBatches", csr)
         if not check_part(part, csr).numel():
             return {}
@@ -69,35 +69,25 @@ class ClusterBatches(MiniBatches):
         seeds, epoch = check_part(part, csr), SharedEpoch()
         if not seeds.numel():
             return BatchLoader(part, [], epoch)
-        known = part if "cluster" in part else self.precompute(part, csr, seed=seed)
-        cluster = known["cluster"].numpy()
+        cluster = (part if "cluster" in part else self.precompute(part, csr, seed=seed))["cluster"].numpy()
         order = np.argsort(cluster, kind="stable")
         members = np.split(order, np.cumsum(np.bincount(cluster))[:-1])
         train = part.train_mask.numpy()
-        drawn = [torch.from_numpy(nodes) for nodes in members if train[nodes].any()]
-        batches = _Subgraphs(csr, drawn, self.clusters_per_batch, check_seed(seed), epoch)
+        clusters = [torch.from_numpy(nodes) for nodes in members if train[nodes].any()]
+        nodes_of = partial(_nodes_of, clusters, self.clusters_per_batch, check_seed(seed), epoch)
+        batches = InducedBatches(csr, -(-len(clusters) // self.clusters_per_batch), nodes_of)
         return BatchLoader(part, load_all(batches, num_workers), epoch)
 
 
-class _Subgraphs(Dataset[Data]):
-    """The batches of an epoch by their numbers."""
-
-    def __init__(self, csr: CSR, clusters: list[Tensor], per_batch: int, seed: int, epoch: SharedEpoch) -> None:
-        self._csr, self._clusters = csr, clusters
-        self._per_batch, self._seed, self._epoch = per_batch, seed, epoch
-
-    def __len__(self) -> int:
-        return -(-len(self._clusters) // self._per_batch)
-
-    def __getitem__(self, number: int) -> Data:
-        order = np.random.default_rng([self._seed, self._epoch.number]).permutation(len(self._clusters))
-        mine = order[number * self._per_batch : (number + 1) * self._per_batch]
-        nodes = torch.cat([self._clusters[one] for one in mine]).sort().values  # owned rows first, as in the part
-        return induced(self._csr, nodes)
+def _nodes_of(clusters: list[Tensor], per_batch: int, seed: int, epoch: SharedEpoch, number: int) -> Tensor:
+    """Return the nodes of a batch, ascending."""
+    order = np.random.default_rng([seed, epoch.number]).permutation(len(clusters))
+    chosen = order[number * per_batch : (number + 1) * per_batch]
+    return torch.cat([clusters[cluster] for cluster in chosen]).sort().values
 
 
 class _InEdges:
-    """A stream's source over a matrix: no list of all edges is made."""
+    """A source of streams that reads the edges of a matrix, without a list of all edges."""
 
     def __init__(self, csr: CSR) -> None:
         self.num_edges = csr.num_entries

@@ -1,8 +1,8 @@
 """PyG's sampler interface over a CSR matrix of in-edges, by the native library.
 
-PyG's own ``NeighborSampler`` needs pyg-lib or torch_sparse, of which the first is not on PyPI and the second is built
-for one version of torch; each of its workers draws from a state of its own. This one needs neither, and a batch is the
-same whoever samples it.
+PyG's own ``NeighborSampler`` needs pyg-lib, which is not on PyPI, or torch_sparse, which is built for one version of
+torch, and each of its workers draws from its own random state. This sampler needs neither, and a batch does not depend
+on the worker that samples it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ __all__ = ["CSRNeighborSampler", "check_fan_out", "check_seed"]
 class CSRNeighborSampler(BaseSampler):
     r"""Samples in-neighbours hop by hop, uniformly (GraphSAGE, Hamilton et al. 2017; CATGNN, Sec. 3.3).
 
-    Every node is expanded once, in the hop after the one that found it, as by PyG's sampler with
-    ``subgraph_type="directional"``. A batch depends on ``seed``, the epoch and its own seed nodes, in their order:
-    not on workers, threads or torch's random state. It is sampled by one thread; ranks and a loader's workers are the
-    parallelism. Besides the graph, which workers share, it takes 24 bytes for each edge sampled and up to 40 for each
-    node that may come.
+    Every node is expanded once, in the hop after the one that reached it, as in PyG's sampler with
+    ``subgraph_type="directional"``. A batch depends on ``seed``, the epoch and its own seed nodes, in their order, but
+    not on workers, threads or torch's random state. One thread samples it; ranks and a loader's workers run in
+    parallel. Besides the graph, which workers share, a batch takes 24 bytes for each sampled edge and up to 40 for each
+    node that may be reached.
 
     Args:
         csr: In-edges: rows are destinations, ``index`` their sources; as many rows as columns, on the CPU.
         num_neighbors: Most edges into a node, for each hop; -1 takes all.
-        replace: Draw with replacement: then a node with any in-edge gets exactly so many.
-        seed: Of the random numbers.
+        replace: Draw with replacement: a node with any in-edge then gets exactly that number.
+        seed: Seed of the random numbers.
 
     Shapes:
-        Of :math:`s` seeds, the result has ``node`` :math:`(n)` with the seeds first, then in the order of discovery;
-        ``row`` (sources), ``col`` (destinations, ascending) and ``edge`` :math:`(e)`; all int64. ``edge`` is the
-        position of the edge in the caller's order, through ``csr.perm`` where there is one.
+        The result has ``node`` :math:`(n)`, the seeds first, then in the order in which they are reached; ``row``
+        (sources), ``col`` (destinations, ascending) and ``edge`` :math:`(e)`; all int64. ``edge`` is the position of
+        the edge in the caller's order (``csr.perm``).
 
     Raises:
-        InputError: If a fan-out is 0 or below -1, there are none, or the native library or the matrix does not serve;
-            on sampling, if seeds repeat, are out of range or have times.
+        InputError: If a fan-out is 0 or below -1, there is none, the native library is missing, or it does not take the
+            matrix; on sampling, if seeds repeat, are out of range or have times.
 
     Example:
         >>> sampler = CSRNeighborSampler(csr, [25, 10], seed=1)
@@ -60,23 +60,23 @@ class CSRNeighborSampler(BaseSampler):
         self.epoch = SharedEpoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other neighbours from now on, also in workers that are running; before the first call it is epoch 0."""
+        """Draw the neighbours of this epoch from now on, in running workers too; without a call it is epoch 0."""
         self.epoch.number = epoch
 
     @override
     def sample_from_nodes(self, index: NodeSamplerInput, **_: object) -> SamplerOutput:
-        """The neighbourhood of ``index.node``; ``metadata`` is what ``NodeLoader`` wants to know."""
+        """Sample the neighbourhood of ``index.node``; ``metadata`` is for ``NodeLoader``."""
         if index.time is not None:
-            raise InputError("CSRNeighborSampler knows no times: leave input_time out")
+            raise InputError("CSRNeighborSampler does not sample by time: leave input_time out")
         out = self._sample(index.node)
         out.metadata = (index.input_id, index.time)
         return out
 
     @override
     def sample_from_edges(self, index: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None) -> SamplerOutput:
-        """The neighbourhood of both ends of edges; PyG draws the negative ones, from torch's random state."""
+        """Sample the neighbourhood of both ends of edges; PyG draws the negative edges, from torch's random state."""
         if index.time is not None:
-            raise InputError("CSRNeighborSampler knows no times: leave edge_label_time out")
+            raise InputError("CSRNeighborSampler does not sample by time: leave edge_label_time out")
         out: SamplerOutput = edge_sample(index, self._sample, self.csr.num_rows, False, None, neg_sampling)
         return out
 
@@ -85,25 +85,25 @@ class CSRNeighborSampler(BaseSampler):
             low, high = (int(bound) for bound in seeds.aminmax())
             if low < 0 or high >= self.csr.num_rows:
                 raise InputError(f"seed nodes must be in 0..{self.csr.num_rows - 1}, got {low if low < 0 else high}")
-        found = _native.sample(
+        batch = _native.sample(
             self.csr, seeds, self.num_neighbors, replace=self.replace, seed=self.seed, epoch=self.epoch.number
         )
         return SamplerOutput(
-            node=found.node,
-            row=found.source,
-            col=found.target,
-            edge=found.edge,
+            node=batch.node,
+            row=batch.source,
+            col=batch.target,
+            edge=batch.edge,
             batch=None,
-            num_sampled_nodes=found.num_nodes,
-            num_sampled_edges=found.num_edges,
+            num_sampled_nodes=batch.num_nodes,
+            num_sampled_edges=batch.num_edges,
         )
 
 
 def check_fan_out(name: str, fan_out: Sequence[int]) -> list[int]:
-    """The fan-outs as a list.
+    """Return the fan-outs as a list.
 
     Raises:
-        InputError: If there are none, or one is 0 or below -1.
+        InputError: If there is none, or one is 0 or below -1.
     """
     if not fan_out or any(most == 0 or most < -1 for most in fan_out):
         raise InputError(f"{name} is {list(fan_out)}, expected a number from 1 for each hop, or -1 for all neighbours")
@@ -111,7 +111,7 @@ def check_fan_out(name: str, fan_out: Sequence[int]) -> list[int]:
 
 
 def check_seed(seed: int) -> int:
-    """The seed itself.
+    """Return the seed.
 
     Raises:
         InputError: If it is negative or does not fit 64 bits.

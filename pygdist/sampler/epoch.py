@@ -1,4 +1,4 @@
-"""The number of the epoch, where a loader's workers see it too."""
+"""The number of the epoch, in memory that a loader's workers share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["SharedEpoch"]
 
 
 class SharedEpoch:
-    """An epoch in memory that processes share: workers which outlive an epoch know of the next.
+    """An epoch number in shared memory: workers that outlive an epoch see the next one.
 
     Attributes:
-        number: From 0.
+        number: The epoch, from 0.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class SharedEpoch:
 
     @property
     def number(self) -> int:
-        """See the class."""
+        """The epoch, from 0."""
         return int(self._number)
 
     @number.setter

@@ -32,13 +32,13 @@ class NeighborBatches(MiniBatches):
     """Training nodes in batches, each with neighbours sampled hop by hop; every training node once an epoch.
 
     Args:
-        fan_out: Most edges into a node, for each hop, that is for each layer of the model; -1 takes all.
-        batch_size: Training nodes in a batch; the last one of an epoch takes what is left.
+        fan_out: Most edges into a node, for each hop (each layer of the model); -1 takes all.
+        batch_size: Training nodes in a batch; the last batch of an epoch may have fewer.
         replace: Draw neighbours with replacement.
-        shuffle: Other training nodes together in each epoch.
-        library: ``native`` samples by :class:`CSRNeighborSampler`; ``pyg`` by PyG's ``NeighborSampler``, which takes
-            pyg-lib or torch_sparse, holds the edges once more in 16 bytes each, and draws from random states of its
-            own, so that neighbours depend on the number of workers. ``auto`` is the first where it was built.
+        shuffle: Group the training nodes anew in each epoch.
+        library: ``native`` samples by :class:`CSRNeighborSampler`. ``pyg`` samples by PyG's ``NeighborSampler``, which
+            needs pyg-lib or torch_sparse, holds a copy of the edges in 16 bytes each, and draws from its own random
+            states, so neighbours depend on the number of workers. ``auto`` is ``native`` if it was built.
 
     Raises:
         InputError: If a number is out of range or ``library`` is unknown; on loading, if the library is not installed.
@@ -72,7 +72,7 @@ class NeighborBatches(MiniBatches):
         sampler = self._sampler(csr, check_seed(seed), epoch)
         if not seeds.numel():
             return BatchLoader(part, [], epoch)
-        # it sees no fields: those of edges and of nodes it would tell apart by their length
+        # without the part's fields: PyG tells those of nodes from those of edges by their length
         nodes = NodeLoader(Data(edge_index=torch.empty(2, 0).long(), num_nodes=csr.num_rows), sampler, seeds)
         order = _Order(seeds.numel(), seed, epoch, shuffle=self.shuffle)
         perm = None if isinstance(sampler, CSRNeighborSampler) else csr.perm
@@ -82,13 +82,13 @@ class NeighborBatches(MiniBatches):
         native = self.library == "native" or (self.library == "auto" and load() is not None)
         installed = pyg_typing.WITH_PYG_LIB or pyg_typing.WITH_TORCH_SPARSE
         if native or (self.library == "auto" and not installed):
-            _native.require("NeighborBatches", csr, ", or install pyg-lib or torch_sparse, whose samplers serve too")
+            _native.require("NeighborBatches", csr, ", or install pyg-lib or torch_sparse")
             sampler = CSRNeighborSampler(csr, self.fan_out, replace=self.replace, seed=seed)
             sampler.epoch = epoch
             return sampler
         if not installed:
             raise InputError(
-                "library 'pyg' needs pyg-lib or torch_sparse, neither is installed; 'native' needs neither"
+                "library 'pyg' needs pyg-lib or torch_sparse, neither is installed; install one, or use 'native'"
             )
         edges = torch.stack([csr.index.to(torch.int64), csr.row_index().to(torch.int64)])
         data = Data(edge_index=edges, num_nodes=csr.num_rows)
@@ -96,7 +96,7 @@ class NeighborBatches(MiniBatches):
 
 
 class _Order:
-    """All of ``count``, in another order in each epoch, or in their own."""
+    """The numbers below ``count``, shuffled anew in each epoch if ``shuffle``."""
 
     def __init__(self, count: int, seed: int, epoch: SharedEpoch, *, shuffle: bool) -> None:
         self._seed, self._epoch, self._shuffle = seed, epoch, shuffle
@@ -109,15 +109,15 @@ class _Order:
         if self._shuffle and self._made_for != self._epoch.number:
             self._made_for = self._epoch.number
             self._order = np.random.default_rng([self._seed, self._made_for]).permutation(len(self._order))
-        found: list[int] = self._order[chosen].tolist()
-        return found
+        numbers: list[int] = self._order[chosen].tolist()
+        return numbers
 
 
 class _Neighborhoods(Dataset[Data]):
-    """The batches of an epoch by their numbers.
+    """The batches of an epoch by number.
 
-    PyG's loader makes one when it is called. It is not what iterates: it holds a cycle of references, through which
-    workers that outlive an epoch are asked to end only after their queues are gone, which takes 5 seconds for each.
+    PyG's loader makes a batch when it is called. It does not iterate itself: it holds a cycle of references, so its
+    persistent workers would be told to end only after their queues are gone, which takes 5 seconds for each.
     """
 
     def __init__(self, nodes: NodeLoader, order: _Order, batch_size: int, perm: Tensor | None) -> None:
@@ -127,11 +127,11 @@ class _Neighborhoods(Dataset[Data]):
         return -(-len(self._order) // self._batch_size)
 
     def __getitem__(self, number: int) -> Data:
-        found = self._nodes(self._order[slice(number * self._batch_size, (number + 1) * self._batch_size)])
-        batch = Data(edge_index=found.edge_index, n_id=found.n_id, e_id=found.e_id, num_nodes=found.n_id.numel())
+        made = self._nodes(self._order[slice(number * self._batch_size, (number + 1) * self._batch_size)])
+        batch = Data(edge_index=made.edge_index, n_id=made.n_id, e_id=made.e_id, num_nodes=made.n_id.numel())
         if self._perm is not None:
             batch.e_id = self._perm[batch.e_id].to(torch.int64)
         for name in ("batch_size", "num_sampled_nodes", "num_sampled_edges"):
-            if name in found:  # torch_sparse does not count
-                batch[name] = found[name]
+            if name in made:  # torch_sparse does not count
+                batch[name] = made[name]
         return batch

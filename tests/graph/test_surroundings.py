@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.graph.store.test_partitioned import random_graph
+from tests.graph.store.test_meta import random_graph
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from pygdist.errors import InputError

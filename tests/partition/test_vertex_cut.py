@@ -16,7 +16,7 @@ import pygdist.native.library as library
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.partition import EdgePartitioner, VertexCut, resolve_partitioner, vertex_cut
-from pygdist.partition.vertex_cut import BalancedEdgePartitioner, Place
+from pygdist.partition.vertex_cut import BalancedEdgePartitioner, PlaceEdges
 from tests.partition.oracle import EDGE_ORACLES, as_list
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
@@ -160,9 +160,7 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
 
 @pytest.mark.parametrize("name", ["dbh", "spring", "fennel"])
 def test_without_the_native_library_it_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pygdist.partition._native as loops
-
-    monkeypatch.setattr(loops, "load", lambda: None)
+    monkeypatch.setattr("pygdist.native.library.load", lambda: None)
     edges = EdgeStream(np.array([[0, 1], [1, 0]]), num_nodes=2)
     with pytest.raises(InputError, match=rf"partitioner '{name}' needs pygdist's native library.* g\+\+"):
         resolve_partitioner(name).assign(edges, 2)
@@ -173,7 +171,7 @@ class BySource(EdgePartitioner):
     """All edges of a source together."""
 
     @override
-    def placing(self, edges: EdgeStream, cut: VertexCut) -> Place:
+    def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
             part[:] = chunk[0] % cut.num_parts
             cut.add(chunk, part)

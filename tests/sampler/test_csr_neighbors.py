@@ -199,16 +199,16 @@ def test_fan_outs_that_mean_nothing_are_refused(fan_out: list[int]) -> None:
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     csr = random_graph()
     sampler = CSRNeighborSampler(csr, [2])
-    with pytest.raises(InputError, match="must differ, one of them is given twice"):
+    with pytest.raises(InputError, match="must differ, but one of them is given twice"):
         drawn(sampler, [4, 5, 4])
     with pytest.raises(InputError, match=r"must be in 0\.\.59, got 60"):
         drawn(sampler, [60])
     with pytest.raises(InputError, match=r"must be in 0\.\.59, got -1"):
         drawn(sampler, [0, -1])
-    with pytest.raises(InputError, match="knows no times: leave input_time out"):
+    with pytest.raises(InputError, match="does not sample by time: leave input_time out"):
         sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([1]), time=torch.tensor([1])))
     times = EdgeSamplerInput(None, torch.tensor([1]), torch.tensor([2]), time=torch.tensor([1]))
-    with pytest.raises(InputError, match="knows no times: leave edge_label_time out"):
+    with pytest.raises(InputError, match="does not sample by time: leave edge_label_time out"):
         sampler.sample_from_edges(times)
     with pytest.raises(InputError, match="seed is -1, expected 0 to"):
         CSRNeighborSampler(csr, [2], seed=-1)

@@ -77,8 +77,8 @@ def test_mistakes_are_named() -> None:
 
 def test_without_a_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     csr = random_graph()
-    for name in ("_native", "neighbors"):
-        monkeypatch.setattr(f"pygdist.sampler.{name}.load", lambda: None)
+    for module in ("native.library", "sampler.neighbors"):
+        monkeypatch.setattr(f"pygdist.{module}.load", lambda: None)
     for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
         monkeypatch.setattr(pyg_typing, name, False)
     for which in ("auto", "native"):

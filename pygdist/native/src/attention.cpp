@@ -1,5 +1,5 @@
-// Attention over the in-edges of each destination: scores, their softmax, and the gradients. No tensor of edges times
-// channels exists anywhere; rows of edge values are `num_heads` wide. Built once per instruction set, like spmm.cpp.
+// Attention over the in-edges of each destination: scores, their softmax, and the gradients. No kernel makes a tensor
+// of edges times channels; rows of edge values are `num_heads` wide. Built once per instruction set, like spmm.cpp.
 #include "kernels.h"
 
 namespace pygdist {
@@ -137,8 +137,8 @@ void gatv2_scores_row(const View<T, I>& view, const Job& job, int64_t row) {
   }
 }
 
-// The gradient of the rows that belong to `row`, its `target`; those that the entries lead to are its `source`. With
-// the transposed matrix the two change places.
+// The gradient of the destination `row` (`target`); its entries point to the sources (`source`). With the transposed
+// matrix the two change places.
 template <class T, class I>
 void gatv2_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T slope = static_cast<T>(job.slope);

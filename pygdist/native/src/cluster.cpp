@@ -15,8 +15,8 @@ using pygdist::kEdgesAhead;
 
 extern "C" {
 
-// SPRING's lines 3 to 22; with `strict` 2PS-L's variant. Clusters are numbered from 0; -1: the node has not come yet.
-// `volume` has room for a cluster a node.
+// SPRING's lines 3 to 22; with `strict` 2PS-L's variant. Clusters are numbered from 0; -1: the node has not been seen.
+// `volume` has room for one cluster per node.
 int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume, int32_t strict,
                         int32_t* cluster, int64_t* volume, int32_t* num_clusters, int32_t* richest) {
   for (int64_t e = 0; e < edges->count; ++e) {
@@ -27,7 +27,7 @@ int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64
         __builtin_prefetch(degree + node);
         if (richest) __builtin_prefetch(richest + node, 1);
       }
-      const int64_t near = e + kEdgesAhead / 2;  // its clusters are known by now, mostly
+      const int64_t near = e + kEdgesAhead / 2;  // its clusters are mostly final by now
       for (const int64_t* ends : {edges->source, edges->target}) {
         if (cluster[ends[near]] >= 0) __builtin_prefetch(volume + cluster[ends[near]], 1);
         if (richest && richest[ends[near]] >= 0) __builtin_prefetch(degree + richest[ends[near]]);
@@ -60,7 +60,7 @@ int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64
 
 // Lines 23 to 30: merges clusters into those of their representatives' richest neighbours, the smallest first, as long as
 // no more than `max_size` nodes come together. Replaces `cluster` by the merged ones, numbered from 0 in no particular
-// order, and `num_clusters` by how many there are; `found` is how many there were, empty ones not counted.
+// order, and `num_clusters` by their number; `found` is the number of non-empty clusters before.
 int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const int32_t* richest, int64_t max_size,
                                int32_t* cluster, int32_t* num_clusters, int32_t* found) try {
   const int32_t count = *num_clusters;
@@ -87,7 +87,7 @@ int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const i
   while (!queue.empty()) {
     const auto [ranked, one] = queue.top();
     queue.pop();
-    if (parent[one] != one || size[one] != ranked || top[one] < 0) continue;  // merged, or ranked anew since
+    if (parent[one] != one || size[one] != ranked || top[one] < 0) continue;  // merged, or its size has changed since
     const int32_t target = root(cluster[top[one]]);
     if (target == one || int64_t{size[one]} + size[target] > max_size) continue;
     parent[one] = target;
@@ -109,8 +109,8 @@ int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const i
   return PYGDIST_NO_MEMORY;
 }
 
-// The last step of both: clusters to parts, the largest first, each to the part with the least so far. Empty ones go
-// nowhere: part[c] is 0.
+// The last step of both: assigns clusters to parts, the largest first, each to the part with the least so far. For an
+// empty cluster part[c] is 0.
 int32_t pygdist_deal(const int64_t* size, int64_t count, int32_t num_parts, int32_t* part) try {
   std::vector<int32_t> used;
   for (int64_t c = 0; c < count; ++c) {

@@ -1,4 +1,4 @@
-// Which rows of other ranks a rank computes again, and which it fetches: the greedy choice of NeutronStar, Algorithm 4.
+// Chooses the rows of other ranks that a rank computes again instead of fetching: NeutronStar's greedy Algorithm 4.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,18 +11,18 @@
 
 namespace {
 
-// Where a share is asked for no cost ends a walk. On dense graphs nearly all of the graph is below most rows: which of
-// these is the cheaper one is not worth walking so many edges of each.
+// Most edges of a walk if a share of rows is asked for, as no cost ends it then. On dense graphs nearly all of the
+// graph is below most rows, and the cheapest of them is not worth walking so many edges of each.
 constexpr int64_t kEdgesOfAllWalks = 200'000'000, kEdgesOfAWalk = 10'000;
 
-// The rows below one dependency, level by level; those that are replicas already cost nothing, nor does what is below.
+// The rows below one dependency, level by level; replicas cost nothing, nor do the rows below them.
 class Subtree {
  public:
   Subtree(const pygdist_dependencies& given, std::vector<std::vector<uint8_t>>& replicas)
       : given_(given), replicas_(replicas), seen_(given.num_rows, 0) {}
 
-  // Seconds to compute the row of `root` after hop `level` again, `limit` or more if it is at least that; less than it
-  // is where it takes more than `most_edges`.
+  // Seconds to compute the row of `root` after hop `level` again. Stops at `limit` and returns at least that; beyond
+  // `most_edges` it stops too, and returns less than the true cost.
   double cost(int64_t root, int32_t level, double limit, int64_t most_edges) {
     double seconds = 0;
     int64_t edges = 0;
@@ -35,7 +35,7 @@ class Subtree {
     return seconds;
   }
 
-  // Makes replicas of all of it, if they take no more than `room` bytes, which become fewer. Whether it did.
+  // Makes all these rows replicas if they fit `room` bytes, and subtracts theirs; returns true if it did.
   bool keep(int64_t root, int32_t level, double& room) {
     double bytes = 0;
     kept_.clear();
@@ -52,8 +52,8 @@ class Subtree {
   }
 
  private:
-  // Calls `visit(row, level)` for each new row, from `level` down to 0, until it says no. A row that is needed after hop
-  // k is needed, with the sources of its edges, after hop k - 1.
+  // Calls `visit(row, level)` for each new row, from `level` down to 0, until it is false. A row after hop k needs its
+  // own row and the sources of its edges after hop k - 1.
   template <typename Visit>
   void walk(int64_t root, int32_t level, Visit visit) {
     frontier_.assign(1, root);

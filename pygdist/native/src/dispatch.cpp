@@ -1,4 +1,4 @@
-// The C ABI: checks the type codes, picks the kernels for this machine and deals rows to OpenMP threads.
+// The C ABI: checks the type codes, picks the kernels for this machine and divides rows among OpenMP threads.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -70,7 +70,7 @@ int64_t chunk_start(const pygdist_csr& csr, int64_t share, int64_t shares) {
 }
 
 // Asks for pages of 2 MiB where a large result will be written. Fresh memory costs a fault for every page: at 4 KiB a sum
-// over 400,000 nodes of 128 features took 10 to 20% longer. Advice only: without such pages nothing changes.
+// over 400,000 nodes of 128 features took 10 to 20% longer. This is advice: without such pages results are the same.
 void expect_writes(void* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
@@ -112,8 +112,8 @@ void run_rows(RowsKernel kernel, const Job& job) {
   }
 }
 
-// Bytes of the last-level cache, or a common size where the system does not tell. Not from sysconf(), which adds up the
-// caches of a whole socket on some processors.
+// Bytes of the last-level cache, or a common size if the system does not report it. Not from sysconf(), which adds up
+// the caches of a whole socket on some processors.
 int64_t cache_bytes() {
   static const int64_t found = [] {
     long kib = 0;
@@ -129,7 +129,7 @@ int64_t cache_bytes() {
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is slower by a half, four by as much
 
-// Whether a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
+// True if a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
 // whole rows do not (blocking over sources as in DistGNN's Algorithm 2, but over columns, so that sums stay in
 // registers). The copy costs one pass over `x`, the index is read once per slab.
 bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_t matrices = 1, int64_t often = 8) {
@@ -141,15 +141,15 @@ bool worth_slabs(const pygdist_csr& csr, int64_t slab_bytes = kSlabBytes, int64_
          csr.num_cols * row_bytes * matrices > int64_t{1} << 20;
 }
 
-// The bytes of a slab of sums: a row of little more than a cache line is parts of two; cut after the first line, the
-// rest of several rows shares one.
+// The bytes of a slab of sums: a row slightly longer than a cache line takes two; cut after the first line, the rests
+// of several rows share one.
 int64_t sum_slab(const pygdist_csr& csr) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   return row_bytes > kLineBytes && row_bytes <= kLineBytes * 3 / 2 ? kLineBytes : kSlabBytes;
 }
 
-// GAT's weights are half of its work, and a walk over few heads at a time finds each row's scores in the cache anew:
-// slabs need to be read more often.
+// GAT computes weights for half of its time, and each slab reads the scores again: slabs pay off only if their rows are
+// read more often.
 constexpr int64_t kOftenGat = 32;
 
 // The bytes of a slab that holds whole heads.
@@ -183,15 +183,15 @@ void order_values(const pygdist_csr& csr, char* ordered) {
   }
 }
 
-// The bytes that a row takes in a slab: of rows narrower than a cache line as many as let no row lie on two.
+// The bytes that a row takes in a slab: rows narrower than a cache line are padded so that none lies on two.
 int64_t bytes_apart(int64_t width) {
   int64_t bytes = width;
   while (bytes < kLineBytes && (bytes & (bytes - 1))) bytes += bytes & -bytes;
   return bytes;
 }
 
-// Whether sums of rows narrower than a cache line gain by a copy that keeps each on one line: 10 columns took 0.7 ns an
-// entry, 0.9 where they lie.
+// True if sums of rows narrower than a cache line are faster after a copy that puts each on one line: 10 columns took
+// 0.7 ns an entry with the copy, 0.9 without.
 bool worth_apart(const pygdist_csr& csr) {
   const int64_t row_bytes = csr.num_features * csr.value_bits / 8;
   return csr.index_bits == 16 && bytes_apart(row_bytes) > row_bytes && csr.indptr[csr.num_rows] >= 8 * csr.num_cols;
@@ -414,7 +414,7 @@ int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by
       pygdist::expect_writes(rows, csr->num_rows * csr->num_features * csr->value_bits / 8);
     }
   }
-  // whole heads: a slab of a part of one would compute its weights once more, and find the sums of the slab before it
+  // whole heads: a slab with part of a head would compute its weights again, on top of the sums of the slab before
   const int64_t slab = pygdist::head_slab(*csr);
   const auto kernel = pygdist::kernels().gat;
   pygdist::worth_slabs(*csr, slab, 1, pygdist::kOftenGat) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);

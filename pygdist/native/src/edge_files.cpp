@@ -1,4 +1,4 @@
-// Edges on their way from files to parts: read from text, and sorted by a number from a small range.
+// Edges from files: reads them from text, and sorts numbers from a small range.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -10,8 +10,8 @@ namespace {
 bool is_blank(char c) { return c == ' ' || c == '\t'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// One line without its end. The number of its columns, of which the first two are at `ids`; 0 if it holds no edge. What
-// is wrong otherwise, as a negative pygdist_status.
+// Reads one line without its end. Returns the number of its columns, with the first two in `ids`; 0 if it holds no
+// edge; a negative pygdist_status if it is wrong.
 int32_t parse_line(const char* at, const char* end, int64_t* ids) {
   const auto skip_blanks = [&] {
     while (at < end && is_blank(*at)) ++at;
@@ -48,7 +48,7 @@ int32_t parse_line(const char* at, const char* end, int64_t* ids) {
   }
 }
 
-// Whether a line without an edge may be names of columns: it begins like a name.
+// True if a line without an edge may be the names of columns: it begins like a name.
 bool may_be_names(const char* at, const char* end) {
   while (at < end && (is_blank(*at) || *at == '"' || *at == '\'' || *at == '_')) ++at;
   return at < end && ((*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z'));
@@ -91,7 +91,7 @@ int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* stat
 }
 
 int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr, int32_t* order) {
-  // indptr[k + 1] counts key k, then is where the next one goes, and at last where the key ends
+  // indptr[k + 1] is first the count of key k, then the position of its next entry, and at last its end
   std::fill(indptr, indptr + num_keys + 1, 0);
   for (int64_t i = 0; i < count; ++i) ++indptr[key[i] + 1];
   int64_t total = 0;

@@ -1,7 +1,7 @@
 // GAT's aggregation as one kernel: the weight of an edge is a function of two numbers per node, so it is computed where
-// it is used, forward and backward, and never stored. What is kept for the backward pass is the largest score of each row
-// and head and the sum of the exponentials (as one logarithm they would lose the digits of small weights), and the part
-// of the result whose scores were above 0. Built once per instruction set, like spmm.cpp.
+// it is used, forward and backward, and never stored. The backward pass needs the largest score of each row and head
+// and the sum of the exponentials (as one logarithm they would lose the digits of small weights), and the part of the
+// result over scores above 0. Built once per instruction set, like spmm.cpp.
 //
 // With s = a_j + b_i, alpha = exp(leaky_relu(s) - M_i) / Z_i and out_i = sum of alpha x_j:
 //   D_i      = <grad_i, out_i>                        the dot that the softmax's gradient subtracts, without any edge
@@ -9,7 +9,7 @@
 //   grad x_j = sum over out-edges of alpha grad_i     in the same walk as grad a_j = sum of grad s
 //   grad b_i = sum over in-edges of grad s = (1 - slope) (<grad_i, P_i> - D_i p_i)
 // where P_i and p_i are the sums of alpha x_j and of alpha over the edges with s > 0: the rest of the derivative, slope,
-// is the same for all edges of a row, over which alpha (<grad_i, x_j> - D_i) adds up to nothing.
+// is the same for all edges of a row, over which alpha (<grad_i, x_j> - D_i) sums to 0.
 #include "kernels.h"
 
 namespace pygdist {
@@ -19,8 +19,8 @@ namespace PYGDIST_ISA {
 #include "view.h"
 #include "exp.h"
 
-// Entries whose weights are at work at once. In the backward pass their rows are read twice: of heads of up to a hundred
-// channels they are in the first-level cache the second time.
+// Entries whose weights are computed at once. The backward pass reads their rows twice; with up to a hundred channels
+// per head they are in the first-level cache the second time.
 constexpr int kBlock = 64;
 
 template <class T>
@@ -83,7 +83,7 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
     }
     T shift = leaky(largest + target, slope);
     T total = 0, total_above = 0;
-    if (Graded && job.onto && facts[1] != 0) {  // go on from the sums over other entries of the row, NaN too
+    if (Graded && job.onto && facts[1] != 0) {  // continue the sums over other entries of the row, NaN too
       shift = facts[0] > shift ? facts[0] : shift;
       total = static_cast<T>(__builtin_exp(facts[0] - shift)) / facts[1];
       total_above = facts[2] * total;
@@ -122,8 +122,8 @@ void gat_row(const View<T, I>& view, const Job& job, int64_t row) {
   });
 }
 
-// What the backward walk needs of each destination and head: (b_i, M_i, 1 / Z_i, D_i), side by side, one head after the other.
-// With it the gradient of b_i. Rows are destinations here.
+// The inputs of the backward walk for each destination and head: (b_i, M_i, 1 / Z_i, D_i), one head after the other.
+// Also computes the gradient of b_i. Rows are destinations here.
 template <class T>
 void gat_dots_row(const Job& job, int64_t row) {
   const int64_t heads = job.csr.num_heads, features = job.csr.num_features, rows = job.csr.num_rows;
@@ -148,8 +148,8 @@ void gat_dots_row(const Job& job, int64_t row) {
   }
 }
 
-// Rows are sources here, and the entries lead to their destinations: what is gathered, `job.x`, is the gradient of the
-// output, and `job.out` holds the rows of the sources.
+// Rows are sources here, and the entries point to their destinations: the rows gathered, `job.x`, are the gradient of
+// the output, and `job.out` holds the rows of the sources.
 template <class T, class I>
 void gat_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   constexpr int kWide = kLanes<T>;

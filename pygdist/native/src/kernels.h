@@ -28,11 +28,11 @@ struct Job {
   void* above_result = nullptr;
   double slope = 1.0;
   void* row_result = nullptr;
-  bool onto = false;  // go on from what is in the results
+  bool onto = false;  // continue from the results as they are
 };
 
 // Computes rows begin..end-1 of the result. A row is always computed by one call, in entry order, so the result does
-// not depend on how rows are dealt to threads.
+// not depend on how rows are divided among threads.
 using RowsKernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
 #define PYGDIST_KERNELS(KERNEL) \

@@ -1,6 +1,6 @@
-// Streaming edge partitioners (vertex-cut): where each edge of a chunk goes. State lives in the caller's arrays, so that
-// it does not matter where the stream is cut into chunks; edges are taken in order, one by one, unless no edge depends
-// on another.
+// Streaming edge partitioners (vertex-cut) assign each edge of a chunk to a part. State is in the caller's arrays, so
+// results do not depend on how the stream is divided into chunks; edges are taken in order, one by one, unless no edge
+// depends on another.
 #include <algorithm>
 #include <cstdint>
 
@@ -9,14 +9,14 @@
 namespace pygdist {
 namespace {
 
-// Calls `body(e)` for the edges of a chunk on all threads: for methods that look at one edge alone.
+// Calls `body(e)` for the edges of a chunk on all threads: for methods that use one edge alone.
 template <class Body>
 void for_all(const pygdist_edges& edges, const Body& body) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(std::max(edges.num_threads, 1)))
   for (int64_t e = 0; e < edges.count; ++e) body(e);
 }
 
-// Calls `choose(u, v)` for the edges of a chunk in order, and notes the part that it gives.
+// Calls `choose(u, v)` for the edges of a chunk in order, and records the part that it returns.
 template <class Prefetch, class Choose>
 void one_by_one(const pygdist_edges& edges, const pygdist_placement& state, int32_t* part, const Prefetch& prefetch,
                 const Choose& choose) {
@@ -38,7 +38,7 @@ void one_by_one(const pygdist_edges& edges, const pygdist_placement& state, int3
   }
 }
 
-// Of an edge and its reverse alike.
+// The hash of an edge; equal for its reverse.
 inline uint64_t hash_of(uint64_t u, uint64_t v, uint64_t seed) { return mixed(std::max(u, v), mixed(std::min(u, v), seed)); }
 
 // Parts that hold u and v, or either of them, as a function of the word.
@@ -96,7 +96,7 @@ int32_t pygdist_place_grid(const pygdist_edges* edges, int32_t rows, int32_t col
     const int32_t b = pygdist::drawn(pygdist::mixed(std::max(u, v), seed), rows * columns);
     const int32_t row = a / columns, column = a % columns, other_row = b / columns, other_column = b % columns;
     const auto cell = [&](int32_t r, int32_t c) { return r * columns + c; };
-    // what the row and column of one end share with those of the other; which part of that, the edge's own hash says
+    // the parts that the rows and columns of both ends share; the hash of the edge draws one of them
     if (row != other_row && column != other_column) {
       part[e] = bits & 1 ? cell(row, other_column) : cell(other_row, column);
     } else if (column != other_column) {
@@ -136,7 +136,7 @@ int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement*
   return PYGDIST_OK;
 }
 
-// `left` holds the edges of each node that have not come yet; it starts as the degrees.
+// `left` holds the number of edges of each node that are still to come; it starts as the degrees.
 int32_t pygdist_place_powergraph(const pygdist_edges* edges, const pygdist_placement* state, int32_t* left,
                                  int32_t* part) {
   pygdist::one_by_one(

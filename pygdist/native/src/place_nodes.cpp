@@ -1,4 +1,4 @@
-// Streaming node partitioners: each node goes where its neighbours are, as far as there is room.
+// Streaming node partitioners: each node goes to the part with most of its neighbours, as long as there is room.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 extern "C" {
 
-// Nodes first..first+count-1 in order. A part's worth for a node is the number of its neighbours there, weighed against
-// how full the part is: LDG multiplies by the share that is left, Fennel subtracts alpha gamma |P|^(gamma - 1).
+// Nodes first..first+count-1 in order. The score of a part is the number of the node's neighbours there, weighed
+// against how full the part is: LDG multiplies by the share that is free, Fennel subtracts alpha gamma |P|^(gamma - 1).
 int32_t pygdist_place_nodes(int64_t first, int64_t count, const int64_t* indptr, const int32_t* neighbour,
                             int32_t num_parts, int64_t capacity, int32_t fennel, double alpha, double gamma,
                             int64_t* load, int32_t* part) try {

@@ -1,4 +1,4 @@
-// What the streaming partitioners share: hashes, the parts that hold a node, and how full each part is.
+// Shared by the streaming partitioners: hashes, the parts that hold each node, and the load of each part.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace pygdist {
 
-// The finaliser of splitmix64, as pygdist.partition.hash.mix has it.
+// The finaliser of splitmix64, the same as pygdist.partition.hash.mix.
 inline uint64_t mixed(uint64_t value, uint64_t seed) {
   uint64_t state = seed + (value + 1) * 0x9E3779B97F4A7C15ull;
   state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -15,12 +15,12 @@ inline uint64_t mixed(uint64_t value, uint64_t seed) {
   return state ^ (state >> 31);
 }
 
-// A number of 0..count-1, evenly, from 64 random bits.
+// A number of 0..count-1, uniformly, from 64 random bits.
 inline int32_t drawn(uint64_t bits, int32_t count) {
   return static_cast<int32_t>((static_cast<unsigned __int128>(bits) * static_cast<uint64_t>(count)) >> 64);
 }
 
-// Which parts hold a replica of each node: a row of `words` 64-bit words for each node, one bit for each part.
+// The parts that hold a replica of each node: a row of `words` 64-bit words for each node, one bit for each part.
 class Replicas {
  public:
   Replicas(uint64_t* bits, int32_t num_parts) : bits_(bits), words_((num_parts + 63) / 64) {}
@@ -43,7 +43,7 @@ class Replicas {
   int32_t words_;
 };
 
-// The edges that each part has so far, and how many it may have.
+// The edges that each part has so far, and the most that it may have.
 class Loads {
  public:
   Loads(int64_t* load, int32_t num_parts, int64_t capacity) : load_(load), num_parts_(num_parts), capacity_(capacity) {}
@@ -80,6 +80,6 @@ class Loads {
   int64_t capacity_;
 };
 
-constexpr int64_t kEdgesAhead = 16;  // edges before its use that a node's state is asked for
+constexpr int64_t kEdgesAhead = 16;  // edges by which a node's state is prefetched ahead of its use
 
 }  // namespace pygdist

@@ -1,7 +1,7 @@
-// The C ABI of libpygdist_native: all that crosses the border between Python and C++.
+// The C ABI of libpygdist_native, the only interface between Python and C++.
 //
 // Plain C types only, no torch and no Python header, so one build serves every version of both. Arrays are dense and
-// row-major. Nothing is kept between calls. The caller guarantees that indices are in range and arrays long enough;
+// row-major. There is no state between calls. The caller guarantees that indices are in range and arrays long enough;
 // nothing is checked again here. Raise PYGDIST_ABI_VERSION whenever a signature or a struct changes.
 #ifndef PYGDIST_NATIVE_H
 #define PYGDIST_NATIVE_H
@@ -15,12 +15,12 @@
 extern "C" {
 #endif
 
-// A sparse matrix in CSR form, the type and width of the dense rows it meets, and the threads to use.
+// A sparse matrix in CSR form, the type and width of the dense rows that it multiplies, and the threads to use.
 typedef struct pygdist_csr {
   int64_t num_rows;
   int64_t num_cols;
   int64_t num_features;   // columns of every dense matrix of the call: num_heads times the channels of one head
-  int64_t num_heads;      // values of each entry; value h meets the h-th group of columns
+  int64_t num_heads;      // values of each entry; value h is for the h-th group of columns
   const int64_t* indptr;  // num_rows + 1 offsets, the first one 0
   const void* index;      // column of each entry
   const void* weight;     // edge values, num_heads for each entry; null where op is PYGDIST_COPY
@@ -28,11 +28,11 @@ typedef struct pygdist_csr {
   int32_t index_bits;     // 32 or 64: signed integers in `index`. 16: unsigned, for plain sums of IEEE floats
   int32_t perm_bits;      // the same for `perm`; 0 if it is null
   int32_t value_bits;     // of the dense matrices. 32, 64: IEEE floats. 16: bfloat16, sums in float, edge values float
-  int32_t op;             // how an edge value meets a row
+  int32_t op;             // operator between an edge value and a row
   int32_t num_threads;
 } pygdist_csr;
 
-// ONTO is a sum that is added to what the result holds.
+// ONTO is a sum that is added to the result as it is.
 typedef enum pygdist_reduce {
   PYGDIST_SUM = 0,
   PYGDIST_MEAN = 1,
@@ -63,10 +63,10 @@ typedef enum pygdist_isa {
 
 PYGDIST_API int32_t pygdist_abi_version(void);
 
-// Chooses the code path of later calls, for tests and measurements; capped at what the machine has. Returns the choice.
+// Chooses the code path of later calls, for tests and measurements; at most what the machine has. Returns the choice.
 PYGDIST_API int32_t pygdist_set_isa(int32_t level);
 
-// The transposed matrix: num_cols + 1 offsets, and for each of its entries the row and the position that it had. For
+// The transpose: num_cols + 1 offsets, and for each of its entries the row and the position in the matrix. For
 // 32-bit indices; rows and entries must fit 32 bits too. Entries of a row keep their order.
 PYGDIST_API int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* index, int32_t* perm);
 
@@ -114,13 +114,12 @@ PYGDIST_API int32_t pygdist_gatv2_grad(const pygdist_csr* csr, const void* sourc
 // GAT's aggregation in one walk over the entries: out[i] = sum of alpha[e, h] * x[j] with alpha[e, h] the softmax over the
 // entries of row i of leaky_relu(source_by_head[h, j] + target[i, h]). For the gradient, unless null: above[i], the part
 // of the sum whose scores are positive, and facts[i, h, 0..2]: the largest score, one over the sum of the exponentials of
-// the differences to it, and the sum of those alpha whose scores are positive. With `onto` these three hold the results
-// over other entries of the same rows, which become those over all; rows without entries stay as they are.
+// the differences to it, and the sum of those alpha whose scores are positive. With `onto` the three results hold those
+// over other entries of the same rows, and are updated to those over all; rows without entries stay as they are.
 PYGDIST_API int32_t pygdist_gat(const pygdist_csr* csr, const void* x, const void* source_by_head, const void* target,
                                 double slope, void* out, void* above, void* facts, int32_t onto);
 
-// What the gradient of pygdist_gat needs of the rows, whose entries are not read: ends[h, i, 0..3], and with it
-// grad_target[i, h].
+// The inputs by row of the gradient of pygdist_gat: ends[h, i, 0..3]; also grad_target[i, h]. No entry is read.
 PYGDIST_API int32_t pygdist_gat_ends(const pygdist_csr* csr, const void* target, double slope, const void* out,
                                      const void* above, const void* facts, const void* grad, void* ends,
                                      void* grad_target);
@@ -129,8 +128,8 @@ PYGDIST_API int32_t pygdist_gat_ends(const pygdist_csr* csr, const void* target,
 PYGDIST_API int32_t pygdist_gat_grad(const pygdist_csr* transposed, const void* x, const void* source, double slope,
                                      const void* ends, const void* grad, void* grad_x, void* grad_source);
 
-// Streaming partitioners. A call takes one chunk of the stream and moves the caller's arrays on; results do not depend on
-// where the stream is cut. Nodes are 0..num_nodes-1, below 2^31; `degree` counts the edge ends at each node.
+// Streaming partitioners. A call takes one chunk of the stream and updates the caller's arrays; results do not depend
+// on how the stream is divided. Nodes are 0..num_nodes-1, below 2^31; `degree` counts the edge ends at each node.
 
 typedef struct pygdist_edges {
   const int64_t* source;
@@ -149,32 +148,32 @@ typedef struct pygdist_placement {
 
 PYGDIST_API int32_t pygdist_count_degrees(const pygdist_edges* edges, int32_t* degree);
 
-// part[e] by a hash of both ends; by a grid of parts, from what row and column of the two ends' hashes share; by a hash
-// of the end of lower degree, of equals the lower id. An edge and its reverse get one part.
+// part[e] by a hash of both ends; in a grid of parts, by the cells that the rows and columns of both ends' hashes
+// share; by a hash of the end of lower degree, of equals the lower id. An edge and its reverse get the same part.
 PYGDIST_API int32_t pygdist_place_random(const pygdist_edges* edges, int32_t num_parts, uint64_t seed, int32_t* part);
 PYGDIST_API int32_t pygdist_place_grid(const pygdist_edges* edges, int32_t rows, int32_t columns, uint64_t seed,
                                        int32_t* part);
 PYGDIST_API int32_t pygdist_place_dbh(const pygdist_edges* edges, const int32_t* degree, int32_t num_parts,
                                       uint64_t seed, int32_t* part);
 
-// Notes what these three decided.
+// Records the parts that these three chose.
 PYGDIST_API int32_t pygdist_mark_replicas(const pygdist_edges* edges, const pygdist_placement* state,
                                           const int32_t* part);
 
-// part[e] by what is known of the two ends; notes it in `state`. The parts' docstrings in pygdist/partition have the rules.
+// part[e] by the state of the two ends; updates `state`. The parts' docstrings in pygdist/partition have the rules.
 PYGDIST_API int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state, int32_t* part);
-// left[v]: edges of v that have not come yet; at first the degrees.
+// left[v]: edges of v still to come; at first the degrees.
 PYGDIST_API int32_t pygdist_place_powergraph(const pygdist_edges* edges, const pygdist_placement* state, int32_t* left,
                                              int32_t* part);
 // seen[v]: edges of v that have come; at first 0.
 PYGDIST_API int32_t pygdist_place_hdrf(const pygdist_edges* edges, const pygdist_placement* state, double lambda,
                                        int32_t* seen, int32_t* part);
-// In the first pass part[e] is -1 for edges that are left to the second, which looks at no others.
+// In the first pass part[e] is -1 for edges that are left to the second, which skips all others.
 PYGDIST_API int32_t pygdist_place_2psl(const pygdist_edges* edges, const pygdist_placement* state,
                                        const int32_t* degree, const int32_t* cluster, const int64_t* volume,
                                        const int32_t* part_of_cluster, uint64_t seed, int32_t second, int32_t* part);
 
-// Streaming clustering: cluster[v], -1 at first; volume, room for one of each node; the numbers given out so far; and,
+// Streaming clustering: cluster[v], -1 at first; volume, of one entry per node; the number of clusters so far; and,
 // unless null, the neighbour of highest degree of each node, -1 at first. `strict`: clusters are compared without the
 // two nodes themselves, and none grows beyond `max_volume`.
 PYGDIST_API int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* degree, int64_t max_volume,
@@ -186,10 +185,10 @@ PYGDIST_API int32_t pygdist_cluster(const pygdist_edges* edges, const int32_t* d
 PYGDIST_API int32_t pygdist_merge_clusters(int64_t num_nodes, const int32_t* degree, const int32_t* richest,
                                            int64_t max_size, int32_t* cluster, int32_t* num_clusters, int32_t* found);
 
-// Clusters to parts by size: part[c] for each of `count` clusters.
+// Assigns clusters to parts by size: part[c] for each of `count` clusters.
 PYGDIST_API int32_t pygdist_deal(const int64_t* size, int64_t count, int32_t num_parts, int32_t* part);
 
-// The neighbours of nodes first..last-1, at `next`, one place for each node, which moves on.
+// Appends the neighbours of nodes first..last-1, each at position next[v - first], which advances.
 PYGDIST_API int32_t pygdist_fill_neighbours(const pygdist_edges* edges, int64_t first, int64_t last, int64_t* next,
                                             int32_t* neighbour);
 
@@ -198,7 +197,7 @@ PYGDIST_API int32_t pygdist_place_nodes(int64_t first, int64_t count, const int6
                                         int32_t num_parts, int64_t capacity, int32_t fennel, double alpha, double gamma,
                                         int64_t* load, int32_t* part);
 
-// What a rank knows of the rows near its own, and what it costs to compute one again or to fetch it.
+// The rows near a rank's own, and the costs of computing one again and of fetching it.
 typedef struct pygdist_dependencies {
   int64_t num_rows;        // owned, then halo, then those beyond
   int64_t num_owned;
@@ -206,45 +205,46 @@ typedef struct pygdist_dependencies {
   const int64_t* indptr;   // num_rows + 1 offsets: in-edges of each row; rows num_hops away have none
   const int64_t* index;    // source of each edge
   // By hop, num_hops + 1 numbers each; seconds are forward and backward together.
-  const double* row_s;     // what becomes of a row between hop k (the start, for 0) and the next
+  const double* row_s;     // the dense work for a row between hop k (the start, for 0) and the next
   const double* edge_s;    // aggregating over an edge in hop k; the first is not used
   const double* fetch_s;   // fetching a row for hop k; the first is not used
   const double* row_bytes; // memory of a row after hop k
   double bytes_per_edge;   // memory of an edge of a replica
   double max_bytes;        // of all replicas
-  double share;            // compute so many of the halo rows of each hop, the cheapest ones; negative: let costs decide
+  double share;            // compute this share of the halo rows of each hop, the cheapest ones; negative: costs decide
   int32_t num_hops;
 } pygdist_dependencies;
 
 // chosen[(hop - 1) * num_halo + i]: halo row i is a replica before hop `hop`; else it is fetched.
 PYGDIST_API int32_t pygdist_choose_dependencies(const pygdist_dependencies* given, uint8_t* chosen);
 
-// What follows from a choice. needed[hop * num_rows + row], hops from 0: the row is a replica whose values after that
-// hop are needed. edges[2 (hop - 1)]: edges that hop `hop` aggregates over, and after it how many of these come from rows
-// that are here. Only rows and edges of `given` are looked at.
+// The consequences of a choice. needed[hop * num_rows + row], hops from 0: the row is a replica whose values after that
+// hop are needed. edges[2 (hop - 1)]: the edges that hop `hop` aggregates over, followed by the number of these that
+// come from rows of this rank. Only the rows and edges of `given` are read.
 PYGDIST_API int32_t pygdist_follow_dependencies(const pygdist_dependencies* given, const uint8_t* chosen,
                                                 uint8_t* needed, int64_t* edges);
 
-// Edges as text: an edge a line, ids in the first two columns, columns parted by blanks or a comma; `#` begins a comment.
+// Edges as text: one edge per line, ids in the first two columns, columns separated by blanks or a comma; `#` begins a
+// comment.
 typedef struct pygdist_text {
-  int64_t max_id;           // the largest id that may come
+  int64_t max_id;           // the largest id allowed
   int64_t line;             // lines read so far; after a failure the one at fault
   int64_t count;            // edges of this call
   int64_t id;               // after PYGDIST_BAD_ID the one at fault
   int64_t header_line;      // the line that was taken for the names of the columns; 0 if none was
   int32_t columns;          // of every line; 0 before the first edge
-  int32_t may_have_header;  // whether the first line that is no comment may be names
+  int32_t may_have_header;  // 1 if the first line that is no comment may be names
 } pygdist_text;
 
-// Reads whole lines, the edges into edge[k][2], which has room for one of every 3 characters.
+// Reads whole lines and writes the edges into edge[k][2], which has room for one edge per 3 characters.
 PYGDIST_API int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* state, int64_t* edge);
 
 // A stable sort of fewer than 2^31 keys of 0..num_keys-1: order[indptr[k]..indptr[k + 1]-1] are the positions of key k.
 PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr,
                                           int32_t* order);
 
-// A mini-batch and the hop that it grows by, one thread a call. Of the matrix only indptr, index and perm are read; it has
-// as many columns as rows, fewer than 2^31.
+// A mini-batch and the hop by which it grows, one thread per call. Of the matrix only indptr, index and perm are read;
+// it has as many columns as rows, fewer than 2^31.
 typedef struct pygdist_hop {
   int64_t* node;      // the batch's nodes, seeds first; room for num_edges more
   int64_t num_nodes;  // so far
@@ -252,24 +252,24 @@ typedef struct pygdist_hop {
   int64_t first;      // nodes first..num_nodes-1 are expanded
   int64_t number;     // of the hop, from 0
   int64_t fan_out;    // edges of each; -1: all
-  int64_t* source;    // of each edge, as a place in `node`
+  int64_t* source;    // of each edge, as a position in `node`
   int64_t* target;    // the same; ascending
-  int64_t* edge;      // where the edge stands in the matrix, or perm of that
+  int64_t* edge;      // position of the edge in the matrix, or perm of that
   int64_t num_edges;  // of the hop
   uint64_t seed;
   uint64_t epoch;
   int32_t replace;
 } pygdist_hop;
 
-// Sets num_edges: so long must the arrays of edges be.
+// Sets num_edges, the length that the arrays of edges must have.
 PYGDIST_API int32_t pygdist_count_hop(const pygdist_csr* csr, pygdist_hop* hop);
 
-// Samples the edges of a hop after pygdist_count_hop, and appends the nodes that they lead to. PYGDIST_BAD_ID: a node is
+// Samples the edges of a hop after pygdist_count_hop, and appends their sources to the nodes. PYGDIST_BAD_ID: a node is
 // given twice.
 PYGDIST_API int32_t pygdist_sample_hop(const pygdist_csr* csr, pygdist_hop* hop);
 
-// The edges among the nodes, none of which is added. `first` is 0 and `fan_out` -1, the arrays are as long as
-// pygdist_count_hop says; num_edges becomes the number of those found.
+// Finds the edges among the nodes, and adds no node. `first` is 0 and `fan_out` -1, the arrays are as long as
+// pygdist_count_hop says; num_edges becomes their number.
 PYGDIST_API int32_t pygdist_induce(const pygdist_csr* csr, pygdist_hop* hop);
 
 #ifdef __cplusplus

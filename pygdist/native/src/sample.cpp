@@ -1,8 +1,8 @@
 // Mini-batches of a graph: sampled neighbourhoods, hop by hop, and induced subgraphs.
 //
-// One thread a call: ranks and the loader's workers are the parallelism, each with batches of its own. Random numbers
-// are counted, not drawn from a state: a neighbour depends on the seed, the epoch, the batch's seed nodes, the hop and
-// the node alone, whoever samples the batch.
+// One thread per call: ranks and the loader's workers run in parallel, each with its own batches. Random numbers are
+// hashes, not drawn from a state: a neighbour depends on the seed, the epoch, the batch's seed nodes, the hop and the
+// node alone, in whatever process the batch is sampled.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -16,16 +16,16 @@ namespace {
 
 using pygdist::mixed;
 
-constexpr int64_t kAhead = 24;  // entries before its use that a place in memory is asked for
+constexpr int64_t kAhead = 24;  // entries by which memory is prefetched ahead of its use
 
-// 0..count-1, evenly, from 64 random bits.
+// A number of 0..count-1, uniformly, from 64 random bits.
 int64_t below(uint64_t bits, int64_t count) {
   return static_cast<int64_t>((static_cast<unsigned __int128>(bits) * static_cast<uint64_t>(count)) >> 64);
 }
 
-// Where a node stands in the batch. 8 bytes a slot, two to four slots for each node that may come: it grows with the batch
-// and not with the graph, and needs no clearing. An array with a place for every node of the graph was 10 to 30% faster
-// with 50,000 nodes, and no faster with a million.
+// Maps a node to its position in the batch: a hash table of 8 bytes per slot, two to four slots for each node that may
+// come. It grows with the batch, not with the graph, and needs no clearing. An array over all nodes of the graph was 10
+// to 30% faster with 50,000 nodes, and no faster with a million.
 class Places {
  public:
   explicit Places(int64_t most_nodes) {
@@ -36,13 +36,13 @@ class Places {
 
   void prefetch(int64_t node) const { __builtin_prefetch(slots_.get() + start(node), 1); }
 
-  // The place of `node`, -1 if it has none.
+  // The position of `node`, -1 if it has none.
   int64_t find(int64_t node) const {
     const uint64_t slot = slots_[seek(node)];
     return slot ? static_cast<int64_t>(slot & kPlace) : -1;
   }
 
-  // The place of `node`, which is `place` if it had none.
+  // The position of `node`; it gets `place` if it had none.
   int64_t add(int64_t node, int64_t place) {
     uint64_t& slot = slots_[seek(node)];
     if (!slot) slot = tag(node) | static_cast<uint64_t>(place);
@@ -70,7 +70,7 @@ class Places {
   int32_t bits_ = 4;
 };
 
-// Which of the positions 0..population-1 are drawn, without replacement (Floyd): a draw for each, whatever is wanted.
+// Draws from the positions 0..population-1 without replacement (Floyd), with one random number for each.
 class Draws {
  public:
   void pick(uint64_t stream, int64_t population, int64_t wanted, int64_t begin, int64_t* out) {
@@ -86,7 +86,7 @@ class Draws {
   }
 
  private:
-  static constexpr int64_t kScanned = 64;  // so few are compared faster one by one
+  static constexpr int64_t kScanned = 64;  // so few are compared one by one faster
   std::unordered_set<int64_t> seen_;
 };
 
@@ -96,7 +96,7 @@ int64_t edges_of(const pygdist_hop& hop, int64_t degree) {
   return std::min(degree, hop.fan_out);
 }
 
-// Puts the position of every sampled entry into `edge` and the place of its row into `target`.
+// Writes the position of every sampled entry into `edge` and that of its row into `target`.
 void draw(const pygdist_csr& csr, const pygdist_hop& hop) {
   uint64_t batch = mixed(hop.epoch, hop.seed);
   for (int64_t i = 0; i < hop.num_seeds; ++i) batch = mixed(static_cast<uint64_t>(hop.node[i]), batch);
@@ -122,7 +122,7 @@ void draw(const pygdist_csr& csr, const pygdist_hop& hop) {
   }
 }
 
-// Replaces positions by what stands there, in `out`; both may be the same.
+// Writes the entries at the positions into `out`, which may be the array of positions.
 template <typename Value>
 void gather(const void* values, const int64_t* position, int64_t count, int64_t* out) {
   const auto* const from = static_cast<const Value*>(values);

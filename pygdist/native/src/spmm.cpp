@@ -9,7 +9,7 @@ namespace PYGDIST_ISA {
 #include "tiles.h"
 #include "view.h"
 
-// What entry e sends of the row that it points to; `value` is its edge value.
+// The message of entry e, from the row that it points to; `value` is its edge value.
 template <int32_t Op, class V, class T>
 inline V message(const V& row, T value) {
   if constexpr (Op == PYGDIST_MUL) {
@@ -34,7 +34,7 @@ inline typename View::Value edge_value(const View& view, int64_t e, int64_t head
   return view.weight[view.values_of(e) + head];
 }
 
-// A compile-time flag, so that a loop without permutation or heads does not ask for them at every entry.
+// A compile-time flag, so that a loop without permutation or heads does not test for them at every entry.
 struct Plain {
   template <class View>
   static inline int64_t values_of(const View&, int64_t e) {
@@ -63,7 +63,7 @@ inline V combine(const V& best, const V& value) {
 
 // A narrow row adds its entries to several sums in turns: an addition need not wait for the one before.
 constexpr int kAdditions = 4;
-// Rows of so many bytes are not asked for ahead where columns have 16 bits: 65,536 of them are near enough.
+// Rows of up to so many bytes are not prefetched if columns have 16 bits: 65,536 of them are in a near cache.
 constexpr int kNarrow = 64;
 
 template <int32_t Reduce, int32_t Op, class Values, class T, class I>
@@ -153,7 +153,7 @@ void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
   });
 }
 
-// `row` is a source here and the entries lead to its destinations; `grad` holds their shares.
+// `row` is a source here and the entries point to its destinations; `grad` holds their shares.
 template <int32_t Op, class T, class I>
 void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   using Value = Computed<T>;

@@ -7,7 +7,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// What values stored as T are computed in.
+// The type in which values stored as T are computed.
 template <class T>
 struct ComputedIn {
   using type = T;
@@ -89,7 +89,7 @@ struct Tile {
 
   inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + k * Lanes, value); }
 
-  // The same for what is added to a row: columns that two tiles cover must not get it twice.
+  // The same, to add to a row: columns that two tiles cover must be added to once.
   inline void store_own(T* row, int k, const V& value) const {
     const int64_t column = first + k * Lanes;
     if (column >= own) return store(row, k, value);
@@ -125,8 +125,8 @@ struct RaggedTile : Tile<T, L, C> {
   inline void store_own(T* row, int k, const V& value) const { store(row, k, value); }
 };
 
-// Which numbers of vectors tiles have: any, so that a walk over the entries is saved where it can be, or powers of two,
-// which is less code.
+// The numbers of vectors that tiles may have: any number, for fewer walks over the entries, or powers of two, for less
+// code.
 enum class Widths { kAny, kPowersOfTwo };
 
 // Covers columns first..last-1 with tiles of at most `Count` vectors. The last vector, or the last tile, ends where the

@@ -1,15 +1,15 @@
-// A job with its types: what a kernel reads of a row, an entry and its edge values.
+// A job with its types: reads rows, entries and edge values for a kernel.
 //
 // Included by the kernels inside the namespace of one instruction set, after tiles.h.
 
-// How many entries before its use a row is asked for. On a power-law graph of 5 M edges, 128 features: none at all 1.7
-// times slower, 4 ahead 1.25 times, 12 to 40 about the same; of 10 M edges, 32 features: 12 ahead 1.1 times slower.
+// Entries by which a row is prefetched ahead of its use. On a power-law graph of 5 M edges, 128 features: none at all
+// 1.7 times slower, 4 ahead 1.25 times, 12 to 40 about the same; of 10 M edges, 32 features: 12 ahead 1.1 times slower.
 constexpr int64_t kAhead = 24;
 
 template <class T, class I>
 struct View {
   using Stored = T;
-  using Value = Computed<T>;  // edge values, and whatever is summed
+  using Value = Computed<T>;  // edge values and sums
 
   explicit View(const Job& job)
       : features(job.csr.num_features),
@@ -50,7 +50,7 @@ struct View {
     if (short_perm || long_perm) __builtin_prefetch(values + values_of(ahead(e)));
   }
 
-  // Calls `body(head, first, last)` for the columns of each head, as far as this job has them.
+  // Calls `body(head, first, last)` for the columns of each head that this job has.
   template <class Body>
   inline void for_each_head(const Body& body) const {
     for (int64_t head = first / (channels ? channels : 1); head < heads && head * channels < last; ++head) {

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tests.graph.store.test_partitioned import random_graph
+from tests.graph.store.test_meta import random_graph
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
