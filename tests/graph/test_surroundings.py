@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.graph.store.test_meta import random_graph
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from pygdist.errors import InputError
@@ -27,6 +26,7 @@ from pygdist.graph import (
 )
 from pygdist.graph.store import replicas as surroundings_files
 from pygdist.partition import partition_graph
+from tests.graph.store.test_meta import random_graph
 
 
 @given(

@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tests.graph.store.test_meta import random_graph
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
@@ -39,6 +38,7 @@ from pygdist.graph import (
 from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph
+from tests.graph.store.test_meta import random_graph
 
 needs_native = pytest.mark.skipif(load() is None, reason="reading text needs the native library")
 
