@@ -41,9 +41,7 @@ any other                                             messages of all edges, on 
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -68,6 +66,7 @@ from pygdist.backends.slicing.attention import (
     sum_of_values,
     weights_of_scores,
 )
+from pygdist.backends.slicing.budget import ModelSizes, overflow_of
 from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, advice, columns_of_hops
 from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
 from pygdist.backends.slicing.passes import SlicesPass
@@ -77,15 +76,10 @@ from pygdist.graph import Adjacency
 from pygdist.hops.fused_attention import TransformerParts, Unweighted, transformer_parts
 from pygdist.hops.hop import Deferred, Hop, target_of
 from pygdist.hops.layer import hooked, layer_name
-from pygdist.memory.overflow import Overflow, beyond_memory, writable
+from pygdist.memory.overflow import beyond_memory
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 
 __all__ = ["TensorBackend"]
-
-_GIB = 2**30
-_NO_SHAPE = nn.UninitializedParameter
-_INDEX_COPIES = 5  # of each edge: source and weight, forward and backward, and where the weight is
-_SLICE_COPIES = 4  # of slices: forward and backward, what is read and what is summed
 
 
 class TensorBackend(Backend):
@@ -136,14 +130,14 @@ class TensorBackend(Backend):
         if memory_gib is not None and memory_gib <= 0:
             raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
         self.num_chunks, self.overlap, self.memory_gib, self.device = num_chunks, overlap, memory_gib, device
-        self._widest, self._heads = 0, 1  # of the layers' rows and attention
+        self._sizes = ModelSizes()
         self._hop = 0  # hops of the forward pass so far
         self._warned: set[str] = set()  # names of layers
 
     @override
     def forget_model(self, model: nn.Module) -> None:
         super().forget_model(model)
-        self._widest, self._heads = _most(model)
+        self._sizes = ModelSizes.of(model)
         self._shared = None
         if self._all is not None:
             self._all.forget()
@@ -395,32 +389,15 @@ class TensorBackend(Backend):
     def _nodes(self) -> AllNodes:
         if self._all is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._all = AllNodes(self.shard, self.communicator, self._overflow(), overlap=self.overlap)
+                shard, ranks = self.shard, self.communicator
+                spill = overflow_of(shard, ranks, self._sizes, memory_gib=self.memory_gib, device=self.device)
+                self._all = AllNodes(shard, ranks, spill, overlap=self.overlap)
         return self._all
 
     @property
     def _alone(self) -> bool:
         """Whether there is nobody to share columns with, and memory for all of them."""
         return self.communicator.world_size == 1 and self._nodes.layout.overflow is None
-
-    def _overflow(self) -> Overflow | None:
-        """Where edges and slices wait that may not all be on the device; the same on all ranks."""
-        shard, here = self.shard, self.shard.n_id.device
-        device = _device_of(self.device, here)
-        folder = writable(shard.folder) if device.type == "cpu" else None
-        if self.memory_gib is not None:
-            return Overflow(device, int(self.memory_gib * _GIB), folder)
-        if device.type != "cuda":
-            return None
-        free = float(torch.cuda.mem_get_info(device)[0]) / 2
-        name = float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))  # ranks may share it
-        width = -(-max(shard.x.size(-1), self._widest) // self.communicator.world_size)
-        held = (_INDEX_COPIES + self._heads - 1) * 4 * shard.num_edges
-        held += _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
-        found = self.communicator.gather([free, float(held), name])
-        budgets = found[:, 0] / (found[:, 2:] == found[:, 2]).sum(dim=1)
-        short = device != here or bool((found[:, 1] > budgets).any())
-        return Overflow(device, int(budgets.min()), folder) if short else None
 
     @property
     @override
@@ -471,30 +448,3 @@ class TensorBackend(Backend):
 def _names(hop: Hop) -> frozenset[str]:
     """Names of the hop's arguments that are not ``None``."""
     return frozenset(name for name, value in hop.arguments.items() if value is not None)
-
-
-def _most(model: nn.Module) -> tuple[int, int]:
-    """How wide the rows of a model are at most, as far as its parameters tell, and the most heads of attention."""
-    modules = [one for one in model.modules() if not isinstance(one, nn.Embedding)]  # whose rows are looked up
-    matrices = [p for one in modules for p in one.parameters(recurse=False) if not isinstance(p, _NO_SHAPE)]
-    heads = [found * _copies_of_weights(one) for one in modules if isinstance(found := getattr(one, "heads", 1), int)]
-    return max((size for one in matrices if one.dim() > 1 for size in one.shape[-2:]), default=0), max(heads, default=1)
-
-
-def _copies_of_weights(layer: nn.Module) -> int:
-    """Weights of attention are held before and after some are dropped, and which these are."""
-    dropout = getattr(layer, "dropout", 0.0)
-    return 3 if isinstance(dropout, float) and dropout > 0 else 1
-
-
-def _device_of(said: str | None, here: torch.device) -> torch.device:
-    """A device with its number: of several GPUs a rank whose model is on the host takes that of its local rank."""
-    found = here if said is None else torch.device(said)
-    if found.type != "cuda" or ":" in str(found):
-        return found
-    if here.type == "cuda":
-        return here
-    return torch.device(
-        "cuda",
-        int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) % max(torch.cuda.device_count(), 1),
-    )

@@ -37,6 +37,7 @@ class Communicator(Transport):
         check_order: Before every call, compare what each rank is about to do, and raise on all of them if they differ.
             Slow, for debugging.
         watchdog: Is told where this rank is; names late and lost ranks.
+        local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
 
     Attributes:
         rank: This rank.

@@ -37,9 +37,11 @@ class Transport:
         timeout_s: float = 600.0,
         check_order: bool = False,
         watchdog: Watchdog | None = None,
+        local_rank: int | None = None,
     ) -> None:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.local_rank = self.rank if local_rank is None else local_rank
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.meter = TrafficMeter()
         self.buffers = Buffers()

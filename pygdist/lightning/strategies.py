@@ -148,7 +148,11 @@ class GraphDDPStrategy(DDPStrategy):
             )
         group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s)) if self.world_size > 1 else None
         self._communicator = Communicator(
-            group, timeout_s=self._timeout_s, check_order=self._check_order, watchdog=self._watchdog
+            group,
+            timeout_s=self._timeout_s,
+            check_order=self._check_order,
+            watchdog=self._watchdog,
+            local_rank=self.local_rank,
         )
 
     @override

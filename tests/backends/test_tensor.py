@@ -39,9 +39,9 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, resolve_backend
 from pygdist.backends.slicing.all_nodes import AllNodes
+from pygdist.backends.slicing.budget import ModelSizes, device_of
 from pygdist.backends.slicing.columns import acts_on_columns
 from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
-from pygdist.backends.tensor import _device_of, _most
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.slices import columns_of
@@ -153,29 +153,27 @@ def test_rows_of_both_signs_are_tried() -> None:
 @pytest.mark.parametrize(
     ("said", "here", "local", "expected"),
     [
-        (None, "cpu", {}, "cpu"),
-        ("cuda", "cuda:1", {"LOCAL_RANK": "0"}, "cuda:1"),
-        ("cuda", "cpu", {"LOCAL_RANK": "3"}, "cuda:1"),
-        ("cuda", "cpu", {"SLURM_LOCALID": "2"}, "cuda:0"),
-        ("cuda:0", "cpu", {"LOCAL_RANK": "1"}, "cuda:0"),
+        (None, "cpu", 0, "cpu"),
+        ("cuda", "cuda:1", 0, "cuda:1"),
+        ("cuda", "cpu", 3, "cuda:1"),
+        ("cuda", "cpu", 2, "cuda:0"),
+        ("cuda:0", "cpu", 1, "cuda:0"),
     ],
 )
-def test_ranks_of_a_machine_take_its_gpus_in_turn(
-    said: str | None, here: str, local: dict[str, str], expected: str
-) -> None:
-    with mock.patch.dict("os.environ", local, clear=True), mock.patch("torch.cuda.device_count", return_value=2):
-        assert str(_device_of(said, torch.device(here))) == expected
+def test_ranks_of_a_machine_take_its_gpus_in_turn(said: str | None, here: str, local: int, expected: str) -> None:
+    with mock.patch("torch.cuda.device_count", return_value=2):
+        assert str(device_of(said, torch.device(here), local)) == expected
 
 
 def test_the_widest_rows_of_a_model_are_known() -> None:
     """By which a GPU's memory is found to be too small for all of them at once."""
-    assert _most(GCN(5, 300, num_layers=2, out_channels=3)) == (300, 1)
-    assert _most(GAT(5, 24, num_layers=2, out_channels=3, heads=4)) == (24, 4)
-    assert _most(GAT(5, 24, num_layers=2, out_channels=3, heads=4, dropout=0.5)) == (24, 12)
-    assert _most(decouple(GCN(5, 8, num_layers=2, out_channels=300))) == (300, 1)
-    assert _most(decouple(GAT(5, 8, num_layers=2, out_channels=300, heads=4))) == (1200, 4)
-    assert _most(RGCNConv(5, 8, num_relations=1000)) == (8, 1)
-    assert _most(nn.Sequential(nn.Embedding(1000, 4), APPNP(K=2, alpha=0.1))) == (0, 1)
+    assert ModelSizes.of(GCN(5, 300, num_layers=2, out_channels=3)) == ModelSizes(300, 1)
+    assert ModelSizes.of(GAT(5, 24, num_layers=2, out_channels=3, heads=4)) == ModelSizes(24, 4)
+    assert ModelSizes.of(GAT(5, 24, num_layers=2, out_channels=3, heads=4, dropout=0.5)) == ModelSizes(24, 12)
+    assert ModelSizes.of(decouple(GCN(5, 8, num_layers=2, out_channels=300))) == ModelSizes(300, 1)
+    assert ModelSizes.of(decouple(GAT(5, 8, num_layers=2, out_channels=300, heads=4))) == ModelSizes(1200, 4)
+    assert ModelSizes.of(RGCNConv(5, 8, num_relations=1000)) == ModelSizes(8, 1)
+    assert ModelSizes.of(nn.Sequential(nn.Embedding(1000, 4), APPNP(K=2, alpha=0.1))) == ModelSizes(0, 1)
 
 
 def _warned(rank: int, world_size: int, store: str) -> list[str]:
