@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphConv, MessagePassing, SAGEConv, aggr
@@ -19,6 +20,7 @@ from pygdist import InputError, Shard, distribute, undistribute
 from pygdist.backends import Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
+from pygdist.hops.layer import _HOOKED
 from pygdist.testing import random_graph
 
 
@@ -213,5 +215,20 @@ def test_kinds_of_normalisation_are_kept_within_bounds(graph: tuple[Data, Shard]
         fresh = shard.adjacency.with_value(None)
         for layer in layers:
             layer(shard.x, fresh)
-    assert len(backend.kept.gcn_norm._kept) <= 64
-    assert len(backend.kept.self_loops._kept) <= 16
+    assert 0 < len(backend.kept.gcn_norm._results.results) <= 64
+    assert 0 < len(backend.kept.self_loops._edges.results) <= 16
+
+
+#: Versions of PyG whose private names are those that ``pygdist/hops/layer.py`` uses.
+PYG_VERSIONS = ("2.8.",)
+
+
+def test_the_private_names_of_pyg_are_those_of_known_versions() -> None:
+    version = torch_geometric.__version__
+    assert version.startswith(PYG_VERSIONS), f"read hops/layer.py beside PyG {version}, then name it here"
+    layer = GATConv(5, 3)
+    names = {"_user_args", "_edge_user_args", "_fused_user_args", "_decomposed_layers", "inspector", "special_args"}
+    names |= {f"_{name}_{kind}" for name in _HOOKED for kind in ("forward_pre_hooks", "forward_hooks")}
+    assert {name for name in names if not hasattr(layer, name)} == set()
+    assert {"_orig_propagate", "_jinja_propagate"} <= vars(GATConv).keys()
+    assert hasattr(torch_geometric.backend, "use_segment_matmul")
