@@ -1,4 +1,4 @@
-"""How neighbours arrive: one file per idea, behind :class:`Backend`; :func:`distribute` puts a model on one."""
+"""Brings neighbours to the rank that aggregates them: each file is a system, each folder machinery of systems."""
 
 from pygdist.backends.base import Abilities, Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend

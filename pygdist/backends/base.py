@@ -1,4 +1,4 @@
-"""The plug point of the systems: how a layer's neighbours reach the rank that aggregates them.
+"""The contract of backends, which bring a layer's neighbours to the rank that aggregates them.
 
 A new system subclasses :class:`Backend` in one file. It is found by its registered name or by class path, and the
 exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the command line work with it as they stand.
@@ -68,9 +68,9 @@ class Abilities:
 
 
 class Backend(ABC):
-    """How the neighbours that a layer asks for in ``propagate`` arrive.
+    """Brings the neighbours that a layer asks for in ``propagate``.
 
-    A subclass states what it is in class attributes, and implements :meth:`propagate` and :meth:`source_rows`.
+    A subclass states its abilities, and implements :meth:`propagate` and :meth:`source_rows`.
     :meth:`bind` gives it the rank's shard and communicator before the first forward pass. A subclass that keeps
     state per forward pass resets it in :meth:`begin_forward`.
 
@@ -144,7 +144,7 @@ class Backend(ABC):
         return value
 
     def refuse(self, layer: MessagePassing) -> str | None:
-        """Why this backend cannot run ``layer``, naming the backends that can; ``None`` if it can."""
+        """Return why this backend cannot run ``layer``, naming the backends that can; ``None`` if it can."""
         return None
 
     def begin_forward(self) -> None:  # noqa: B027 (a hook: most backends have nothing to do)
@@ -153,11 +153,11 @@ class Backend(ABC):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the distributed model gets in place of what it is called with; for a backend with rows of its own."""
+        """Return the arguments for the model, from those of its caller; a backend may add rows that it computes."""
         return args, kwargs
 
     def model_output(self, output: Any) -> Any:
-        """What the caller of the distributed model gets: one row per owned node, whatever the backend added."""
+        """Return the output for the model's caller: one row per owned node, without the rows that were added."""
         return output
 
     def run_layer(
@@ -167,13 +167,13 @@ class Backend(ABC):
         return forward(layer, *args, **kwargs)
 
     def begin_hop(self) -> None:  # noqa: B027 (a hook, as above)
-        """Called before each :meth:`propagate`, also where what was kept of an earlier one stands for it."""
+        """Called before each :meth:`propagate`, also if a kept result takes its place."""
 
     def forget_model(self, model: nn.Module) -> None:  # noqa: B027
-        """Called when a model is distributed: let go of what is known of it, as its layers may be others."""
+        """Called when a model is distributed: forget facts about it, as its layers may have changed."""
 
     def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
-        """Called after each forward pass: let go of what only that pass needed."""
+        """Called after each forward pass: free what only that pass needed."""
 
     @abstractmethod
     def propagate(self, hop: Hop) -> Tensor:
@@ -204,15 +204,15 @@ class Backend(ABC):
         """One row per owned node in, one row per source of the adjacency out; differentiable. Used by normalisation."""
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        """In-degrees in the whole graph of the sources of the adjacency, for a backend that knows them by itself.
+        """Return the in-degrees of sources in the whole graph, if this backend knows them without their owners.
 
         Args:
-            degree: In-degrees of destinations by the edges that are normalised, of those that are here.
-            edge_weight: Weights of the edges that are normalised, as the layer was given them; ``None`` for ones.
-            loop_weight: The weight of self-loops at nodes that have none; ``None`` if none are added.
+            degree: In-degrees of destinations, by the edges here that the layer normalises.
+            edge_weight: Weights of these edges, as the layer got them; ``None`` for ones.
+            loop_weight: Weight of the self-loops that are added to nodes without one; ``None`` if none are added.
 
         Returns:
-            One number per source, or ``None``: their owners are asked (:meth:`source_rows`).
+            One number per source of the adjacency, or ``None``: then owners are asked by :meth:`source_rows`.
         """
         return None
 
@@ -239,7 +239,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """Whether ranks drop the same weights of ``GATConv``'s edges, where nobody sees them."""
+        """True if all ranks drop the same weights of ``GATConv``'s edges, where only the sum reads them."""
         return False
 
     def max_over_ranks(self, value: int) -> int:
@@ -261,12 +261,12 @@ class Backend(ABC):
 
     @property
     def expected_epoch_s(self) -> float | None:
-        """Seconds that an epoch was expected to take when it was planned, the same on all ranks; or ``None``."""
+        """Seconds that an epoch should take by the plan, the same on all ranks; ``None`` without a plan."""
         return None
 
     @property
     def planning_s(self) -> float | None:
-        """Seconds in the first epoch in which this rank found what is around its nodes and chose; or ``None``."""
+        """Seconds of the first epoch that this rank spent on choosing rows; ``None`` if it chose none."""
         return None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -305,7 +305,7 @@ class Backend(ABC):
         return _revive, (type(self), self._pickled_state())
 
     def _pickled_state(self) -> dict[str, Any]:
-        """What a pickle holds: arguments and identity, nothing of a rank."""
+        """Attributes that a pickle holds: arguments and identity, nothing of a rank."""
         return {key: value for key, value in vars(self).items() if key not in (*self.per_graph, "kept")}
 
 

@@ -52,11 +52,11 @@ class ReplicaBackend(RecomputingBackend):
     must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
 
     Args:
-        hops: How many hops around the own nodes are kept, at most as many as the partitioned graph holds (``pygdist
+        hops: Hops around its own nodes that a part keeps, at most as many as the partitioned graph holds (``pygdist
             partition --placement replicas --hops K``); 0 drops all neighbours in other parts.
-        scale_rim: Where GCN's and its relatives' weights are those of the whole graph, but some of a node's neighbours
-            are not here, let the others stand for them: their weights are as much larger as they are fewer, or lighter.
-            Without, as in the paper, sums at such nodes lack what is missing.
+        scale_rim: GCN and its relatives normalise by the degrees of the whole graph, but a node at the rim lacks some
+            of its neighbours here. Multiply the weights of the others, so that they make up for the missing ones.
+            Without, as in the paper, sums at such nodes are too small.
 
     Raises:
         InputError: If ``hops`` is negative.
@@ -105,17 +105,17 @@ class ReplicaBackend(RecomputingBackend):
         return around
 
     def part_graph(self, shard: Shard) -> tuple[Data, CSR]:
-        """What is kept of a part as a graph of its own, to draw mini-batches from.
+        """Return what is kept of a part as a graph, from which mini-batches are drawn.
 
         Returns:
-            Its rows, own nodes first, and the in-edges of each. Rows around have features; their labels are missing,
-            and they are in no mask.
+            The rows, own nodes first, and the in-edges of each row. Rows that are not the part's own have features, but
+            no labels, and are in no mask.
         """
         around = self._checked(shard)
-        kept, num_rows = _kept(around, self.hops), around.ends[self.hops]
+        edges, num_rows = _part_edges(around, self.hops), around.ends[self.hops]
         fields = {"x": around.x[:num_rows]}
         for name in (name for name in EDGE_FIELDS if getattr(around, name) is not None):
-            fields[name] = kept.values(name, getattr(around, name))
+            fields[name] = edges.values(name, getattr(around, name))
         beside = num_rows - shard.num_owned
         for name in MASKS:
             mask = getattr(shard, name)
@@ -124,7 +124,7 @@ class ReplicaBackend(RecomputingBackend):
         if shard.y is not None:
             missing = -1 if shard.y.dim() == 1 else float("nan")
             fields["y"] = torch.cat([shard.y, shard.y.new_full((beside, *shard.y.shape[1:]), missing)])
-        return Data(num_nodes=num_rows, **fields), kept.csr
+        return Data(num_nodes=num_rows, **fields), edges.csr
 
     @property
     def _around(self) -> Surroundings:
@@ -179,10 +179,10 @@ class ReplicaBackend(RecomputingBackend):
 
     @override
     def rows_of(self, widths: tuple[int, ...], probe: Probe) -> Rows:
-        ends, depth, kept = self._around.ends, len(widths), self._kept_edges
+        ends, depth, edges = self._around.ends, len(widths), self._edges
         computed = tuple(ends[min(self.hops, depth - hop)] for hop in range(depth + 1))
-        # of rows as far away as the model sees nothing but the features is needed
-        adjacency = leading(Adjacency.from_csr(kept.csr), computed[0], computed[min(1, depth)], computed[0])
+        # of the rows that are as far away as the model sees, only the features are needed
+        adjacency = leading(Adjacency.from_csr(edges.csr), computed[0], computed[min(1, depth)], computed[0])
         nothing = Arrival.nothing(adjacency.device)
         return Rows(
             n_id=self._around.n_id[: computed[0]],
@@ -194,16 +194,16 @@ class ReplicaBackend(RecomputingBackend):
             inputs=nothing,
             everything=nothing,
             edges=nothing,
-            num_own_edges=int(kept.csr.indptr[self.shard.num_owned]),
+            num_own_edges=int(edges.csr.indptr[self.shard.num_owned]),
             exchanges=(False,) * depth,
         )
 
     @property
-    def _kept_edges(self) -> _Kept:
+    def _edges(self) -> _PartEdges:
         on_part = self._on_part
         if on_part.edges is None:
             with torch.inference_mode(False):
-                on_part.edges = _kept(self._around, self.hops)
+                on_part.edges = _part_edges(self._around, self.hops)
         return on_part.edges
 
     @override
@@ -217,30 +217,30 @@ class ReplicaBackend(RecomputingBackend):
         return call.changed(extended)
 
     def _weighted(self, rows: Rows, weight: Tensor) -> Adjacency:
-        """The edges with their weights, the same object each time: what is kept of hops is kept by that."""
+        """The edges with their weights; the same object each time, as results of hops are kept by that."""
         return rows.adjacency.slot(_WEIGHTED, lambda: rows.adjacency.with_value(weight))
 
     def _stored(self, value: Tensor, rows: Rows) -> Tensor:
-        """The same field of the graph for all rows and edges that are kept here."""
+        """Return a field of the graph for all rows and edges that the part keeps."""
         name = next((name for name in ("x", *EDGE_FIELDS) if getattr(self.shard, name) is value), None)
         if name is None:
             raise InputError(
-                "backend 'replica' holds the features and edge fields of nodes around a part; the model is given "
-                f"another tensor of shape {tuple(value.shape)}, whose rows for those nodes nobody knows here"
+                "backend 'replica' holds features and edge fields of the nodes around a part, but the model gets a "
+                f"tensor of shape {tuple(value.shape)} that is neither, whose rows for these nodes are not here; pass "
+                "shard.x, and edge fields of the shard"
             )
-        found: Tensor = getattr(self._around, name)
+        stored: Tensor = getattr(self._around, name)
         if name == "x":
-            return found[: rows.num_rows]
-        kept = self._kept_edges.values(name, found)
+            return stored[: rows.num_rows]
+        values = self._edges.values(name, stored)
         if name == "edge_weight":
-            self._on_part.graph_weights.add(kept.data_ptr())
-        return kept[: rows.adjacency.size(1)]
+            self._on_part.graph_weights.add(values.data_ptr())
+        return values[: rows.adjacency.size(1)]
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        # as many as are computed, where in-degrees are not known by heart
         return x
 
     @override
@@ -248,29 +248,31 @@ class ReplicaBackend(RecomputingBackend):
         if self._batch is not None:
             return self._batch_degrees(self._batch.norm, edge_weight, loop_weight)
         if self._alone or self.hops == 0:
-            return None  # what is here is all there is
+            return None  # all in-edges that count are here
         if (
             edge_weight is not None
             and edge_weight.data_ptr() not in self._on_part.graph_weights
             and edge_weight.numel()
         ):
             raise InputError(
-                "backend 'replica' knows in-degrees by the graph's own edge weights; the model normalises weights that "
-                "it computes, and those of edges in other parts are not here"
+                "backend 'replica' knows in-degrees by the graph's own edge weights, but the model normalises weights "
+                "that it computes, and those of edges in other parts are not here; use the graph's weights, or another "
+                "backend"
             )
-        found = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self._num_sources]
-        own = slice(0, self.shard.num_owned)  # all their in-edges are here
-        if not torch.allclose(degree[own].to(found), found[own], rtol=1000 * torch.finfo(degree.dtype).eps):
+        degrees = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self._num_sources]
+        owned = slice(0, self.shard.num_owned)  # all their in-edges are here
+        if not torch.allclose(degree[owned].to(degrees), degrees[owned], rtol=1000 * torch.finfo(degree.dtype).eps):
             raise InputError(
-                "backend 'replica' knows in-degrees by all edges of the graph; the model normalises others (some of "
-                "them, or with self-loops of its own), and those in other parts are not here"
+                "backend 'replica' knows in-degrees by all edges of the graph, but the model normalises other edges "
+                "(some of them, or with self-loops of its own), and those in other parts are not here; use another "
+                "backend"
             )
-        return found
+        return degrees
 
     def _batch_degrees(
         self, norm: EdgeNorm | None, edge_weight: Tensor | None, loop_weight: float | None
     ) -> Tensor | None:
-        """Those of a mini-batch's rows in the part, where it is known how edges were sampled; else the batch's own."""
+        """In-degrees in the part of a mini-batch's rows; ``None`` (take the batch's own) if its norm is unknown."""
         by_graph = None if norm is None or edge_weight is None else norm.is_weighted_by_graph(edge_weight)
         if norm is None or norm.n_id is None or by_graph is None:
             return None
@@ -280,22 +282,22 @@ class ReplicaBackend(RecomputingBackend):
     def _degrees_of_part(self) -> Tensor:
         on_part = self._on_part
         if on_part.degrees is None:
-            kept, weight = self._kept_edges, self._around.edge_weight
+            edges, weight = self._edges, self._around.edge_weight
             with torch.inference_mode(False):
-                weight = None if weight is None else kept.values("edge_weight", weight)
-                on_part.degrees = in_degree_facts(kept.csr, weight)
+                weight = None if weight is None else edges.values("edge_weight", weight)
+                on_part.degrees = in_degree_facts(edges.csr, weight)
         return on_part.degrees
 
     @override
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         if self._alone or self._batch is not None or self.hops == 0 or not self.scale_rim:
             return None
-        found, number = self._degrees_of_part(), 2 if weighted else 0  # of in-edges, and of loops after it
-        here, every = (
-            facts[: found.size(0), number] - facts[: found.size(0), number + 1]
-            for facts in (found, self._around.in_degree)
+        of_part, column = self._degrees_of_part(), 2 if weighted else 0  # in-edges; self-loops are in the next column
+        here, whole = (
+            facts[: of_part.size(0), column] - facts[: of_part.size(0), column + 1]
+            for facts in (of_part, self._around.in_degree)
         )
-        return torch.where(here > 0, every / here.where(here > 0, 1.0), 1.0)[: self._num_sources]
+        return torch.where(here > 0, whole / here.where(here > 0, 1.0), 1.0)[: self._num_sources]
 
     @property
     @override
@@ -309,46 +311,44 @@ class ReplicaBackend(RecomputingBackend):
 
 @dataclass
 class _OnPart:
-    """What is known of one part.
+    """State of the backend on one part.
 
     Attributes:
-        edges: The in-edges that are kept.
+        edges: The in-edges that the part keeps.
         degrees: Facts about the in-degrees by these edges; see :func:`in_degree_facts`.
         graph_weights: Addresses of the graph's own edge weights.
     """
 
-    edges: _Kept | None = None
+    edges: _PartEdges | None = None
     degrees: Tensor | None = None
     graph_weights: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """In-edges of the rows within so many hops, and where each is among those of the surroundings."""
+class _PartEdges:
+    """In-edges of the rows that a part keeps, and the position of each among the edges of the surroundings."""
 
     csr: CSR
-    position: Tensor | None  # as many leading ones, if there is none
+    position: Tensor | None  # ``None``: they are the leading ones
     _cut: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def values(self, name: str, stored: Tensor) -> Tensor:
-        """The values of these edges, the same object each time."""
-        known = self._cut.get(name)
-        if known is None or known[0] is not stored:
+        """Select the values of these edges; the same object each time."""
+        entry = self._cut.get(name)
+        if entry is None or entry[0] is not stored:
             values = stored[: self.csr.num_entries] if self.position is None else stored[self.position]
-            known = self._cut[name] = (stored, values)
-        return known[1]
+            entry = self._cut[name] = (stored, values)
+        return entry[1]
 
 
-def _kept(around: Surroundings, hops: int) -> _Kept:
-    """The edges of a smaller part, as the partitioned graph would hold it: the last rows have those from nearer ones.
+def _part_edges(around: Surroundings, hops: int) -> _PartEdges:
+    """Cut surroundings to ``hops`` hops, as a partitioned graph with so many would hold them.
 
-    Args:
-        around: What is held.
-        hops: How many hops are kept of it.
+    The rows of the last hop keep only in-edges from nearer rows, and self-loops.
     """
     csr, end = around.adjacency.csr(), around.ends[hops]
     if hops == around.num_hops:
-        return _Kept(csr, None)
+        return _PartEdges(csr, None)
     near = around.ends[max(hops - 1, 0)]
     row, index = csr.row_index(), csr.index[: int(csr.indptr[end])]
     row = row[: index.numel()]
@@ -356,4 +356,4 @@ def _kept(around: Surroundings, hops: int) -> _Kept:
     if hops:
         keep |= row < near
     position = keep.nonzero().squeeze(1)
-    return _Kept(CSR(pointers(row[position], end), index[position].contiguous(), end), position)
+    return _PartEdges(CSR(pointers(row[position], end), index[position].contiguous(), end), position)

@@ -396,7 +396,7 @@ class TensorBackend(Backend):
 
     @property
     def _alone(self) -> bool:
-        """Whether there is nobody to share columns with, and memory for all of them."""
+        """True if no other rank takes part, and all columns fit in memory."""
         return self.communicator.world_size == 1 and self._nodes.layout.overflow is None
 
     @property
@@ -413,7 +413,7 @@ class TensorBackend(Backend):
         return scores_are_fewer(self._nodes, self._nodes.topology(hop.edge_index, (hop.layer, self._hop)))
 
     def _columns(self, hop: Hop) -> Columns:
-        """How the arguments of a hop are shared out.
+        """Return how ranks share out the arguments of a hop.
 
         Raises:
             InputError: If that is not known.

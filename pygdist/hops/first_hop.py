@@ -38,7 +38,7 @@ _Inputs: TypeAlias = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptResult:
     """A result and its inputs. The inputs are held, so that no other tensor gets their addresses."""
 
     inputs: tuple[Any, ...]
@@ -83,7 +83,7 @@ class FirstHop:
         self._host = host
         self._rows_stand_for = 1.0  # in a rehearsal each row stands for so many of the graph's
         self._rehearsed = False
-        self._states: weakref.WeakKeyDictionary[MessagePassing, dict[tuple[int, bool], _Kept | _Changing]]
+        self._states: weakref.WeakKeyDictionary[MessagePassing, dict[tuple[int, bool], _KeptResult | _Changing]]
         self._states = weakref.WeakKeyDictionary()
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
         self._limit: int | None = None
@@ -99,7 +99,7 @@ class FirstHop:
     def results(self) -> list[Tensor]:
         """The results that are kept."""
         states = [state for by_hop in self._states.values() for state in by_hop.values()]
-        return [state.result for state in states if isinstance(state, _Kept)]
+        return [state.result for state in states if isinstance(state, _KeptResult)]
 
     def begin_forward(self) -> None:
         """Begin a forward pass of the model: hops of a layer are told apart by their order in it."""
@@ -136,10 +136,12 @@ class FirstHop:
             return False
         states = self._states.get(layer, {})
         if not torch.is_grad_enabled():  # most rows need no gradient here: only what training has kept is fixed
-            return self._agreed(any(isinstance(state, _Kept) and _same_rows(state, x) for state in states.values()), x)
+            return self._agreed(
+                any(isinstance(state, _KeptResult) and _same_rows(state, x) for state in states.values()), x
+            )
         key = self._key(layer)
         state = states.get(key)
-        if not isinstance(state, _Kept):
+        if not isinstance(state, _KeptResult):
             return state is None
         same = self._agreed(_same_rows(state, x), x)
         if not same:
@@ -164,7 +166,7 @@ class FirstHop:
         candidates = (one for one in (state, *states.values()) if one is not None)
         match = next((one for one in candidates if one.is_of(inputs, identity)), None)
         if self._agreed(match is not None, x, ask=ask):
-            return _fresh(match.result) if isinstance(match, _Kept) else compute()
+            return _fresh(match.result) if isinstance(match, _KeptResult) else compute()
         again = isinstance(state, _Changing) and state.came_again(inputs, identity)
         latest = tuple(None if one is None else weakref.ref(one) for one in inputs)
         if not (self._agreed(again, x, ask=ask) or (state is None and torch.is_grad_enabled())):
@@ -176,7 +178,7 @@ class FirstHop:
         if self._fits(layer, result):
             # tensors whose memory is replaced must not leave the old memory to be taken for them again
             inputs = (*(None if tensor is None else tensor.detach() for tensor in (x, weight, value)), edge_index)
-            states[key] = _Kept(inputs, identity, result, version_of(result))
+            states[key] = _KeptResult(inputs, identity, result, version_of(result))
         else:
             states[key] = _Changing(latest, identity, too_large=True)
         return _fresh(result)
@@ -225,6 +227,6 @@ def _pure(cls: type[MessagePassing]) -> bool:
     return pyg and cls.update is MessagePassing.update
 
 
-def _same_rows(state: _Kept, x: Tensor) -> bool:
+def _same_rows(state: _KeptResult, x: Tensor) -> bool:
     identity = identity_of(x)
     return state.identity[: len(identity)] == identity

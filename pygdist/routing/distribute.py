@@ -168,7 +168,7 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
 
 
 def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[type, ...]) -> dict[str, Any]:
-    """What the routed class of a layer defines: its hops go to the backend, and its ``forward`` may take shortcuts."""
+    """Attributes of a layer's routed class: its hops go to the backend, and its ``forward`` may take shortcuts."""
     body: dict[str, Any] = {"SUPPORTS_FUSED_EDGE_INDEX": True}
     for name in ("propagate", "edge_updater"):
         body |= dict.fromkeys(routed_names(name), _routed(base, name))

@@ -1,4 +1,4 @@
-"""What cannot be distributed, and why. Everything listed here would run and give wrong numbers without this file."""
+"""Refuses layers that cannot be distributed, each with its reason; without this file they would give wrong numbers."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _BATCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNo
 
 def refusals(model: nn.Module, backend: Backend) -> list[str]:
     """One clause for each module of ``model`` that cannot run: its path, class and the reason."""
-    found = []
+    clauses = []
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         reason = _reason(module, backend, inside)
         if reason is not None:
-            found.append(f"'{path or 'model'}' ({type(module).__name__}): it {reason}")
+            clauses.append(f"'{path or 'model'}' ({type(module).__name__}): it {reason}")
         if isinstance(module, MessagePassing):
             inside.update(module.modules())
-    return found
+    return clauses
 
 
 def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str | None:

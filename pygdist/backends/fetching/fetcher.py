@@ -76,7 +76,7 @@ class FetchOptions:
 
     @property
     def approximation(self) -> str:
-        """What is given up for fewer bytes; empty if nothing is."""
+        """The clause that says which exactness is given up for fewer bytes; empty if none is."""
         return "" if self.wire_dtype is None else f"rows and gradients travel as {self.wire_dtype}"
 
     @property

@@ -117,7 +117,7 @@ class EdgeNorm:
         return None
 
     def _sampled_share(self, csr: CSR) -> Tensor:
-        """For each edge: the sampled share of the in-edges of its row. Self-loops of the layer count in both."""
+        """Sampled share of the in-edges of each edge's row; self-loops of the layer count as sampled."""
         assert self.missing is not None
         sampled = csr.indptr.diff()
         share = sampled.to(self.weight.dtype) / (sampled + self.missing).clamp(min=1)

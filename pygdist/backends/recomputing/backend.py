@@ -66,7 +66,7 @@ class _Model:
 
 @dataclass
 class _OnGraph:
-    """What a rank knows of one graph.
+    """State of the backend on one graph.
 
     Attributes:
         inputs: Inputs of the model, extended by the rows of replicas.
