@@ -261,7 +261,7 @@ class OtherEdges(nn.Module):
 @pytest.mark.parametrize("kind", ["some", "loops"])
 def test_degrees_of_other_edges_are_refused(kind: str, tmp_path: Path) -> None:
     data, part = _graph()
-    with pytest.raises(InputError, match="knows in-degrees by all edges of the graph; the model normalises others"):
+    with pytest.raises(InputError, match="knows in-degrees by all edges of the graph, but the model normalises other"):
         _of_part(OtherEdges(kind), _store(data, part, tmp_path / "parts", 1), 0, 1)
 
 
