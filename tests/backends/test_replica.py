@@ -490,9 +490,7 @@ def test_rows_that_the_graph_does_not_have_are_refused(tmp_path: Path) -> None:
     data, part = _graph()
     shard, backend = _bound(_store(data, part, tmp_path / "parts", 1))
     model = distribute(build("GraphConv", 5, 3), backend=backend)
-    with pytest.raises(
-        InputError, match=r"the model gets a tensor of shape \(\d+, 5\) that is neither"
-    ):
+    with pytest.raises(InputError, match=r"the model gets a tensor of shape \(\d+, 5\) that is neither"):
         model(shard.x * 2, shard.adjacency)
     with pytest.raises(InputError, match=r"the model gets a tensor of shape \(\d+,\) that is neither"):
         model(shard.x, shard.adjacency, edge_weight=shard.edge_weight * 2)
