@@ -1,15 +1,21 @@
-"""Fixtures for all tests: processes that are started once and serve as ranks wherever ranks are needed."""
+"""Fixtures for all tests: processes that are started once and serve as ranks wherever ranks are needed.
+
+Torch is imported only where tests run: pytest itself, which hands them to its workers, starts seconds earlier.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from pygdist.testing import RankPool
 from tests.server import start_server
+
+if TYPE_CHECKING:
+    from pygdist.testing import RankPool
 
 # how long an example takes tells nothing where tests share cores with ranks; the same examples each time, so that what
 # fails in one place fails in all
@@ -32,6 +38,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
+def pytest_collection_finish() -> None:
+    """Make the tests of this process fast; whoever only hands them to workers collects none."""
+    from tests.startup import forget_garbage, share_templates
+
+    share_templates()
+    forget_garbage()
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> None:
     """For pools of a test's own: their ranks import nothing."""
@@ -41,6 +55,8 @@ def fork_server() -> None:
 @pytest.fixture(scope="session")
 def pool(fork_server: None) -> Iterator[RankPool]:
     """Up to five ranks; starting them costs seconds, a call costs milliseconds."""
+    from pygdist.testing import RankPool
+
     with RankPool(5, timeout_s=120) as ranks:
         yield ranks
 

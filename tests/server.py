@@ -8,28 +8,23 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Outcome", "begin", "run", "script", "start_server"]
+__all__ = ["Outcome", "begin", "file", "run", "script", "start_server"]
 
 TIMEOUT_S = 120
-_PRELOAD = [
-    "pygdist.commands.train",
-    "pygdist.commands.verify",
-    "pygdist.commands.partition",
-    "pygdist.commands.generate",
-    "pygdist.testing",
-    "tests.cli.commands",
-]
 _context = multiprocessing.get_context("forkserver")
+#: No thread may exist where processes are forked: neither OpenMP's nor that of the allocator in pyarrow.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,11 @@ class Outcome:
 
 
 def start_server() -> None:
-    """Start it, if it is not there yet."""
+    """Start the server unless it runs."""
     # it looks for modules where this process does
     paths = os.pathsep.join(path for path in sys.path if path)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}):
-        _context.set_forkserver_preload(_PRELOAD)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": paths, **_ONE_THREAD}):
+        _context.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
 
 
@@ -57,8 +52,19 @@ def script(module: str, *args: str, folder: Path) -> Outcome:
 
 def _main_of(args: list[str]) -> int:
     sys.argv = args
-    found: int = importlib.import_module(args[0]).main()
-    return found
+    code: int = importlib.import_module(args[0]).main()
+    return code
+
+
+def file(path: Path, *args: str, folder: Path, environment: Mapping[str, str] | None = None) -> Outcome:
+    """What ``python path args`` does in a folder."""
+    return run(_run_file, [str(path), *args], folder, [environment or {}])[0]
+
+
+def _run_file(args: list[str]) -> int:
+    sys.argv = args
+    runpy.run_path(args[0], run_name="__main__")
+    return 0
 
 
 def begin(
@@ -70,7 +76,10 @@ def begin(
 ) -> Any:
     """Call a function with arguments in a process; it writes to two files, and ends with what the function gives."""
     start_server()
-    process = _context.Process(target=_body, args=(function, list(args), str(folder), dict(environment), *output))
+    server = forkserver._forkserver._forkserver_address
+    process = _context.Process(
+        target=_body, args=(function, list(args), str(folder), dict(environment), output, server)
+    )
     process.start()
     return process
 
@@ -94,21 +103,29 @@ def run(
         for process in late:
             process.kill()
             process.join()
-        found = [
+        outcomes = [
             Outcome(process.exitcode, Path(out).read_text(), Path(err).read_text())
             for process, (out, err) in zip(processes, outputs, strict=True)
         ]
-    assert not late, f"{len(late)} of {len(processes)} processes did not end: {found}"
-    return found
+    assert not late, f"{len(late)} of {len(processes)} processes did not end: {outcomes}"
+    return outcomes
 
 
 def _body(
-    function: Callable[[list[str]], int], args: list[str], folder: str, environment: dict[str, str], out: str, err: str
+    function: Callable[[list[str]], int],
+    args: list[str],
+    folder: str,
+    environment: dict[str, str],
+    output: tuple[str, str],
+    server: str,
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # not everybody leaves Ctrl-C as it is
-    for descriptor, path in ((1, out), (2, err)):
+    for descriptor, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    # ranks that the process starts come from the server that it came from itself, which is not its child
+    itself = forkserver._forkserver
+    itself._forkserver_address, itself.ensure_running = server, resource_tracker.ensure_running
     sys.exit(function(args))

@@ -1,7 +1,8 @@
-"""Real ranks for tests: processes of their own, gloo, a file store. No ports, no launcher, errors reach the caller.
+"""Real ranks for tests: one process each, joined by gloo through a file. No ports, no launcher.
 
-Imports cost seconds, so ranks are forked from Python's fork server, which has made them, and :class:`RankPool` keeps
-them for many calls of any world size up to its own; :func:`run_ranks` is a pool for one call.
+Importing torch and PyG costs seconds. Python's fork server imports them once, starts no thread, and forks the ranks,
+which make their own threads and groups. :class:`RankPool` keeps its ranks for many calls of any world size up to its
+own. :func:`run_ranks` is a pool for one call.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 
 
 class RankError(AssertionError):
-    """A rank failed; the message holds its rank and its own traceback."""
+    """A rank failed or hangs. The message names the rank and holds the traceback of the rank's process."""
 
 
 class RankPool:
     """Processes that run functions as ranks of a gloo group.
 
-    They share nothing with the caller. Their environment is that in which the caller's first fork server started.
+    Ranks share no memory with the caller. Their environment variables are those that the caller had when it started its
+    fork server, which its first pool does.
 
     Args:
-        size: Largest world size that :meth:`run` will be asked for.
-        timeout_s: Seconds after which a call counts as hung: all processes are killed and the silent ranks named.
+        size: Largest world size that :meth:`run` accepts.
+        timeout_s: Seconds that a call may take. After that the pool kills all its processes and names the ranks that
+            have not answered.
 
     Example:
         >>> with RankPool(4) as pool:
@@ -60,15 +63,19 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """Call ``function(rank, world_size, *args)`` on each rank; returns what each returned, in rank order.
+        """Call ``function(rank, world_size, *args)`` on each rank.
 
         Args:
-            function: Importable by name; runs with the default process group set up.
-            world_size: Ranks that take part, at most the pool's size.
-            args: Picklable.
+            function: A function that other processes can import by its name. The default process group is set up when
+                it runs.
+            world_size: Number of ranks, at most the pool's size.
+            args: Anything that can be pickled.
+
+        Returns:
+            The results of all ranks, in rank order.
 
         Raises:
-            RankError: With the traceback of the lowest rank that failed, or the names of the ranks that hang.
+            RankError: With the traceback of the rank that failed first, or the names of the ranks that hang.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size must be between 1 and the pool's {self.size}, got {world_size}")
@@ -76,19 +83,19 @@ class RankPool:
         self._calls += 1
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         for rank in range(world_size):
-            # as bytes: a pipe would put tensors into shared memory, and ranks would change each other's parameters
+            # pickled here: a pipe would put tensors into shared memory, where ranks change each other's parameters
             self._pipes[rank].send_bytes(pickle.dumps((function, rank, world_size, store, args)))
         answers = self._collect(world_size)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         if failed:
-            self.close()  # the others' group is broken; the next call starts afresh
-            # a rank that only lost its neighbour says less than the one that failed first
+            self.close()  # the group is broken; the next call starts new processes
+            # ranks that lost their neighbour say less than the rank that failed first
             rank = min(failed, key=lambda r: ("LostRankError" in failed[r] or "Connection" in failed[r], r))
             raise RankError(f"rank {rank} of {world_size} failed:\n{failed[rank]}")
         return [answers[rank][1] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the processes; a later :meth:`run` starts new ones."""
+        """Kill the processes. A later :meth:`run` starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -99,7 +106,7 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         context: Any = multiprocessing.get_context("forkserver" if _HAS_FORK_SERVER else "spawn")
         if _HAS_FORK_SERVER:
-            context.set_forkserver_preload(["__main__", __name__])  # a server that runs keeps what it has
+            context.set_forkserver_preload(["__main__", __name__])  # no effect on a server that runs
         for _ in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -112,7 +119,7 @@ class RankPool:
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < world_size:
             waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in answers}
-            # once a rank has failed the others lose their neighbour and need only a moment to say so
+            # once a rank has failed, the others lose their neighbour and say so within seconds
             failed = any(not ok for ok, _ in answers.values())
             ready = wait(list(waiting), timeout=20.0 if failed else self.timeout_s)
             if not ready:
@@ -135,19 +142,19 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on ``world_size`` processes joined by gloo.
+    """Call ``function(rank, world_size, *args)`` on processes of its own: :meth:`RankPool.run`, once.
 
     Args:
-        function: Importable by name; called with the default process group set up.
+        function: As in :meth:`RankPool.run`, like ``args``.
         world_size: Number of processes.
-        args: Picklable arguments.
-        timeout_s: Seconds after which the call counts as hung.
+        args: Anything that can be pickled.
+        timeout_s: Seconds that the call may take.
 
     Returns:
-        What each rank returned, in rank order.
+        The results of all ranks, in rank order.
 
     Raises:
-        RankError: With the traceback of the rank that failed.
+        RankError: As in :meth:`RankPool.run`.
     """
     with RankPool(world_size, timeout_s=timeout_s) as pool:
         return pool.run(function, world_size, *args)
@@ -161,16 +168,15 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(job: bytes) -> bytes:
-    """The pickled pair (True, result) or (False, traceback), also if the job or the result cannot be pickled."""
+    """Return the pickled pair (True, result) or (False, traceback); the latter also where pickling fails."""
     try:
         return pickle.dumps((True, _call(*pickle.loads(job))))
-    except BaseException:
-        # everything, also a KeyboardInterrupt or an exit, belongs to the caller
+    except BaseException:  # the caller is told of KeyboardInterrupt and SystemExit too
         return pickle.dumps((False, traceback.format_exc()))
 
 
 def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> Any:
-    # a rank that returned while others still connect to its group would end theirs
+    # the barrier: a rank that returns while others still connect to it would break their group
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TORCH_DIST_INIT_BARRIER="1")
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     try:

@@ -1,0 +1,34 @@
+"""Imported by the fork server (``tests/server.py``): what is done here, processes forked from it need not do.
+
+No thread may exist in the server, so nothing here computes on more than one.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from pygdist.testing.layers import LAYERS, build
+from tests.startup import forget_garbage, share_templates
+
+_MODULES = [
+    "hypothesis.strategies",
+    "pygdist.commands.export",
+    "pygdist.commands.generate",
+    "pygdist.commands.partition",
+    "pygdist.commands.train",
+    "pygdist.commands.verify",
+    "pytest",
+    "tests.cli.commands",
+    "tests.lightning.runs",
+    "torch.utils.tensorboard",
+]
+
+torch.set_num_threads(1)
+for _module in _MODULES:
+    importlib.import_module(_module)
+share_templates()
+for _name in LAYERS:
+    build(_name, 5, 3)  # PyG writes and compiles code for a layer class when the first layer of it is made
+forget_garbage()
