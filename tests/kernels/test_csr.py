@@ -47,7 +47,7 @@ def test_transpose_twice_is_the_matrix() -> None:
         pytest.param(torch.empty(0, dtype=torch.int64), torch.tensor([0]), None, "indptr must be", id="no-indptr"),
         pytest.param(torch.tensor([0, 1]), torch.tensor([0.0]), None, "index must be", id="index"),
         pytest.param(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0, 1]), "perm must be", id="perm"),
-        pytest.param(torch.tensor([0, 1]), torch.tensor([0], device="meta"), None, "move index and perm there", id="device"),
+        pytest.param(torch.tensor([0, 1]), torch.tensor([0], device="meta"), None, "index and perm there", id="device"),
     ],
 )
 def test_malformed_matrix_is_refused(indptr: Tensor, index: Tensor, perm: Tensor | None, match: str) -> None:
