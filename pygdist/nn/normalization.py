@@ -58,7 +58,7 @@ class GlobalGCNNorm:
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node, but a shard has in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
-            return self._normalise(edge_index, edge_weight, *arguments, kept=True)
+            return self._normalise(edge_index, edge_weight, *arguments, reuse_loops=True)
         # one result for each set of arguments: weights that a model computes in every epoch replace the last ones
         slot, inputs = (id(edge_index), *arguments), (edge_index, edge_weight)
         same, last = self._results.knows(slot, inputs), self._results.last(slot)
@@ -66,7 +66,7 @@ class GlobalGCNNorm:
             same = self._ranks.max_over_ranks(int(not same)) == 0
         if last is None or not same:
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
-                result = self._normalise(edge_index, edge_weight, *arguments, kept=edge_weight is not None)
+                result = self._normalise(edge_index, edge_weight, *arguments, reuse_loops=edge_weight is not None)
                 last = self._results.put(slot, inputs, (result, self._some_rank_is_blind(edge_weight)))
         return last[0]
 
@@ -79,7 +79,7 @@ class GlobalGCNNorm:
         add_self_loops: bool,
         dtype: torch.dtype | None,
         *,
-        kept: bool = False,
+        reuse_loops: bool = False,
     ) -> tuple[Adjacency, Tensor]:
         if num_nodes is None:
             if not isinstance(edge_index, Adjacency):
@@ -89,9 +89,9 @@ class GlobalGCNNorm:
             num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
             edge_index, perm = Adjacency.from_unsorted(edge_index, num_src=num_src, num_dst=num_nodes)
             edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
-            kept = False
+            reuse_loops = False
         num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
-        looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, kept=kept)
+        looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, reuse=reuse_loops)
         csr, counts = looped.csr, looped.csr.indptr.diff()
         looped_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
         if looped_weight is None:
@@ -119,9 +119,9 @@ class GlobalGCNNorm:
     def _some_rank_is_blind(self, edge_weight: Tensor | None) -> bool:
         return edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
 
-    def _with_loops(self, edge_index: Adjacency, num_loops: int, *, kept: bool) -> _Looped:
-        """Return the edges with self-loops; the same object while only weights change, if ``kept``."""
-        if not kept:
+    def _with_loops(self, edge_index: Adjacency, num_loops: int, *, reuse: bool) -> _Looped:
+        """Return the edges with self-loops; ``reuse`` returns the same object while only weights change."""
+        if not reuse:
             return _Looped(edge_index, num_loops)
         return self._looped.get((id(edge_index), num_loops), (edge_index,), lambda: _Looped(edge_index, num_loops))
 
