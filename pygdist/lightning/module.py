@@ -35,7 +35,7 @@ class GraphModule(pl.LightningModule):
 
     Args:
         model: Any module with PyG layers.
-        backend: How neighbours arrive: a registered name, a class path, or an instance.
+        backend: The way in which neighbours arrive: a registered name, a class path, or an instance.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
         savings: Shortcuts to take, and the memory for them.

@@ -69,7 +69,7 @@ def test_json_is_alone_on_standard_output_and_again_nothing_happens(folder: Path
         ),
         pytest.param(("reddit-like", "--scale=1e-6"), ("scale 1e-06", "smallest scale is 0.00018"), id="scale"),
         pytest.param(("reddit-like", "--scale=big"), ("--scale", "float", "big"), id="text"),
-        pytest.param(("reddit-like", "--scale=0.001", "--out=."), ("exists and is no generated graph",), id="taken"),
+        pytest.param(("reddit-like", "--scale=0.001", "--out=."), ("exists and is not a generated graph",), id="taken"),
         pytest.param((), ("name is required",), id="nothing"),
     ],
 )

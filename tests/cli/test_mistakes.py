@@ -107,7 +107,7 @@ GRAPHS = {
     "edge": ["edge_index: edge 5 goes from 120", "nodes 0 to 119"],
     "label": ["y: 1 labels out of range", "11 at node 3", "num_classes is 4"],
     "negative": ["y: node 3 has label -7"],
-    "missing": ["missing", "no such folder"],
+    "missing": ["missing", "neither a folder"],
 }
 
 

@@ -25,7 +25,7 @@ from pygdist import Shard, distribute
 from pygdist.backends import Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
-from pygdist.hops.layer import plain as plain_edges
+from pygdist.hops.hop import Hop
 from pygdist.testing import RankPool, assert_exact
 from tests.backends.training import Shapes, epoch, gradients, one_rank, same, single
 
@@ -198,17 +198,8 @@ def test_a_backend_may_pass_plain_edges_on(plainly: str, graph: tuple[Data, Shar
     class Plain(SingleBackend):
         """Gives one hop or both of them no adjacency."""
 
-        def propagate(self, layer: Any, inner: Any, edge_index: Tensor, size: Any, kwargs: Any) -> Tensor:
-            return self._run(inner, edge_index, size, kwargs, "propagate")
-
-        def edge_updater(self, layer: Any, inner: Any, edge_index: Tensor, size: Any, kwargs: Any) -> Tensor:
-            return self._run(inner, edge_index, size, kwargs, "edge_updater")
-
-        def _run(self, inner: Any, edge_index: Tensor, size: Any, kwargs: Any, name: str) -> Tensor:
-            out: Tensor = inner(
-                plain_edges(edge_index) if plainly in (name, "both") else edge_index, size=size, **kwargs
-            )
-            return out
+        def propagate(self, hop: Hop) -> Tensor:
+            return hop.run(hop.plain_edges) if plainly in (hop.name, "both") else hop.run()
 
     expected = _layer(GATConv, heads=2)
     backend = Plain()

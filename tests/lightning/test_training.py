@@ -180,7 +180,7 @@ def _refused(rank: int, world_size: int, folder: str, options: dict[str, Any]) -
         pytest.param(
             {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: a full-graph epoch is one step", id="acc"
         ),
-        pytest.param({"strategy": "ddp"}, "use strategy='graph_ddp'", id="ddp"),
+        pytest.param({"strategy": "ddp"}, "needs strategy='graph_ddp'", id="ddp"),
     ],
 )
 def test_what_would_give_other_numbers_is_refused_on_all_ranks(

@@ -99,7 +99,7 @@ def test_planetoid(name: str, tmp_path: Path) -> None:
     ("dataset", "args", "message"),
     [
         ("nothing-like-this", {}, "dataset 'nothing-like-this': neither a folder, nor a generator .*sbm"),
-        ("./not/there", {}, "dataset './not/there': no such folder"),
+        ("./not/there", {}, "dataset './not/there': neither a folder"),
         ("no_such_package.Graphs", {}, "dataset 'no_such_package.Graphs': .* 'no_such_package'"),
         ("torch_geometric.datasets.NoSuchSet", {}, "has no 'NoSuchSet'"),
         ("torch_geometric.datasets", {}, "a module, expected a class or a function"),
