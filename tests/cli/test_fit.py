@@ -175,8 +175,8 @@ def test_help(folder: Path) -> None:
     for command in ("fit", "validate", "test", "predict", "partition", "verify", "export"):
         assert f"\n  {command} " in overview.out
     wanted = {
-        "fit": ["--trainer.max_epochs", "--model.backend", "The way in which neighbours arrive", "--data.partitioner", "--optimizer",
-                "--lr_scheduler", "--checkpoint.monitor", "--ckpt_path", "--print_config", "Train a model"],
+        "fit": ["--trainer.max_epochs", "--model.backend", "The way in which neighbours arrive", "--data.partitioner",
+                "--optimizer", "--lr_scheduler", "--checkpoint.monitor", "--ckpt_path", "--print_config", "Train a model"],
         "predict": ["--predictions.path", "--predictions.output"],
         "partition": ["--method", "Who owns which node", "--parts", "--out", "--json", "--split"],
         "verify": ["--world-size", "--double", "--tolerance", "--reference", "pygdist fit"],
