@@ -176,7 +176,8 @@ def test_help(folder: Path) -> None:
         assert f"\n  {command} " in overview.out
     wanted = {
         "fit": ["--trainer.max_epochs", "--model.backend", "The way in which neighbours arrive", "--data.partitioner",
-                "--optimizer", "--lr_scheduler", "--checkpoint.monitor", "--ckpt_path", "--print_config", "Train a model"],
+                "--optimizer", "--lr_scheduler", "--checkpoint.monitor", "--ckpt_path", "--print_config",
+                "Train a model"],
         "predict": ["--predictions.path", "--predictions.output"],
         "partition": ["--method", "Who owns which node", "--parts", "--out", "--json", "--split"],
         "verify": ["--world-size", "--double", "--tolerance", "--reference", "pygdist fit"],
