@@ -138,7 +138,7 @@ class Backend(ABC):
     def _bound(self, value: T | None) -> T:
         if value is None:
             raise InputError(
-                f"backend '{self.name or type(self).__name__}' is not bound to a graph; call "
+                f"backend '{self._title}' is not bound to a graph; call "
                 "backend.bind(shard, communicator), or undistribute(model) to run the model on one process"
             )
         return value
@@ -282,6 +282,11 @@ class Backend(ABC):
 
         Called after :meth:`bind`, on all ranks or on none.
         """
+
+    @property
+    def _title(self) -> str:
+        """The name in messages."""
+        return self.name or type(self).__name__
 
     @property
     def _num_ranks(self) -> int:

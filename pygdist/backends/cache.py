@@ -16,4 +16,4 @@ class CacheBackend(RecomputingBackend):
     name = "cache"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)

@@ -109,7 +109,8 @@ class CommBackend(Backend):
 
     @override
     def end_forward(self) -> None:
-        self.fetcher.end_pass()
+        if self._fetcher is not None:  # a model that is not bound fails before
+            self._fetcher.end_pass()
 
     @override
     def run_layer(
@@ -139,7 +140,8 @@ class CommBackend(Backend):
         shard, halo = self.shard, None
         if self.communicator.world_size > 1:
             if self._halo is None:
-                position = torch.arange(shard.num_owned, shard.num_owned + shard.num_halo, device=shard.n_id.device)
+                with torch.inference_mode(False):  # training uses what evaluation may ask for first
+                    position = torch.arange(shard.num_owned, shard.num_owned + shard.num_halo, device=shard.n_id.device)
                 self._halo = Arrival(plan=shard.plan, position=position)
             halo = self._halo
         return HopRows.of_shard(shard, self._hop, halo)

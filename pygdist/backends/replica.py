@@ -76,7 +76,7 @@ class ReplicaBackend(RecomputingBackend):
     _part: _OnPart | None = None
 
     def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
-        super().__init__()
+        super().__init__(None)
         if hops < 0:
             raise InputError(f"hops is {hops}, expected 0 or more")
         self.hops, self.scale_rim = hops, scale_rim

@@ -162,7 +162,8 @@ class TensorBackend(Backend):
 
     @override
     def end_forward(self) -> None:
-        self.fetcher.end_pass()
+        if self._fetcher is not None:
+            self._fetcher.end_pass()
 
     # -- a layer -------------------------------------------------------------------------------------------------------
 

@@ -117,5 +117,5 @@ def beyond_memory(label: str) -> InputError:
     return InputError(
         f"{label}: its edges are neither the graph's adjacency, nor that with self-loops, nor one relation of it, so "
         "the edges of all ranks would have to be in memory at once; that is refused with memory_gib, with another "
-        "device, and on a GPU with too little free memory. Pass the adjacency, or use backend 'comm' with halo_gib"
+        "device, and on a GPU with too little free memory. Pass the adjacency, or use a backend with halo_gib"
     )

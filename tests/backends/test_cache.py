@@ -18,6 +18,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops
 
 from pygdist.backends import Backend, CacheBackend, HybridBackend
+from pygdist.backends.recomputing.backend import RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -480,3 +481,53 @@ def test_weights_meet_no_row_that_no_later_layer_needs(name: str, tmp_path: Path
         assert computed[0] >= computed[1] > computed[2]
         assert max(rows) <= computed[1]
         assert rows[-1] in computed[1:]
+
+
+class FetchesAll(RecomputingBackend):
+    """Computes no row of another rank: a choice of its own, and nothing else."""
+
+    name = ""
+
+    def choose(self, around: Any, widths: tuple[int, ...], probe: Any) -> list[Tensor]:
+        return [torch.zeros(around.n_id.numel(), dtype=torch.bool) for _ in widths]
+
+
+def test_rows_that_a_subclass_does_not_choose_are_fetched(pool: RankPool) -> None:
+    assert_exact(FetchesAll(), layers=["GCNConv", "GATConv"], world_sizes=[2], graphs=["directed"], pool=pool)
+
+
+class UpdatesEdgesLast(MessagePassing):
+    """Puts out a number for each edge after its last hop, from attributes or from rows of nodes."""
+
+    def __init__(self, of_nodes: bool) -> None:
+        super().__init__()
+        self.of_nodes = of_nodes
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.propagate(edge_index, x=x)
+        return out, self.edge_updater(edge_index, edge_attr=edge_attr, row=out if self.of_nodes else None)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+    def edge_update(self, edge_attr: Tensor, row_j: Tensor | None = None) -> Tensor:
+        return 2 * edge_attr if row_j is None else row_j[:, :1] * edge_attr
+
+
+def _edges_last(rank: int, world_size: int, folder: str, of_nodes: bool) -> bool:
+    backend, shard, _ = _bound(folder, rank)
+    model = distribute(UpdatesEdgesLast(of_nodes), backend=backend)
+    attr = torch.ones(shard.adjacency.size(1), 1, dtype=shard.x.dtype)
+    if of_nodes:
+        with pytest.raises(InputError, match="updates edges from rows of nodes after the model's last hop"):
+            model(shard.x, shard.adjacency, attr)
+        return True
+    out, edges = model(shard.x, shard.adjacency, attr)
+    return out.size(0) == shard.num_owned and bool((edges == 2).all())
+
+
+@pytest.mark.parametrize("of_nodes", [False, True])
+def test_edges_that_are_updated_after_the_last_hop(of_nodes: bool, tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    assert all(pool.run(_edges_last, 2, str(tmp_path / "parts"), of_nodes))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.base import names_of
 from pygdist.backends.fetching.adjacency import ArrivingAdjacency
 from pygdist.backends.fetching.fetcher import Fetcher, HopRows
 from pygdist.backends.passes.base import Forward
@@ -86,6 +87,8 @@ class PartPass:
         alone: bool = False,
         name: str = "",
     ) -> None:
+        if fetcher is None and not alone and any(rows.exchanges):
+            raise InputError(f"backend '{name}' leaves rows to be fetched, but was made without FetchOptions")
         self.rows, self.facts, self.alone = rows, facts, alone
         self._communicator, self._fetcher, self._name = communicator, fetcher, name
         self._hops = 0  # so far
@@ -120,6 +123,11 @@ class PartPass:
 
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
         """Run an ``edge_updater``; scores wait where the rows of the hop after it arrive."""
+        if hop.sources and self._hops >= self.rows.num_hops:
+            raise InputError(
+                f"{hop.layer_name} updates edges from rows of nodes after the model's last hop, for which backend "
+                f"'{self._name}' has no rows; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
+            )
         rows = self._rows_of_hop(self._hops + 1)
         if rows.arrival is not None and defers_scores(hop):
             return Unscored()
@@ -135,12 +143,13 @@ class PartPass:
 
     def _rows_of_hop(self, number: int) -> HopRows:
         rows, layer = self.rows, self._layer
+        exchanges = number <= rows.num_hops and rows.exchanges[number - 1]  # an edge_updater may follow the last hop
         return HopRows(
             num_owned=rows.num_owned,
             num_local=self.num_rows if layer is None else layer.num_read,
             num_rows=self.num_rows,
             num_sources=self.num_sources,
-            arrival=rows.fetched[number - 1] if rows.exchanges[number - 1] else None,
+            arrival=rows.fetched[number - 1] if exchanges else None,
             number=number,
             reason=f"rank {self._communicator.rank} computes {self.num_rows} nodes here",
         )

@@ -83,7 +83,7 @@ class RecomputingBackend(Backend):
     """Compute replicas of other ranks' rows, and fetch the rest; by default, compute all of them.
 
     Args:
-        options: How rows are fetched; ``None`` if none ever is.
+        options: How rows that are not computed here are fetched; ``None`` if this backend computes all of them.
     """
 
     abilities = Abilities(reruns_layers=False)
@@ -92,7 +92,7 @@ class RecomputingBackend(Backend):
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now
 
-    def __init__(self, options: FetchOptions | None = None) -> None:
+    def __init__(self, options: FetchOptions | None = FetchOptions()) -> None:  # noqa: B008 (frozen)
         super().__init__()
         self.fetches, self.options = options is not None, options or FetchOptions()
         self._models: dict[int, _Model] = {}  # by the id of the model
@@ -208,12 +208,12 @@ class RecomputingBackend(Backend):
         return extended
 
     def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> PartPass:
-        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self.name)
+        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)
 
     @override
     def end_forward(self) -> None:
-        if self.fetcher is not None:
-            self.fetcher.end_pass()
+        if self._fetcher is not None:
+            self._fetcher.end_pass()
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -266,7 +266,7 @@ class RecomputingBackend(Backend):
         """The pass that runs; an error if the model is not running."""
         if self._pass is None:
             raise InputError(
-                f"{what} runs outside a forward pass of the model: backend '{self.name}' does not support activation "
+                f"{what} runs outside a forward pass of the model: backend '{self._title}' does not support activation "
                 "checkpointing, nor layers called by themselves; use backend "
                 f"{names_of(lambda abilities: abilities.reruns_layers)}"
             )
