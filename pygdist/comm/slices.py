@@ -28,14 +28,7 @@ from pygdist.comm.communicator import Communicator, describe_rows
 from pygdist.comm.transfer import as_bytes
 from pygdist.memory.overflow import Overflow
 
-__all__ = [
-    "columns_of",
-    "gather_columns",
-    "share_rows",
-    "split_and_share",
-    "split_columns",
-    "with_phantom_column",
-]
+__all__ = ["columns_of", "gather_columns", "share_rows", "split_and_share", "split_columns", "with_phantom_column"]
 
 
 def columns_of(width: int, rank: int, world_size: int) -> slice:

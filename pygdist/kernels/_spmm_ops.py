@@ -1,8 +1,7 @@
 """The torch operators behind :func:`pygdist.kernels.spmm` and :func:`pygdist.kernels.sddmm`: shapes and gradients.
 
-Each is a custom operator, so that autograd, ``torch.compile`` and the profiler see one opaque step. Dense tensors are
-two-dimensional and edge values are ``(E, H)``; the callers see to that. A sparse matrix is passed as its tensors, since
-operators take no objects; ``perm`` holds the position of each entry's value.
+Dense tensors are two-dimensional and edge values are ``(E, H)``; the callers see to that. A sparse matrix is passed as
+its tensors, since operators take no objects; ``perm`` holds the position of each entry's value.
 
 ================================  ==============================================  =======================
 operator                          result                                          gradient
@@ -23,117 +22,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.kernels._choose import kernels_for
+from pygdist.kernels._operator import MATRIX, TRANSPOSED, kernels_for, operator
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transposed_from
 
 __all__ = ["sddmm_op", "spmm_into_op", "spmm_op"]
 
-
-@torch.library.custom_op("pygdist::spmm", mutates_args=())
-def spmm_op(
-    indptr: Tensor,
-    index: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    perm: Tensor | None,
-    op: str,
-    reduce: str,
-    transposed_indptr: Tensor | None = None,
-    transposed_index: Tensor | None = None,
-    transposed_perm: Tensor | None = None,
-    transposed_weight: Tensor | None = None,
-) -> Tensor:
-    """Multiply. Only the gradient of ``x`` uses the transpose, and makes it if it is not given."""
-    return kernels_for(x).spmm(CSR(indptr, index, x.shape[0], perm), x, weight, op, reduce)
+_EXTREMUM = "Tensor x, Tensor? weight, Tensor? perm, str op, Tensor out, Tensor grad"
 
 
-@torch.library.custom_op("pygdist::spmm_into", mutates_args=("out",))
-def spmm_into_op(
-    out: Tensor, indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor | None, onto: bool = False
-) -> None:
-    """Write the sums into ``out``, or add them to it."""
-    kernels_for(x).spmm_into(out, CSR(indptr, index, x.shape[0]), x, weight, onto=onto)
+# only the gradient of x uses the transpose, and makes it if it is not given
+spmm_op = operator(
+    f"spmm({MATRIX}, Tensor x, Tensor? weight, Tensor? perm, str op, str reduce, {TRANSPOSED}, "
+    "Tensor? transposed_weight=None) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, reduce, *_: kernels_for(x).spmm(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, reduce
+    ),
+    fake=lambda indptr, index, x, *_: x.new_empty(indptr.shape[0] - 1, x.shape[1]),
+)
 
+spmm_into_op = operator(
+    f"spmm_into(Tensor(a!) out, {MATRIX}, Tensor x, Tensor? weight, bool onto) -> ()",
+    lambda out, indptr, index, x, weight, onto: kernels_for(x).spmm_into(
+        out, CSR(indptr, index, x.shape[0]), x, weight, onto=onto
+    ),
+)
 
-@torch.library.custom_op("pygdist::sddmm", mutates_args=())
-def sddmm_op(
-    indptr: Tensor,
-    index: Tensor,
-    x: Tensor,
-    y: Tensor,
-    perm: Tensor | None,
-    heads: int,
-    transposed_indptr: Tensor | None = None,
-    transposed_index: Tensor | None = None,
-    transposed_perm: Tensor | None = None,
-) -> Tensor:
-    """Compute ``<x[j], y[i]>`` for each entry and head, in float32 at least."""
-    return kernels_for(x).sddmm(CSR(indptr, index, x.shape[0], perm), x, y, heads)
+sddmm_op = operator(
+    f"sddmm({MATRIX}, Tensor x, Tensor y, Tensor? perm, SymInt heads, {TRANSPOSED}) -> Tensor",
+    lambda indptr, index, x, y, perm, heads, *_: kernels_for(x).sddmm(CSR(indptr, index, x.shape[0], perm), x, y, heads),
+    fake=lambda indptr, index, x, y, perm, heads, *_: x.new_empty(
+        index.shape[0], heads, dtype=torch.promote_types(x.dtype, torch.float32)
+    ),
+)
 
+share_ties_op = operator(
+    f"share_ties({MATRIX}, {_EXTREMUM}) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, grad: kernels_for(x).share_ties(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
+    ),
+    fake=lambda *args: torch.empty_like(args[-1], memory_format=torch.contiguous_format),
+)
 
-@torch.library.custom_op("pygdist::share_ties", mutates_args=())
-def share_ties_op(
-    indptr: Tensor,
-    index: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    perm: Tensor | None,
-    op: str,
-    out: Tensor,
-    grad_out: Tensor,
-) -> Tensor:
-    """Divide the gradient of each maximum or minimum by the number of entries that attain it."""
-    return kernels_for(x).share_ties(CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad_out)
+# the matrix is the transpose
+extremum_grad_op = operator(
+    f"extremum_grad({MATRIX}, {_EXTREMUM}) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_grad(
+        CSR(indptr, index, out.shape[0], perm), x, weight, op, out, share
+    ),
+    fake=lambda indptr, index, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 
-
-@torch.library.custom_op("pygdist::extremum_grad", mutates_args=())
-def extremum_grad_op(
-    transposed_indptr: Tensor,
-    transposed_index: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    transposed_perm: Tensor | None,
-    op: str,
-    out: Tensor,
-    share: Tensor,
-) -> Tensor:
-    """Sum, for each source, its shares of the maxima or minima that it attains."""
-    transposed = CSR(transposed_indptr, transposed_index, out.shape[0], transposed_perm)
-    return kernels_for(x).extremum_grad(transposed, x, weight, op, out, share)
-
-
-@torch.library.custom_op("pygdist::extremum_value_grad", mutates_args=())
-def extremum_value_grad_op(
-    indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor, perm: Tensor | None, op: str, out: Tensor, share: Tensor
-) -> Tensor:
-    """Sum, for each edge value, its shares of the maxima or minima that its entry attains."""
-    return kernels_for(x).extremum_value_grad(CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share)
-
-
-@spmm_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(indptr.shape[0] - 1, x.shape[1])
-
-
-@sddmm_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, y: Tensor, perm: Tensor | None, heads: int, *args: Any) -> Tensor:
-    return x.new_empty(index.shape[0], heads, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-@share_ties_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Any, perm: Any, op: str, out: Tensor, grad: Tensor) -> Tensor:
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
-
-
-@extremum_grad_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@extremum_value_grad_op.register_fake
-def _(indptr: Tensor, index: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+extremum_value_grad_op = operator(
+    f"extremum_value_grad({MATRIX}, {_EXTREMUM}) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_value_grad(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share
+    ),
+    fake=lambda indptr, index, x, weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
+)
 
 
 def _setup_spmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -23,8 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pygdist.kernels._attention_ops import edge_softmax_op, gatv2_scores_op
-from pygdist.kernels._gat_ops import gat_op
+from pygdist.kernels._attention_ops import edge_softmax_op, gat_op, gatv2_scores_op
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import Transposed, transposed_tensors
 
@@ -87,13 +86,7 @@ def edge_softmax(
 
 
 def gat(
-    csr: CSR,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    *,
-    negative_slope: float = 0.2,
-    transposed: Transposed = None,
+    csr: CSR, x: Tensor, source: Tensor, target: Tensor, *, negative_slope: float = 0.2, transposed: Transposed = None
 ) -> Tensor:
     r"""Aggregate as GAT ("Graph Attention Networks", Eqs. 3 to 6) in one pass over the edges.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pygdist.kernels._choose import kernels_for
+from pygdist.kernels._operator import kernels_for
 from pygdist.kernels._spmm_ops import spmm_into_op
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import spmm

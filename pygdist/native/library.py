@@ -100,10 +100,7 @@ class NativePlacement(ctypes.Structure):
 class NativeText(ctypes.Structure):
     """``pygdist_text``: the position in a text with edges."""
 
-    _fields_ = (
-        *_fields(_LONG, "max_id line count id header_line"),
-        *_fields(_INT, "columns may_have_header"),
-    )
+    _fields_ = (*_fields(_LONG, "max_id line count id header_line"), *_fields(_INT, "columns may_have_header"))
 
 
 class Status(IntEnum):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pygdist.kernels._choose as choose
+import pygdist.kernels._operator as operator
 import pygdist.kernels._spmm_ops as ops
 from pygdist.kernels import CSR, sddmm, spmm, transpose
 from pygdist.native import Isa, library, load, set_isa
@@ -410,7 +410,7 @@ def test_plain_sum_does_not_keep_the_features() -> None:
 
 def test_without_library_nothing_but_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
-    monkeypatch.setattr(choose._native, "spmm", lambda *_: pytest.fail("called the native library"))
+    monkeypatch.setattr(operator._native, "spmm", lambda *_: pytest.fail("called the native library"))
     csr = random_csr()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's notes on its sparse tensors are not for our users
