@@ -23,11 +23,7 @@ class Buffers:
     def get(self, use: str, num_rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return contiguous memory for ``num_rows`` rows as wide as those of ``like``, with arbitrary values.
 
-        Args:
-            use: Names the buffer.
-            num_rows: Number of rows.
-            like: Gives the width, the device and, by default, the dtype.
-            dtype: Dtype of the memory.
+        ``like`` also gives the device and, by default, the dtype.
         """
         dtype = dtype or like.dtype
         shape = (num_rows, *like.shape[1:])

@@ -239,12 +239,7 @@ class Communicator(Transport):
     ) -> None:
         """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p.
 
-        Args:
-            outgoing: A contiguous tensor for each rank.
-            incoming: The same, of the shapes and dtypes that the others send.
-            label: Names the exchange in errors; equal on all ranks.
-            ring: Serve one peer after the other instead of all at once.
-            continues: This is one more piece of the exchange before it, and is not counted as a call.
+        All tensors are contiguous; the options are those of :class:`~pygdist.comm.Transfer`.
         """
         transfer = Transfer(self, incoming, label, ring=ring, continues=continues)
         for message in transfer.targets:

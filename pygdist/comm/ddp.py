@@ -20,8 +20,6 @@ DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 def ddp_loss_scale(num_labelled: int, world_size: int) -> float:
     """Return the factor for each rank's summed loss: DDP's mean of gradients is then that of the mean loss over nodes.
 
-    Args:
-        num_labelled: Labelled training nodes of the whole graph.
-        world_size: Number of ranks, by which DDP divides.
+    ``num_labelled`` counts the labelled training nodes of the whole graph.
     """
     return world_size / num_labelled

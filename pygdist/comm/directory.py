@@ -65,9 +65,8 @@ class NodeDirectory:
         is_owned = owner[grouped] == communicator.rank
         position = torch.empty_like(wanted)
         position[grouped] = torch.where(is_owned, row[grouped], self._num_owned + (~is_owned).cumsum(0) - 1)
-        plan = ExchangePlan(
-            send_index=torch.cat(sent), send_counts=tuple(rows.numel() for rows in sent), recv_counts=tuple(counts)
-        )
+        send_counts = tuple(rows.numel() for rows in sent)
+        plan = ExchangePlan(send_index=torch.cat(sent), send_counts=send_counts, recv_counts=tuple(counts))
         return plan, position[inverse]
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,9 +76,8 @@ class NodeDirectory:
         order = keeper.argsort(stable=True)
         asked = self._communicator.all_to_all(list(ids[order].split(_counts(keeper, size))), label="which nodes, where")
         answers = [torch.stack([self._owner[node // size].long(), self._row[node // size]], dim=1) for node in asked]
-        entries = torch.empty(ids.numel(), 2, dtype=ids.dtype, device=ids.device)
-        entries[order] = torch.cat(self._communicator.all_to_all(answers, label="where nodes are, answered"))
-        owner, row = entries.unbind(1)
+        answered = torch.cat(self._communicator.all_to_all(answers, label="where nodes are, answered"))
+        owner, row = torch.empty_like(answered).index_copy_(0, order, answered).unbind(1)
         return owner, row
 
 

@@ -18,8 +18,7 @@ class Span:
         kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's own; these follow one
             another. ``travel`` is an exchange from its beginning to its end.
         label: The exchange that it belongs to.
-        start: Nanoseconds on this machine's monotonic clock.
-        end: The same.
+        start, end: Nanoseconds on this machine's monotonic clock.
         aside: True if the rank's main thread did something else meanwhile, or may have.
         busy: Nanoseconds of processor time of the thread; less than ``end - start`` if the thread waited or another
             one had the core.
@@ -35,11 +34,7 @@ class Span:
 
 @dataclass
 class Recorder:
-    """A list of spans; assign it to ``communicator.recorder`` and the communicator adds its own.
-
-    Attributes:
-        spans: The spans, in the order in which they ended.
-    """
+    """Spans in the order in which they ended; assign it to ``communicator.recorder``, and that adds its own."""
 
     spans: list[Span] = field(default_factory=list)
 

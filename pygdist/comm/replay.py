@@ -10,8 +10,8 @@ files.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +75,7 @@ def run_parts(
 class PartCommunicator(Communicator):
     """A communicator of one part: ``rank`` is its number, ``world_size`` the number of parts.
 
-    Args:
-        part: Number of the part.
-        answers: Rows that this rank's parts have received so far.
+    ``answers`` holds the rows that this rank's parts have received so far.
     """
 
     def __init__(self, part: int, answers: _Answers) -> None:
@@ -132,8 +130,7 @@ class PartCommunicator(Communicator):
         return rows
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     """The rows that a part sends, grouped by receiver, and the number that it expects from each."""
 
     sent: Tensor
@@ -182,11 +179,8 @@ class _Answers:
         self._open.clear()
 
     def _block(self, part: int, receiver: int) -> Tensor:
-        question = self._open[part]
-        if receiver >= self.num_parts:
-            return question.sent[:0]
-        first = sum(question.send_counts[:receiver])
-        return question.sent[first : first + question.send_counts[receiver]]
+        sent, counts, _ = self._open[part]
+        return sent.split(list(counts))[receiver] if receiver < self.num_parts else sent[:0]
 
     def _in_file(self, name: str, rows: Tensor) -> Tensor:
         """Copy rows to a file and return them as a view of it: rows that nobody reads take no memory."""

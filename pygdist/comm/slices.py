@@ -8,9 +8,10 @@ function                    a rank gives                           a rank gets  
 :func:`share_rows`          :math:`(n, *)`: its rows               :math:`(N, *)`: the rows of all      sum over ranks
 ==========================  =====================================  ===================================  ===============
 
-The :math:`N` rows of all ranks stand in rank order; ``counts`` is the number of rows of each rank, and :math:`c` is
-this rank's share of :math:`C` columns (:func:`columns_of`). :func:`split_and_share` does both at once. Every rank makes
-every call; each is one exchange, and so is its backward pass. On one process tensors are returned as they are.
+Columns are the last dimension. The :math:`N` rows of all ranks stand in rank order; ``counts`` is the number of rows of
+each rank, and :math:`c` is this rank's share of :math:`C` columns (:func:`columns_of`). :func:`split_and_share` does
+both at once. Every rank makes every call; each is one exchange, named by ``label`` in errors, and so is its backward
+pass. On one process tensors are returned as they are.
 """
 
 from __future__ import annotations
@@ -44,12 +45,6 @@ def columns_of(width: int, rank: int, world_size: int) -> slice:
 def split_columns(x: Tensor, counts: Sequence[int], communicator: Communicator, *, label: str) -> Tensor:
     r"""Turn all columns of this rank's rows into this rank's columns of all rows.
 
-    Args:
-        x: The rank's rows; columns are the last dimension.
-        counts: Number of rows of each rank.
-        communicator: The ranks.
-        label: Names the exchange in errors.
-
     Shapes:
         ``x`` is :math:`(n, *, C)`, the result :math:`(N, *, c)`. A rank sends :math:`n (C - c)` values for each of the
         dimensions between.
@@ -63,16 +58,9 @@ def split_columns(x: Tensor, counts: Sequence[int], communicator: Communicator, 
 def gather_columns(x: Tensor, counts: Sequence[int], width: int, communicator: Communicator, *, label: str) -> Tensor:
     r"""Turn this rank's columns of all rows into all columns of this rank's rows: the inverse of :func:`split_columns`.
 
-    Args:
-        x: The rank's columns of all rows.
-        counts: Number of rows of each rank.
-        width: Number of columns of all ranks together.
-        communicator: The ranks.
-        label: Names the exchange in errors.
-
     Shapes:
-        ``x`` is :math:`(N, *, c)`, the result :math:`(n, *, C)`. A rank sends :math:`(N - n) c` values for each of the
-        dimensions between.
+        ``x`` is :math:`(N, *, c)`, the result :math:`(n, *, C)` with :math:`C` = ``width``. A rank sends
+        :math:`(N - n) c` values for each of the dimensions between.
     """
     if communicator.world_size == 1:
         return x
@@ -86,15 +74,9 @@ def share_rows(
 ) -> Tensor:
     r"""Give every rank the rows of all ranks (an all-gather).
 
-    The backward sums, for each row, the gradients of all ranks in rank order (a reduce-scatter).
-
-    Args:
-        x: The rank's rows.
-        counts: Number of rows of each rank.
-        communicator: The ranks.
-        label: Names the exchange in errors.
-        overflow: Storage for the result, which then travels in pieces that fit the device; its gradient may be there
-            too. By default the result is on the device of ``x``.
+    The backward sums, for each row, the gradients of all ranks in rank order (a reduce-scatter). With ``overflow`` the
+    result is stored there, travels in pieces that fit the device, and its gradient may be there too; by default the
+    result is on the device of ``x``.
 
     Shapes:
         ``x`` is :math:`(n, *)`, the result :math:`(N, *)`.
@@ -115,15 +97,7 @@ def split_and_share(
     *,
     label: str,
 ) -> tuple[Tensor, Tensor]:
-    r"""Do :func:`split_columns` of one tensor and :func:`share_rows` of another in one exchange.
-
-    Args:
-        x: The rank's rows; columns are the last dimension.
-        shared: The rank's rows of the tensor that every rank needs whole.
-        counts: Number of rows of ``x`` on each rank.
-        shared_counts: Number of rows of ``shared`` on each rank.
-        communicator: The ranks.
-        label: Names the exchange in errors.
+    r"""Do :func:`split_columns` of ``x`` and :func:`share_rows` of ``shared`` in one exchange.
 
     Shapes:
         ``x`` is :math:`(n, *, C)` and ``shared`` :math:`(m, *)`, the results :math:`(N, *, c)` and :math:`(M, *)`.
@@ -140,8 +114,7 @@ def split_and_share(
 def with_phantom_column(x: Tensor) -> Tensor:
     """Return a rank's columns, or a column of ones if it has none; the results of that column are to be cut off.
 
-    So a rank without columns runs what the others run: it takes part in all their exchanges and agreements, and its
-    parameters have gradients too, of zeros.
+    So a rank without columns takes part in all exchanges and agreements, and its parameters have gradients, of zeros.
     """
     return x if x.size(-1) else torch.cat([x, x.new_ones((*x.shape[:-1], 1))], dim=-1)
 
@@ -180,12 +153,7 @@ class _Exchange:
     ) -> None:
         """Send rows to each rank and copy those of each into place, on whatever devices; they travel on ``device``.
 
-        Args:
-            outgoing: The rows for each rank.
-            incoming: The tensors that receive the rows of each rank.
-            step: The last part of the label.
-            device: The device on which rows travel.
-            most_rows: The most rows of each rank that travel at once; all by default.
+        By default all rows travel at once, otherwise at most ``most_rows`` of each rank.
         """
         communicator = self.communicator
         longest = max(rows.size(0) for rows in (*outgoing, *incoming))

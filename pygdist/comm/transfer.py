@@ -197,18 +197,16 @@ class Transfer:
             self._posted += 1
 
     def _raise(self) -> None:
-        if self._round is not None and self._round.error is not None:
-            error = self._round.error
-            if not isinstance(error, RuntimeError):
-                raise error
+        error = None if self._round is None else self._round.error
+        if isinstance(error, RuntimeError):
             raise self._transport.lost(self._label, error, self._peer) from error
+        if error is not None:
+            raise error
 
     def _record(self, source: str, start: int) -> None:
-        recorder = self._transport.recorder
-        if recorder is not None:
-            recorder.spans.append(
-                Span("travel", f"{self._label}, from {source}", start, time.monotonic_ns(), aside=True)
-            )
+        if self._transport.recorder is not None:
+            span = Span("travel", f"{self._label}, from {source}", start, time.monotonic_ns(), aside=True)
+            self._transport.recorder.spans.append(span)
 
     def _post_receives(self) -> None:
         for message in self.sources:

@@ -182,19 +182,13 @@ class Watchdog:
             for rank, (_, text, exchange) in enumerate(places)
             if rank != self.rank and exchange < place.exchange
         ]
-        log.warning(
-            "rank %d has waited %.0f s in %s; %s",
-            self.rank,
-            late_s,
-            place,
-            "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause",
-        )
+        cause = "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause"
+        log.warning("rank %d has waited %.0f s in %s; %s", self.rank, late_s, place, cause)
         self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and other tools
 
     def _beat(self) -> bool:
         self._beats += 1
-        place = self.place
-        key = f"beat/{self.rank}"
+        place, key = self.place, f"beat/{self.rank}"
         self._ask(self._store.set, key, f"{self._beats}|{place.exchange}|{place}")
         answered, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
         if answered:

@@ -1,13 +1,15 @@
-"""The kernels by the native library, for tensors on the CPU; :mod:`pygdist.kernels._torch` defines the same functions.
+"""The kernels by the native library, for tensors on the CPU.
 
-Arguments are not checked again: :mod:`pygdist.kernels.spmm` and :mod:`pygdist.kernels.attention` have done that. Dense
-tensors of one call are two-dimensional and of one dtype. The library uses as many threads as torch does.
+The functions are those of :mod:`pygdist.kernels._torch`, and are described there. Arguments are not checked again:
+:mod:`pygdist.kernels.spmm` and :mod:`pygdist.kernels.attention` have done that. Dense tensors of one call are
+two-dimensional and of one dtype. The library uses as many threads as torch does.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,48 +23,41 @@ _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
-    """Reduce the messages of the entries of each row."""
     out = x.new_empty(csr.num_rows, x.shape[1])
     _call("pygdist_spmm", csr, weight, x, _REDUCE_CODES[reduce], x, out, op=op)
     return out
 
 
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
-    """Write the sums of the messages of each row into ``out``, or add them to it."""
     op = "copy" if weight is None else "mul"
     _call("pygdist_spmm", csr, weight, x, _ONTO if onto else _REDUCE_CODES["sum"], x, out, op=op)
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
-    """Divide the gradient of each extremum among the entries that attain it."""
     share = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
     _call("pygdist_share_ties", csr, weight, x, x, out, grad_out, share, op=op)
     return share
 
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
-    """Sum, for each source, the shares of the extrema that it attains."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     _call("pygdist_extremum_grad", transposed, weight, x, x, out, share, grad_x, op=op)
     return grad_x
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
-    """Sum, for each edge value, the shares of the extrema that its entry attains."""
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     _call("pygdist_sddmm", csr, weight, x, x, share, out, grad_weight, op=op)
     return grad_weight
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """Compute the dot product of source and destination row for each entry and head."""
     out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
     _call("pygdist_sddmm", csr, None, x, x, y, None, out, heads=heads)
     return out
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
-    """Compute the softmax of additive scores over the entries of each row."""
     like = next(part for part in (edge, source, target) if part is not None)
     alpha = like.new_empty(csr.num_entries, like.shape[1])
     _call("pygdist_edge_softmax", csr, None, like, source, target, edge, slope, alpha, heads=like.shape[1])
@@ -70,31 +65,21 @@ def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: T
 
 
 def edge_softmax_grad(
-    csr: CSR,
-    source: Tensor | None,
-    target: Tensor | None,
-    edge: Tensor | None,
-    slope: float,
-    alpha: Tensor,
-    grad_alpha: Tensor,
+    csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the scores, by entry and summed by row."""
-    heads = alpha.shape[1]
-    grad_score, grad_target = torch.empty_like(alpha), alpha.new_empty(csr.num_rows, heads)
-    parts = (source, target, edge, slope, alpha, grad_alpha, grad_score, grad_target)
-    _call("pygdist_edge_softmax_grad", csr, None, alpha, *parts, heads=heads)
-    return grad_score, grad_target
+    gradients = torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
+    parts = (source, target, edge, slope, out, grad, *gradients)
+    _call("pygdist_edge_softmax_grad", csr, None, out, *parts, heads=out.shape[1])
+    return gradients
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    """Sum the edge values of each row."""
     out = values.new_empty(csr.num_rows, values.shape[1])
     _call("pygdist_sum_edges", csr, values, values, out)
     return out
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
-    """Compute the scores of GATv2 for each entry and head."""
     scores = source.new_empty(csr.num_entries, heads)
     _call("pygdist_gatv2_scores", csr, None, source, source, target, attention, slope, scores, heads=heads)
     return scores
@@ -103,7 +88,6 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
     grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
     grad_attention = target.new_empty(target.shape if both else (0, 0))
     parts = (source, target, attention, slope, grad_target, grad_attention if both else None)
@@ -112,19 +96,9 @@ def gatv2_grad(
 
 
 def gat(
-    csr: CSR,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    slope: float,
-    graded: bool,
-    onto: tuple[Tensor, ...] | None = None,
+    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Sum rows weighted by the softmax of additive scores; the inputs of the gradient are empty unless ``graded``.
-
-    ``onto``, the results over other entries of the same rows, is overwritten by the results over all.
-    """
-    assert graded or onto is None, "results are merged by the inputs of the gradient"
+    # ``onto`` is overwritten by the results
     rows, heads = target.shape
     out, above, facts = onto or (
         x.new_empty(rows, x.shape[1]),
@@ -132,14 +106,13 @@ def gat(
         x.new_zeros((rows, heads, 3) if graded else (0, 0, 0)),  # rows without channels are left as they are
     )
     rest = (above, facts) if graded else (None, None)
-    _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, int(onto is not None), heads=heads)
+    _call("pygdist_gat", csr, None, x, x, source.t(), target, slope, out, *rest, int(bool(onto)), heads=heads)
     return out, above, facts
 
 
 def gat_ends(
     target: Tensor, slope: float, out: Tensor, above: Tensor, facts: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the values of each row that :func:`gat_grad` needs, and the gradient of ``target``; no edge is read."""
     indptr = torch.zeros(target.shape[0] + 1, dtype=torch.int64)
     csr = CSR(indptr, indptr[:0], 0)  # passes the number of rows
     ends, grad_target = out.new_empty(target.shape[1], target.shape[0], 4), target.new_empty(target.shape)
@@ -151,7 +124,6 @@ def gat_ends(
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of ``x`` and ``source``."""
     gradients = x.new_empty(x.shape), source.new_empty(source.shape)
     _call("pygdist_gat_grad", transposed, None, x, x, source, slope, ends, grad, *gradients, heads=source.shape[1])
     return gradients
@@ -167,13 +139,7 @@ def transpose(csr: CSR, memory: Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 def _call(
-    name: str,
-    csr: CSR,
-    values: Tensor | None,
-    like: Tensor,
-    *arguments: Tensor | float | None,
-    op: str = "copy",
-    heads: int = 1,
+    name: str, csr: CSR, values: Tensor | None, like: Tensor, *args: Any, op: str = "copy", heads: int = 1
 ) -> None:
     """Call a function of the library; ``like`` has the width and dtype of the dense tensors.
 
@@ -189,8 +155,8 @@ def _call(
         op=_OP_CODES[op],
         num_threads=torch.get_num_threads(),
     )
-    dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
-    pointers = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in dense]
+    dense = [value.contiguous() if isinstance(value, Tensor) else value for value in args]
+    pointers = [value.data_ptr() if isinstance(value, Tensor) else value for value in dense]
     status = getattr(library.require("this kernel"), name)(ctypes.byref(matrix), *pointers)
     if status == Status.NO_MEMORY:
         raise MemoryError(f"not enough memory for {name}")

@@ -50,7 +50,9 @@ spmm_into_op = operator(
 
 sddmm_op = operator(
     f"sddmm({MATRIX}, Tensor x, Tensor y, Tensor? perm, SymInt heads, {TRANSPOSED}) -> Tensor",
-    lambda indptr, index, x, y, perm, heads, *_: kernels_for(x).sddmm(CSR(indptr, index, x.shape[0], perm), x, y, heads),
+    lambda indptr, index, x, y, perm, heads, *_: kernels_for(x).sddmm(
+        CSR(indptr, index, x.shape[0], perm), x, y, heads
+    ),
     fake=lambda indptr, index, x, y, perm, heads, *_: x.new_empty(
         index.shape[0], heads, dtype=torch.promote_types(x.dtype, torch.float32)
     ),
@@ -106,13 +108,7 @@ def _spmm_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _grad_x(
-    op: str,
-    csr: CSR,
-    x: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    grad: Tensor,
-    transposed: list[Tensor | None],
+    op: str, csr: CSR, x: Tensor | None, weight: Tensor | None, out: Tensor | None, grad: Tensor, transposed: list[Any]
 ) -> Tensor:
     """Carry the gradient of each row back to the columns that it was made of."""
     *tensors, permuted_weight = transposed

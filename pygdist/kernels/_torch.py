@@ -26,7 +26,7 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
     if reduce in ("max", "min"):
         out = x.new_zeros(csr.num_rows, x.shape[1])
         row = csr.row_index().long().unsqueeze(-1).expand(-1, x.shape[1])
-        messages = _message(x.index_select(0, csr.index), _values(csr, weight), op)
+        messages = _messages(csr, x.index_select(0, csr.index), weight, op)
         return out.scatter_reduce_(0, row, messages, f"a{reduce}", include_self=False)
     if weight is None:
         out = _product(csr, x, None)
@@ -35,9 +35,7 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
     elif x.shape[1] == 0:
         out = x.new_zeros(csr.num_rows, 0)
     else:
-        values = _values(csr, weight)
-        assert values is not None
-        groups = zip(x.chunk(weight.shape[1], dim=1), values.unbind(1), strict=True)
+        groups = zip(x.chunk(weight.shape[1], dim=1), _values(csr, weight).unbind(1), strict=True)
         out = torch.cat([_product(csr, part, value) for part, value in groups], dim=1)
     return out / csr.indptr.diff().clamp(min=1).unsqueeze(-1) if reduce == "mean" else out
 
@@ -51,8 +49,7 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
     """Divide the gradient of each extremum among the entries that attain it."""
     row = csr.row_index()
-    messages = _message(x.index_select(0, csr.index), _values(csr, weight), op)
-    attains = (messages == out.index_select(0, row)).to(x.dtype)
+    attains = (_messages(csr, x.index_select(0, csr.index), weight, op) == out.index_select(0, row)).to(x.dtype)
     # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share.
     count = (out == 0).to(x.dtype).index_add_(0, row, attains)
     return grad_out / count
@@ -60,11 +57,11 @@ def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor,
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
     """Sum, for each source, the shares of the extrema that it attains."""
-    source, values = transposed.row_index(), _values(transposed, weight)
+    source = transposed.row_index()
     gradient = share.index_select(0, transposed.index)
-    if op == "mul" and values is not None:
-        gradient = gradient * _by_head(values, x.shape[1])
-    messages = _message(x.index_select(0, source), values, op)
+    if op == "mul" and weight is not None:
+        gradient = gradient * _by_head(_values(transposed, weight), x.shape[1])
+    messages = _messages(transposed, x.index_select(0, source), weight, op)
     attained = torch.where(messages == out.index_select(0, transposed.index), gradient, 0)
     return torch.zeros_like(x, memory_format=torch.contiguous_format).index_add_(0, source, attained)
 
@@ -75,7 +72,7 @@ def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tenso
     gradient = share.index_select(0, row)
     if op == "mul":
         gradient = gradient * source
-    attained = _message(source, _values(csr, weight), op) == out.index_select(0, row)
+    attained = _messages(csr, source, weight, op) == out.index_select(0, row)
     by_head = _head_sums(torch.where(attained, gradient, 0), weight.shape[1])
     return _at_positions(csr, by_head)
 
@@ -99,43 +96,28 @@ def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: T
 
 
 def edge_softmax_grad(
-    csr: CSR,
-    source: Tensor | None,
-    target: Tensor | None,
-    edge: Tensor | None,
-    slope: float,
-    alpha: Tensor,
-    grad_alpha: Tensor,
+    csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the scores, by entry and summed by row."""
     row = csr.row_index()
-    dot = alpha.new_zeros(csr.num_rows, alpha.shape[1]).index_add_(0, row, alpha * grad_alpha)
-    gradient = alpha * (grad_alpha - dot.index_select(0, row))
+    dot = out.new_zeros(csr.num_rows, out.shape[1]).index_add_(0, row, out * grad)
+    gradient = out * (grad - dot.index_select(0, row))
     gradient = torch.where(_additive(csr, row, source, target, edge) > 0, gradient, gradient * slope)
     return gradient, torch.zeros_like(dot).index_add_(0, row, gradient)
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
     """Sum the edge values of each row."""
-    ordered = _values(csr, values)
-    assert ordered is not None
-    return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), ordered)
+    return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), _values(csr, values))
 
 
 def gat(
-    csr: CSR,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    slope: float,
-    graded: bool,
-    onto: tuple[Tensor, ...] | None = None,
+    csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
     """Sum rows weighted by the softmax of additive scores; the inputs of the gradient are empty unless ``graded``.
 
-    With ``onto``, the results over other entries of the same rows, the results are those over all.
+    With ``onto``, the results over other entries of the same rows, the results are those over all, and ``graded``.
     """
-    assert graded or onto is None, "results are merged by the inputs of the gradient"
     row = csr.row_index().long()
     scores = _additive(csr, row, source, target, None)
     weights, largest, total = _softmax(csr, row, scores, slope)
@@ -147,7 +129,7 @@ def gat(
     filled = (csr.indptr.diff() > 0).unsqueeze(-1)  # a row without edges has no largest score
     facts = [largest.where(filled, 0), filled / total, torch.zeros_like(total).index_add_(0, row, alpha_above)]
     part = out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
-    return part if onto is None else _merged(onto, part)
+    return _merged(onto, part) if onto else part
 
 
 def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -161,22 +143,17 @@ def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tens
         total = torch.where(part[..., 1] > 0, 1 / part[..., 1], 0)
         weights.append(torch.where(total > 0, total * (part_largest - largest).exp(), 0))
     scale = 1 / (weights[0] + weights[1])
-    share, share2 = (torch.where(scale.isinf(), 0, weight * scale) for weight in weights)
+    empty = scale.isinf()  # rows without edges in both
+    share, share2 = (torch.where(empty, 0, weight * scale) for weight in weights)
     heads = share.shape[1]
 
     def mixed(one: Tensor, other: Tensor) -> Tensor:
         shape = (one.shape[0], heads, -1)
         return (one.view(shape) * share.unsqueeze(-1) + other.view(shape) * share2.unsqueeze(-1)).view(one.shape)
 
-    merged = torch.stack(
-        [
-            largest.where(~scale.isinf(), 0),
-            scale.where(~scale.isinf(), 0),
-            facts[..., 2] * share + facts2[..., 2] * share2,
-        ],
-        dim=-1,
-    )
-    return mixed(out, out2), mixed(above, above2), merged
+    positive = facts[..., 2] * share + facts2[..., 2] * share2
+    merged = [largest.where(~empty, 0), scale.where(~empty, 0), positive]
+    return mixed(out, out2), mixed(above, above2), torch.stack(merged, dim=-1)
 
 
 def gat_ends(
@@ -218,7 +195,6 @@ def gatv2_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
     row, values = csr.row_index(), _values(csr, grad_scores)
-    assert values is not None
     grad_target = torch.zeros_like(target)
     grad_attention = torch.zeros_like(target) if both else target.new_empty(0, 0)
     for block in _blocks(csr, source.shape[1]):
@@ -249,9 +225,9 @@ def _blocks(csr: CSR, width: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _values(csr: CSR, values: Tensor | None) -> Tensor | None:
+def _values(csr: CSR, values: Tensor) -> Tensor:
     """Bring edge values into the order of the entries."""
-    return values if values is None or csr.perm is None else values.index_select(0, csr.perm)
+    return values if csr.perm is None else values.index_select(0, csr.perm)
 
 
 def _at_positions(csr: CSR, by_entry: Tensor) -> Tensor:
@@ -269,10 +245,10 @@ def _head_sums(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(rows.shape[0], heads, rows.shape[1] // heads).sum(dim=2)
 
 
-def _message(rows: Tensor, values: Tensor | None, op: str) -> Tensor:
-    if values is None:
+def _messages(csr: CSR, rows: Tensor, weight: Tensor | None, op: str) -> Tensor:
+    if weight is None:
         return rows
-    values = _by_head(values, rows.shape[1])
+    values = _by_head(_values(csr, weight), rows.shape[1])
     return rows + values if op == "add" else rows * values
 
 

@@ -57,10 +57,7 @@ def edge_softmax(
 
     Shapes:
         ``edge`` is :math:`(E, H)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`, the result :math:`(E, H)`. At
-        least one of the three is given; all have one floating-point dtype.
-
-    Returns:
-        The weights, in the order of the entries of ``csr``; those of one row sum to 1.
+        least one of the three is given; all have one floating-point dtype. The weights of one row sum to 1.
 
     Raises:
         ValueError: If there is no term, or a shape, dtype or device does not fit.
@@ -153,9 +150,6 @@ def gatv2_scores(
     Shapes:
         ``source`` is :math:`(M, H, C)`, ``target`` :math:`(N, H, C)`, ``attention`` :math:`(H, C)`, the result
         :math:`(E, H)`.
-
-    Returns:
-        One score for each entry and head.
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.

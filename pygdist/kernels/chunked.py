@@ -21,19 +21,9 @@ from pygdist.kernels.spmm import spmm
 from pygdist.native import library
 
 __all__ = [
-    "BLOCK",
-    "GatPart",
-    "SoftmaxPart",
-    "column_blocks",
-    "extremum_grad",
-    "gat_ends",
-    "gat_grad",
-    "gat_part",
-    "merge_softmax",
-    "softmax_part",
-    "spmm_into",
-    "tie_counts",
-]
+    "BLOCK", "GatPart", "SoftmaxPart", "column_blocks", "extremum_grad", "gat_ends", "gat_grad", "gat_part",
+    "merge_softmax", "softmax_part", "spmm_into", "tie_counts",
+]  # fmt: skip
 
 BLOCK = 1 << 16
 """Columns that 16 bits can number."""
@@ -105,8 +95,7 @@ def _rows_at_a_time(csr: CSR) -> Iterator[tuple[int, int]]:
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
     """Count the entries of each row that attain its maximum or minimum ``out``, ``(N, F)``, for each value."""
     op = "copy" if weight is None else "mul"
-    plain = csr.unpermuted()
-    share = kernels_for(x).share_ties(plain, x, weight, op, out, torch.ones_like(out))
+    share = kernels_for(x).share_ties(csr.unpermuted(), x, weight, op, out, torch.ones_like(out))
     # an extremum of 0 has one share more; if no entry attains it, the share is 1 / 0
     return torch.where(share.isinf(), 0, (1 / share).round() - (out == 0).to(out.dtype))
 
@@ -124,19 +113,12 @@ def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, 
     With ``onto``, the result over other edges of the same rows, both are merged into the result over all, by the
     running maximum and sum of exponentials; ``onto`` may be overwritten.
     """
-    part: GatPart = kernels_for(x).gat(csr.unpermuted(), x, source, target, slope, True, onto)
+    part: GatPart = kernels_for(x).gat(csr.unpermuted(), x, source, target, slope, True, onto or ())
     return part
 
 
 def gat_ends(target: Tensor, slope: float, whole: GatPart, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the values of each row that :func:`gat_grad` needs, and the gradient of ``target``.
-
-    Args:
-        target: Term of the scores, by destination.
-        slope: Slope of the leaky ReLU below 0.
-        whole: The result over all entries of each row.
-        grad: Its gradient.
-    """
+    """Compute what :func:`gat_grad` needs of each row, and the gradient of ``target``, from that of ``whole``."""
     ends: tuple[Tensor, Tensor] = kernels_for(grad).gat_ends(target, slope, *whole, grad)
     return ends
 

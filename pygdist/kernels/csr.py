@@ -57,10 +57,7 @@ class CSR:
             raise ValueError(f"indptr is on {self.indptr.device}: move index and perm there too")
 
     def native(self, **fields: int | None) -> tuple[NativeCsr, list[Tensor | None]]:
-        """Describe a matrix on the CPU to the native library.
-
-        Args:
-            **fields: Further fields of the structure.
+        """Describe a matrix on the CPU to the native library, with further ``fields``.
 
         Returns:
             The structure, and the tensors that it points to, which must outlive it.
@@ -88,21 +85,17 @@ class CSR:
         """Make a matrix from unsorted entries; entries of one row keep their order.
 
         Args:
-            row: Row (destination) of each entry.
-            col: Column (source) of each entry.
+            row: Row (destination) of each entry, :math:`(E)`.
+            col: Column (source) of each entry, :math:`(E)`.
             num_rows: Number of rows.
             num_cols: Number of columns.
-
-        Shapes:
-            ``row`` and ``col`` are :math:`(E)`.
 
         Returns:
             The matrix, with ``perm``, the position of each entry in ``row``; ``index`` and ``perm`` are int32 if that
             is enough.
         """
         perm = torch.argsort(row, stable=True).to(narrowest(row.numel()))
-        indptr = pointers(row, num_rows)
-        return cls(indptr, col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)
+        return cls(pointers(row, num_rows), col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)
 
     @property
     def num_rows(self) -> int:

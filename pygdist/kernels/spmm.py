@@ -115,10 +115,8 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> T
         transposed: As for :func:`spmm`; for the gradient of ``x``.
 
     Shapes:
-        ``x`` is :math:`(M, H, C)`, ``y`` :math:`(N, H, C)`, the result :math:`(E, H)`.
-
-    Returns:
-        One value for each entry and head, in the dtype of ``x``; sums are taken in float32 at least.
+        ``x`` is :math:`(M, H, C)`, ``y`` :math:`(N, H, C)`, the result :math:`(E, H)`, in the dtype of ``x``. Sums are
+        taken in float32 at least.
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.
@@ -148,8 +146,7 @@ def transposed_tensors(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return ``indptr``, ``index`` and ``perm`` of the transpose if it is given and one of ``inputs`` needs a gradient.
 
-    Raises:
-        ValueError: If the matrix given has not the shape of the transpose.
+    A matrix that has not the shape of the transpose is refused.
     """
     if not torch.is_grad_enabled() or not any(value is not None and value.requires_grad for value in inputs):
         return None, None, None

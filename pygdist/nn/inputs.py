@@ -65,20 +65,12 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
 
 
 def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
-    """Return the output of ``model`` for a graph with classes; see :func:`call_encoder`.
+    """Return what :func:`call_encoder` does, for a graph with ``num_classes`` classes: a column for every class.
 
-    Args:
-        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
-        graph: A ``Data`` or a ``Shard``.
-        edges: The ``edge_index`` to pass to the model.
-        num_classes: Number of classes of the graph.
-        multi_label: True if a node may have several classes.
-
-    Returns:
-        One row per node (per owned node of a shard), with a column for every class.
+    With ``multi_label`` a node may have several classes.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or returns too few columns.
+        InputError: As :func:`call_encoder`, and if the model returns too few columns.
     """
     out = call_encoder(model, graph, edges)
     if out.size(1) != num_classes if multi_label else out.size(1) < num_classes:

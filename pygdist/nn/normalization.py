@@ -58,7 +58,7 @@ class GlobalGCNNorm:
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node, but a shard has in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
-            return self._normalise(edge_index, edge_weight, *arguments, reuse_loops=True)
+            return self._normalise(edge_index, edge_weight, *arguments)
         # one result for each set of arguments: weights that a model computes in every epoch replace the last ones
         slot, inputs = (id(edge_index), *arguments), (edge_index, edge_weight)
         same, last = self._results.knows(slot, inputs), self._results.last(slot)
@@ -66,8 +66,9 @@ class GlobalGCNNorm:
             same = self._ranks.max_over_ranks(int(not same)) == 0
         if last is None or not same:
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
-                result = self._normalise(edge_index, edge_weight, *arguments, reuse_loops=edge_weight is not None)
-                last = self._results.put(slot, inputs, (result, self._some_rank_is_blind(edge_weight)))
+                result = self._normalise(edge_index, edge_weight, *arguments, edge_weight is not None)
+                blind = edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
+                last = self._results.put(slot, inputs, (result, blind))
         return last[0]
 
     def _normalise(
@@ -78,19 +79,17 @@ class GlobalGCNNorm:
         fill_value: float,
         add_self_loops: bool,
         dtype: torch.dtype | None,
-        *,
-        reuse_loops: bool = False,
+        reuse_loops: bool = True,
     ) -> tuple[Adjacency, Tensor]:
-        if num_nodes is None:
-            if not isinstance(edge_index, Adjacency):
-                raise InputError("gcn_norm on edges other than the shard's adjacency needs num_nodes=x.size(0)")
-            num_nodes = edge_index.num_dst
         if not isinstance(edge_index, Adjacency):
+            if num_nodes is None:
+                raise InputError("gcn_norm on edges other than the shard's adjacency needs num_nodes=x.size(0)")
             num_src = max(num_nodes, int(edge_index[0].max()) + 1 if edge_index.numel() else 0)
             edge_index, perm = Adjacency.from_unsorted(edge_index, num_src=num_src, num_dst=num_nodes)
             edge_weight = None if edge_weight is None else edge_weight.index_select(0, perm)
             reuse_loops = False
-        num_nodes = min(num_nodes, edge_index.num_dst)  # a hop may compute fewer rows than it reads
+        # a hop may compute fewer rows than it reads
+        num_nodes = edge_index.num_dst if num_nodes is None else min(num_nodes, edge_index.num_dst)
         looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, reuse=reuse_loops)
         csr, counts = looped.csr, looped.csr.indptr.diff()
         looped_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
@@ -110,14 +109,10 @@ class GlobalGCNNorm:
         weight = weight * torch.repeat_interleave(scale, counts, dim=0, output_size=csr.num_entries)
         rim_scale = self._ranks.rim_scale(weighted=edge_weight is not None)
         if rim_scale is not None:  # the edges that are here stand for the missing ones
-            by_edge = torch.repeat_interleave(
-                rim_scale[: scale.numel()].to(weight), counts, dim=0, output_size=csr.num_entries
-            )
+            factor = rim_scale[: scale.numel()].to(weight)
+            by_edge = torch.repeat_interleave(factor, counts, dim=0, output_size=csr.num_entries)
             weight = torch.where(is_self_loop(csr), weight, weight * by_edge)
         return looped.edges(source_scale.size(0)), weight
-
-    def _some_rank_is_blind(self, edge_weight: Tensor | None) -> bool:
-        return edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
 
     def _with_loops(self, edge_index: Adjacency, num_loops: int, *, reuse: bool) -> _Looped:
         """Return the edges with self-loops; ``reuse`` returns the same object while only weights change."""

@@ -54,11 +54,7 @@ class Ranks(Protocol):
 
 
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
-    """Mean over all nodes, per channel.
-
-    Raises:
-        InputError: If the rows are not the rank's nodes, but edges or only some of the nodes.
-    """
+    """Mean over all nodes, per channel; rows that are not the rank's nodes are refused."""
     if x.size(0) != ranks.num_rows:
         raise InputError(
             f"a norm over nodes got {x.size(0)} rows, but this rank has {ranks.num_rows} nodes. Norms over edges or "
@@ -73,7 +69,7 @@ def _full(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _no_batch(module: nn.Module, batch: Tensor | None) -> None:
+def _no_batch(module: nn.Module, batch: object) -> None:
     if batch is not None:
         raise InputError(
             f"{type(module).__name__}: a 'batch' vector (several graphs in one) cannot be used with a distributed graph"
@@ -88,10 +84,7 @@ def _update_running(module: Any, mean: Tensor, var: Tensor, num_nodes: int, mome
 
 
 def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, momentum: float | None) -> Tensor:
-    """Compute (x - mean) / sqrt(var + eps) per channel, with batch or running statistics, then the affine map.
-
-    Running statistics are updated with ``momentum``, unless it is ``None``.
-    """
+    """Normalise each channel, by batch or running statistics; ``momentum``, unless ``None``, updates the latter."""
     dtype, x = x.dtype, _full(x)
     if use_batch:
         mean = _mean(ranks, x)
@@ -126,26 +119,20 @@ def _batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
 def _pyg_batch_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
     """PyG's wrapper; its inner BatchNorm1d is distributed too. Only a graph of one node is a special case."""
     if module.allow_single_element and ranks.num_nodes <= 1:
-        inner = module.module
-        return nn.functional.batch_norm(
-            x, inner.running_mean, inner.running_var, inner.weight, inner.bias, False, 0.0, inner.eps
-        )
+        one = module.module
+        return nn.functional.batch_norm(x, one.running_mean, one.running_var, one.weight, one.bias, False, 0.0, one.eps)
     result: Tensor = module.module(x)
     return result
 
 
-def _instance_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-) -> Tensor:
+def _instance_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
     use_batch = module.training or not module.track_running_stats
     momentum = module.momentum if module.training and module.track_running_stats else None
     return _channel_norm(module, ranks, x, use_batch=use_batch, momentum=momentum)
 
 
-def _graph_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-) -> Tensor:
+def _graph_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
     centred = x - _mean(ranks, x) * module.mean_scale
     std = (_mean(ranks, centred.square()) + module.eps).sqrt()
@@ -153,9 +140,7 @@ def _graph_norm(
     return out
 
 
-def _pair_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-) -> Tensor:
+def _pair_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
     x = x - _mean(ranks, x)
     if module.scale_individually:
@@ -166,9 +151,7 @@ def _pair_norm(
     return out
 
 
-def _layer_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-) -> Tensor:
+def _layer_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     """PyG's LayerNorm; ``mode="node"`` acts on each row by itself."""
     if module.mode == "node":
         return nn.functional.layer_norm(x, (module.in_channels,), module.weight, module.bias, module.eps)
@@ -180,15 +163,13 @@ def _layer_norm(
 
 
 def _mean_subtraction_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
+    module: Any, ranks: Ranks, x: Tensor, batch: object = None, dim_size: object = None
 ) -> Tensor:
     _no_batch(module, batch)
     return x - _mean(ranks, x)
 
 
-def _graph_size_norm(
-    module: Any, ranks: Ranks, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-) -> Tensor:
+def _graph_size_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
     return x / math.sqrt(ranks.num_nodes)
 

@@ -25,7 +25,10 @@ _MOST_KEPT = 16  # results
 
 
 class KeptSelfLoops:
-    """PyG's functions that remove and add self-loops; the edges of an adjacency keep their order."""
+    """PyG's functions that remove and add self-loops; the edges of an adjacency keep their order.
+
+    Adding without ``num_nodes`` raises an :class:`~pygdist.errors.InputError`: no rank knows the largest id of all.
+    """
 
     def __init__(self) -> None:
         # by edges and function: the new edges, and a mask of the edges that stayed or were added
@@ -54,21 +57,13 @@ class KeptSelfLoops:
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
     ) -> tuple[Any, Tensor | None]:
-        """Add a self-loop at each node; see PyG's ``add_self_loops``.
-
-        Raises:
-            InputError: If ``num_nodes`` is missing.
-        """
+        """Add a self-loop at each node; see PyG's ``add_self_loops``."""
         return self._with_loops(add_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
     def add_remaining(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
     ) -> tuple[Any, Tensor | None]:
-        """Add a self-loop at each node that has none; see PyG's ``add_remaining_self_loops``.
-
-        Raises:
-            InputError: If ``num_nodes`` is missing.
-        """
+        """Add a self-loop at each node that has none; see PyG's ``add_remaining_self_loops``."""
         return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
     def _with_loops(
