@@ -11,20 +11,6 @@ from pygdist.comm.transfer import Message, Transfer, message_rows
 from pygdist.comm.watchdog import Place, Watchdog
 
 __all__ = [
-    "Buffers",
-    "Communicator",
-    "ExchangePlan",
-    "Message",
-    "NodeDirectory",
-    "PartCommunicator",
-    "Place",
-    "Recorder",
-    "Span",
-    "Traffic",
-    "TrafficMeter",
-    "Transfer",
-    "Watchdog",
-    "describe_rows",
-    "message_rows",
-    "run_parts",
-]
+    "Buffers", "Communicator", "ExchangePlan", "Message", "NodeDirectory", "PartCommunicator", "Place", "Recorder",
+    "Span", "Traffic", "TrafficMeter", "Transfer", "Watchdog", "describe_rows", "message_rows", "run_parts",
+]  # fmt: skip

@@ -22,15 +22,6 @@ from pygdist.native.library import (
 )
 
 __all__ = [
-    "Isa",
-    "NativeCsr",
-    "NativeDependencies",
-    "NativeEdges",
-    "NativeHop",
-    "NativePlacement",
-    "NativeText",
-    "Status",
-    "load",
-    "require",
-    "set_isa",
-]
+    "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativeHop", "NativePlacement", "NativeText", "Status",
+    "load", "require", "set_isa",
+]  # fmt: skip

@@ -170,6 +170,10 @@ class _LastGATWeights(_GATWeights):
         return rows, (rows * self.att_src).sum(-1), (rows * self.att_dst).sum(-1)
 
 
+def _refusal(problem: str) -> InputError:
+    return InputError(f"decouple: {problem}")
+
+
 class Decoupled(nn.Module):
     """The result of :func:`decouple`, with a subclass for each class of layers.
 
@@ -189,7 +193,7 @@ class Decoupled(nn.Module):
             for name, values in usual.items():
                 if getattr(layer, name, values[0]) not in values:
                     kind = type(layer).__name__
-                    raise InputError(f"decouple: {kind} with {name}={getattr(layer, name)!r} is not supported")
+                    raise _refusal(f"{kind} with {name}={getattr(layer, name)!r} is not supported")
         self.convs = nn.ModuleList(self.weights(layer) for layer in layers)
         self.before: nn.ModuleList | None = None
         if isinstance(beside, list):
@@ -240,9 +244,7 @@ class _DecoupledGCN(Decoupled):
         super()._prepare(layers)
         options = {(layer.improved, layer.add_self_loops) for layer in layers}
         if len(options) > 1:
-            raise InputError(
-                "decouple: all layers need the same improved and add_self_loops, since hops share the edges"
-            )
+            raise _refusal("all layers need the same improved and add_self_loops, since hops share the edges")
         ((self.improved, self.add_self_loops),) = options
 
     def _propagated(self, rows: Any, edge_index: Tensor, edge_weight: Tensor | None) -> Any:
@@ -323,23 +325,19 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
     elif isinstance(model, BasicGNN):
         layers, beside = list(model.convs), model
     else:
-        raise InputError(
-            f"decouple: expected PyG's GCN, GraphSAGE, GIN or GAT, or a list of layers, got {type(model).__name__}"
-        )
+        raise _refusal(f"expected PyG's GCN, GraphSAGE, GIN or GAT, or a list of layers, got {type(model).__name__}")
     kinds = {type(layer) for layer in layers}  # a subclass may do something else
     decoupled = _KINDS.get(kinds.pop()) if len(kinds) == 1 else None
     if decoupled is None:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "a model without layers"
-        raise InputError(
-            f"decouple: cannot decouple {names}; all layers must be GCNConv, or all SAGEConv, GINConv or GATConv"
-        )
+        raise _refusal(f"cannot decouple {names}; all layers must be GCNConv, or all SAGEConv, GINConv or GATConv")
     if isinstance(model, BasicGNN):
         _check_model(model)
     for module in [*layers, *([model] if isinstance(model, BasicGNN) else [])]:
         hooks = [name for name, value in vars(module).items() if _HOOKS.fullmatch(name) and value]
         if hooks:
-            raise InputError(
-                f"decouple: {type(module).__name__} has hooks ({hooks[0].strip('_')}), which the decoupled model would "
+            raise _refusal(
+                f"{type(module).__name__} has hooks ({hooks[0].strip('_')}), which the decoupled model would "
                 "not call; remove them, or register them on the decoupled model"
             )
     return decoupled(layers, beside)
@@ -347,14 +345,14 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
 
 def _check_model(model: BasicGNN) -> None:
     if model.jk_mode == "last":
-        raise InputError(
-            "decouple: jk='last' has a Linear after the last layer; leave jk out, and apply the Linear after the model"
+        raise _refusal(
+            "jk='last' has a Linear after the last layer; leave jk out, and apply the Linear after the model"
         )
     if model.jk_mode is not None:
-        raise InputError("decouple: jumping knowledge needs the rows of every layer")
+        raise _refusal("jumping knowledge needs the rows of every layer")
     if type(model).forward is not BasicGNN.forward:
-        raise InputError(
-            f"decouple: {type(model).__name__} has its own forward, which the decoupled model would not run; pass the "
+        raise _refusal(
+            f"{type(model).__name__} has its own forward, which the decoupled model would not run; pass the "
             "list of its layers with the modules between them"
         )
 
@@ -365,18 +363,14 @@ def _apart(stack: Sequence[nn.Module] | nn.ModuleList | nn.Sequential) -> tuple[
     beside = [nn.Sequential()]
     for module in stack:
         if not isinstance(module, nn.Module):
-            raise InputError(f"decouple: expected a list of modules, got {module!r}; wrap a function in a module")
+            raise _refusal(f"expected a list of modules, got {module!r}; wrap a function in a module")
         if isinstance(module, MessagePassing):
             layers.append(module)
             beside.append(nn.Sequential())
         elif inside := next((one for one in module.modules() if isinstance(one, MessagePassing)), None):
-            raise InputError(
-                f"decouple: {type(inside).__name__} is inside {type(module).__name__}; pass one flat list of modules"
-            )
+            raise _refusal(f"{type(inside).__name__} is inside {type(module).__name__}; pass one flat list of modules")
         else:
             beside[-1].append(module)
     if len(beside.pop()):
-        raise InputError(
-            "decouple: the list must end with a layer; apply modules that come after it to the model's output"
-        )
+        raise _refusal("the list must end with a layer; apply modules that come after it to the model's output")
     return layers, beside
