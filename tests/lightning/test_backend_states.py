@@ -30,7 +30,7 @@ class Counting(CommBackend):
 
     name = ""
     abilities = Abilities(stateful=True)
-    per_graph = (*CommBackend.per_graph, "marks", "passes")
+    per_graph = ("marks", "passes")
     marks: Tensor
     passes: Tensor
 
