@@ -9,10 +9,10 @@ A layer runs in the first of these ways that fits (:meth:`TensorBackend.run_laye
 ====================================================  ==================================  =============================
 layer                                                 what runs                           what travels
 ====================================================  ==================================  =============================
+any, on one rank without a limit of memory            the layer as it is                  nothing
 decoupled GAT (``AttentionPropagation``)              all its hops, on slices             rows once there and back, and
                                                                                           scores of nodes or weights of
                                                                                           edges
-any, on one rank without a limit of memory            the layer as it is                  nothing
 one that mixes columns beside its hops                its ``forward``, hop by hop         see below
 decoupled sums (``Propagation``)                      all its hops, on slices             rows once there and back
 any, with a limit of memory (``memory_gib``)          its ``forward``, hop by hop         see below
