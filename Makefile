@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check cluster-check experiments report build venv clean
+.PHONY: help demo test quick check cluster-check experiments report build venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -26,6 +26,9 @@ demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two,
 # without compiled files takes each a second more.
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k spmm" picks some, "-n0" runs one at a time)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+quick: PYTEST_ARGS += -m "not slow"
+quick: test  ## two minutes of them, for the inner loop: the tests that are not marked slow
 
 check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .

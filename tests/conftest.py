@@ -40,10 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Make the tests of this process fast; whoever only hands them to workers collects none."""
-    from tests.startup import forget_garbage, share_templates
+    from tests import startup
 
-    share_templates()
-    forget_garbage()
+    startup.begin()
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib
 
-import torch
-
 from pygdist.testing.layers import LAYERS, build
-from tests.startup import forget_garbage, share_templates
+from tests import startup
 
 _MODULES = [
     "hypothesis.strategies",
@@ -25,10 +23,9 @@ _MODULES = [
     "torch.utils.tensorboard",
 ]
 
-torch.set_num_threads(1)
+startup.begin()
 for _module in _MODULES:
     importlib.import_module(_module)
-share_templates()
 for _name in LAYERS:
     build(_name, 5, 3)  # PyG writes and compiles code for a layer class when the first layer of it is made
-forget_garbage()
+startup.forget_garbage()

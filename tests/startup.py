@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 from functools import cache
 
+import torch
 from torch_geometric import template
 
-__all__ = ["forget_garbage", "share_templates"]
+__all__ = ["begin", "forget_garbage"]
+
+
+def begin() -> None:
+    """Prepare this process."""
+    torch.set_num_threads(1)  # tests share cores, where threads of OpenMP wait for each other by spinning
+    os.fsync = lambda descriptor: None  # a third of what tests on files would wait for; no test outlives a power cut
+    share_templates()
+    forget_garbage()
 
 
 def share_templates() -> None:

@@ -94,6 +94,7 @@ def test_the_variables_of_torchrun(cluster: ModuleType) -> None:
     assert [outcome.out for outcome in outcomes] == ["0 2 0 127.0.0.1 7\n", "1 2 0 127.0.0.1 7\n"]
 
 
+@pytest.mark.slow
 def test_codes_and_time_out(cluster: ModuleType) -> None:
     with cluster.Cluster(2, shaped=False) as local:
         outcomes = local.run(python("import os, sys; sys.exit(3 * int(os.environ['RANK']))"), timeout=60)

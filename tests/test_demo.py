@@ -11,6 +11,7 @@ from rich.console import Console
 from pygdist import demo
 
 
+@pytest.mark.slow
 def test_the_three_runs_agree_and_the_table_says_it() -> None:
     text = io.StringIO()
     pyg, one, many = demo.compare(Console(file=text, width=100), nodes=400, epochs=4, ranks=2, seed=0)

@@ -45,6 +45,7 @@ def _run_in(folder: Path, script: str, *arguments: str, out: Path) -> list[dict[
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_measure(tmp_path: Path) -> None:
     tiny = ("--graph=grid", "--degrees=6", "--nodes=60", "--features=3")
     rows = _run("measure.py", *tiny, "--operations", "sum", "max", "GATConv", "--max-gib=0.00001", out=tmp_path)
@@ -72,6 +73,7 @@ def test_bounds(tmp_path: Path) -> None:
         assert float(row["gather_gbs"]) == pytest.approx(600 * int(row["features"]) * 4 / float(row["seconds"]) / 1e9)
 
 
+@pytest.mark.slow
 def test_epochs(tmp_path: Path) -> None:
     tiny = ("--nodes=300", "--edges=3000", "--models=GraphSAGE", "--adjacencies=edges", "--epochs=1")
     rows = _run("epochs.py", *tiny, out=tmp_path)
@@ -103,6 +105,7 @@ def test_the_savings_table_adds_and_leaves_out_each_switch() -> None:
 needs_native = pytest.mark.skipif(load() is None, reason="the streaming partitioners need the native library")
 
 
+@pytest.mark.slow
 @needs_native
 def test_ten_million_edges_through_the_command_line(tmp_path: Path) -> None:
     peaks = []
@@ -129,6 +132,7 @@ def test_replication(tmp_path: Path) -> None:
     assert (tmp_path / "replication.png").is_file()
 
 
+@pytest.mark.slow
 @needs_native
 def test_clusters(tmp_path: Path) -> None:
     rows = _run_in(CATGNN, "clusters.py", "--graphs=sbm-sparse", out=tmp_path)
@@ -137,6 +141,7 @@ def test_clusters(tmp_path: Path) -> None:
     assert (tmp_path / "clusters.png").is_file()
 
 
+@pytest.mark.slow
 @needs_native
 def test_throughput(tmp_path: Path) -> None:
     small = ("--methods", "spring", "hash", "--edges", "20000", "--plot-memory")
@@ -163,6 +168,7 @@ def test_sampling(tmp_path: Path) -> None:
         assert float(row["edges_per_second"]) == pytest.approx(found, rel=0.5)
 
 
+@pytest.mark.slow
 @needs_native
 def test_accuracy(tmp_path: Path) -> None:
     tiny = ("--graphs=generated", "--models=GraphSAGE", "--hidden=8", "--epochs=2", "--every=2", "--seeds=0")
@@ -210,6 +216,7 @@ def _parser(module: str) -> argparse.ArgumentParser:
     return importlib.import_module(module).parser()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
 def test_every_row_of_every_table_has_a_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with table.open(newline="") as file:
@@ -274,6 +281,7 @@ def test_plots_of_links_are_left_out_where_there_are_none(tmp_path: Path) -> Non
     assert "not drawn: Share" in found["differs"]
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_row_again_gives_the_same_figures(tmp_path: Path) -> None:
     table = CATGNN / "results" / "replication.csv"
@@ -288,6 +296,7 @@ def test_a_row_again_gives_the_same_figures(tmp_path: Path) -> None:
         assert again[name] == rows[number][name]
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_short_version_leaves_a_table_and_its_description(tmp_path: Path) -> None:
     experiment = str(CATGNN / "spring-whole-part.yaml")

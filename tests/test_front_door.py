@@ -90,11 +90,13 @@ def _run(script: str, folder: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_before_a_name_is_used(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="the report needs plotly: pip install 'pygdist[report]'")
     _run(LIGHT, tmp_path)
 
 
+@pytest.mark.slow
 def test_strategies_are_registered_where_lightning_comes_first(tmp_path: Path) -> None:
     _run(AFTER_LIGHTNING, tmp_path)
 

@@ -119,6 +119,7 @@ def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(tmp_path
         assert len(list(csv.DictReader(file))) == 2 * 3
 
 
+@pytest.mark.slow
 def test_real_trainings(tmp_path: Path) -> None:
     common = {"graph": "sbm", "graph_args": {"num_nodes": 500}, "model_args": MODEL, "epochs": 2, "seeds": (0,)}
     good = harness.Setting(name="two ranks", ranks=2, test=True, **common)

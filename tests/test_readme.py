@@ -66,12 +66,14 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
 
 
+@pytest.mark.slow
 def test_the_python_script_trains(tmp_path: Path) -> None:
     run = _run(tmp_path, "train.py")
     assert run.returncode == 0, run.stderr
     assert "Starting with 2 processes" in run.stderr
 
 
+@pytest.mark.slow
 def test_what_fails_today_fails_as_shown(tmp_path: Path) -> None:
     shown = re.search(r"^ValueError: .*$", _TEXT, re.MULTILINE)
     assert shown is not None
@@ -80,17 +82,20 @@ def test_what_fails_today_fails_as_shown(tmp_path: Path) -> None:
     assert shown.group() in run.stderr
 
 
+@pytest.mark.slow
 def test_the_configuration_is_complete(tmp_path: Path) -> None:
     run = _run(tmp_path, "-m", "pygdist.cli", "fit", "--config", "cora.yaml", "--print_config")
     assert run.returncode == 0, run.stderr
     assert "hidden_channels: 16" in run.stdout
 
 
+@pytest.mark.slow
 def test_the_backends_are_exact_where_they_say_so(tmp_path: Path) -> None:
     run = _run(tmp_path, "-m", "pytest", "-q", "test_mine.py")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_the_partitioner_partitions(tmp_path: Path) -> None:
     command = re.search(r"^pygdist (partition --dataset sbm --method=deal.*)", _TEXT, re.MULTILINE)
     assert command is not None

@@ -12,6 +12,7 @@ from tests.cli.commands import torchrun
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_two_processes_train(recipe: Path, tmp_path: Path) -> None:
     less = ["--data.dataset_args.scale=0.002", "--trainer.max_epochs=2", "--trainer.accelerator=cpu"]

@@ -79,7 +79,7 @@ class Backend(ABC):
             path only.
         abilities: What the backend can do. An instance may have its own (:func:`dataclasses.replace`).
         per_graph: Names of the attributes that belong to one graph. :meth:`unbind` sets them to ``None``, and pickles
-            do not hold them. A subclass extends it: ``per_graph = (*Backend.per_graph, "_mine")``.
+            do not hold them. A subclass lists its own: ``per_graph = ("_mine",)``.
         savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may set others.
         kept: What is kept of hops until the graph goes.
     """
@@ -121,7 +121,7 @@ class Backend(ABC):
 
     def unbind(self) -> None:
         """Let go of the shard, the communicator and what was computed for them."""
-        for name in self.per_graph:
+        for name in self._of_one_graph():
             setattr(self, name, None)
         self.kept.forget()
 
@@ -311,7 +311,12 @@ class Backend(ABC):
 
     def _pickled_state(self) -> dict[str, Any]:
         """Attributes that a pickle holds: arguments and identity, nothing of a rank."""
-        return {key: value for key, value in vars(self).items() if key not in (*self.per_graph, "kept")}
+        return {key: value for key, value in vars(self).items() if key not in {*self._of_one_graph(), "kept"}}
+
+    @classmethod
+    def _of_one_graph(cls) -> set[str]:
+        """``per_graph`` of this class and of those above it."""
+        return {name for one in cls.__mro__ for name in vars(one).get("per_graph", ())}
 
 
 backends: Registry[Backend] = Registry("backend")

@@ -39,7 +39,7 @@ class CommBackend(Backend):
     """
 
     name = "comm"
-    per_graph = (*Backend.per_graph, "_fetcher", "_halo")
+    per_graph = ("_fetcher", "_halo")
     _fetcher: Fetcher | None = None
     _halo: Arrival | None = None
 

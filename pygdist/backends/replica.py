@@ -21,7 +21,6 @@ from pygdist.backends.base import Abilities
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
-from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.backends.passes.rows import Rows, leading
 from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
@@ -72,7 +71,7 @@ class ReplicaBackend(RecomputingBackend):
         evaluates=False,
         reruns_layers=False,
     )
-    per_graph = (*RecomputingBackend.per_graph, "_part")
+    per_graph = ("_part",)
     _part: _OnPart | None = None
 
     def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
@@ -259,7 +258,9 @@ class ReplicaBackend(RecomputingBackend):
                 "that it computes, and those of edges in other parts are not here; use the graph's weights, or another "
                 "backend"
             )
-        degrees = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[: self._num_sources]
+        degrees = in_degrees(self._around.in_degree, edge_weight is not None, loop_weight)[
+            : self._running().num_sources
+        ]
         owned = slice(0, self.shard.num_owned)  # all their in-edges are here
         if not torch.allclose(degree[owned].to(degrees), degrees[owned], rtol=1000 * torch.finfo(degree.dtype).eps):
             raise InputError(
@@ -297,16 +298,12 @@ class ReplicaBackend(RecomputingBackend):
             facts[: of_part.size(0), column] - facts[: of_part.size(0), column + 1]
             for facts in (of_part, self._around.in_degree)
         )
-        return torch.where(here > 0, whole / here.where(here > 0, 1.0), 1.0)[: self._num_sources]
+        return torch.where(here > 0, whole / here.where(here > 0, 1.0), 1.0)[: self._running().num_sources]
 
     @property
     @override
     def num_nodes(self) -> int:
         return self.shard.num_owned if self._batch is None else self._batch.num_rows
-
-    @property
-    def _num_sources(self) -> int:
-        return self._pass.num_sources if isinstance(self._pass, PartPass) else self.num_rows
 
 
 @dataclass

@@ -9,13 +9,13 @@ A layer runs in the first of these ways that fits (:meth:`TensorBackend.run_laye
 ====================================================  ==================================  =============================
 layer                                                 what runs                           what travels
 ====================================================  ==================================  =============================
+any, on one rank without a limit of memory            the layer as it is                  nothing
 decoupled GAT (``AttentionPropagation``)              all its hops, on slices             rows once there and back, and
                                                                                           scores of nodes or weights of
                                                                                           edges
-any, if the model is on one rank within its memory    the layer as it is                  nothing
 one that mixes columns beside its hops                its ``forward``, hop by hop         see below
 decoupled sums (``Propagation``)                      all its hops, on slices             rows once there and back
-any, if edges and slices exceed ``memory_gib``        its ``forward``, hop by hop         see below
+any, with a limit of memory (``memory_gib``)          its ``forward``, hop by hop         see below
 one that acts on each column by itself                its ``forward``, on slices          rows once there and back, and
                                                                                           tensors of edges
 ====================================================  ==================================  =============================
@@ -26,7 +26,7 @@ A hop runs in the first of these ways that fits (:meth:`TensorBackend.propagate`
 hop                                                   what runs                           what travels
 ====================================================  ==================================  =============================
 of a layer that runs on slices                        the hop, on slices                  nothing more
-on one rank within its memory                         the hop                             nothing
+on one rank without a limit of memory                 the hop                             nothing
 of ``TransformerConv``                                weights of own edges from whole     keys to fetch them; values
                                                       rows, then their sum on slices      and weights there, sums back
 of ``GATConv``, weights unseen, scores are fewer      weights of all edges from scores,   rows and scores of nodes
@@ -109,11 +109,11 @@ class TensorBackend(Backend):
 
     name = "tensor"
     abilities = Abilities(mixes_columns=False)
-    per_graph = (*Backend.per_graph, "_all", "_shared", "_fetcher", "_slices", "_splits")
+    per_graph = ("_all", "_shared", "_fetcher", "_slices", "_splits")
     _all: AllNodes | None = None
     _shared: EdgeTensors | None = None
     _fetcher: Fetcher | None = None
-    _slices: SlicesPass | None = None  # while a layer runs on slices of all nodes
+    _slices: SlicesPass | None = None  # while a layer runs on slices
     _splits: dict[int, tuple[Tensor, int, Tensor]] | None = None  # slices that hops of the running layer share
 
     def __init__(
@@ -171,7 +171,7 @@ class TensorBackend(Backend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._slices is not None or self._alone:
+        if self._all_here is not None:
             return forward(layer, *args, **kwargs)
         arguments = inspect.signature(forward).bind(layer, *args, **kwargs).arguments
         plain = not (isinstance(layer, AttentionPropagation) and (hooked(layer) or hooked(layer.propagation)))
@@ -184,11 +184,11 @@ class TensorBackend(Backend):
                     return out
             if self._nodes.layout.overflow is None:
                 return self._on_slices(layer, forward, arguments)
-        self._splits = {}
+        outer, self._splits = self._splits, {}
         try:
             return forward(layer, *args, **kwargs)
         finally:
-            self._splits = None
+            self._splits = outer
 
     def _decoupled_attention(self, layer: AttentionPropagation, arguments: Mapping[str, Any]) -> Tensor:
         """All hops of decoupled GAT, on slices."""
@@ -242,10 +242,8 @@ class TensorBackend(Backend):
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
-        if self._slices is not None:
-            return self._slices.run(hop)
-        if self._alone:
-            return hop.run(size=(self.num_rows, self.num_rows))
+        if (here := self._all_here) is not None:
+            return here.run(hop)
         if self._nodes.layout.overflow is not None and not isinstance(hop.edge_index, Adjacency):
             raise beyond_memory(self._label(hop))
         parts = transformer_parts(hop.layer)
@@ -329,10 +327,8 @@ class TensorBackend(Backend):
 
     @override
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
-        if self._slices is not None:
-            return self._slices.run(hop)
-        if self._alone:
-            return hop.run(size=(self.num_rows, self.num_rows))
+        if (here := self._all_here) is not None:
+            return here.run(hop)
         if self._gathers_scores(hop):
             # scores travel along with the rows of the sum, and each rank computes all weights from them
             return hop.run()
@@ -399,6 +395,11 @@ class TensorBackend(Backend):
     def _alone(self) -> bool:
         """True if no other rank takes part, and all columns fit in memory."""
         return self.communicator.world_size == 1 and self._nodes.layout.overflow is None
+
+    @property
+    def _all_here(self) -> SlicesPass | None:
+        """The pass of a layer that needs no other rank; ``None`` if its hops need some."""
+        return SlicesPass(self.shard.num_owned) if self._slices is None and self._alone else self._slices
 
     @property
     @override

@@ -281,7 +281,9 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
 
 def _uses(function: types.FunctionType, replacements: Replacements) -> bool:
     names, variables = function.__code__.co_names, function.__globals__
-    return any(name in names and variables.get(name) is old for name, (old, _) in replacements.items())
+    return not replacements.keys().isdisjoint(names) and any(
+        name in names and variables.get(name) is old for name, (old, _) in replacements.items()
+    )
 
 
 def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:

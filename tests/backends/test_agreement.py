@@ -21,6 +21,8 @@ from pygdist.graph import Shard, write_store
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 
+pytestmark = pytest.mark.slow
+
 
 class Dropped(nn.Module):
     """Of a rank without in-edges dropout gives the weights back."""

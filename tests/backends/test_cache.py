@@ -101,6 +101,7 @@ def test_each_layer_gets_the_rows_that_it_and_later_ones_need(tmp_path: Path, po
             assert rows == int(out.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_models_of_other_depths(num_layers: int, pool: RankPool) -> None:
     layers = ["GCNConv", "GATConv", "SAGEConv-max", "GINEConv", "TAGConv", "GCN2Conv", "BatchNorm", "SAGEConv-jk"]
@@ -151,6 +152,7 @@ def _depths(rank: int, world_size: int, folder: str, kind: str) -> tuple[float, 
     return apart, model.between, next(iter(backend._on_graph.rows.values())).computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -436,6 +438,7 @@ def _unusual(rank: int, world_size: int, folder: str, kind: str, backend: Backen
     return max(one.absolute for one in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normalised", "self-loops", "own names", "twice"])
 @pytest.mark.parametrize(
     "backend", [CacheBackend(), pytest.param(HybridBackend(cache_ratio=0.4), marks=needs_native)], ids=["cache", "some"]

@@ -40,6 +40,7 @@ EVERY_LAYER = {("comm", 1), ("cache", 2), ("hybrid", 1), ("replica", 1)}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))])
 @pytest.mark.parametrize("backend", ["single", "comm"])
 def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size: int, pool: RankPool) -> None:
@@ -62,6 +63,7 @@ def _deep() -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "num_layers", "world_size"), _deep())
 def test_every_layer_equals_one_process_at_any_depth(
     backend: str, num_layers: int, world_size: int, pool: RankPool, request: pytest.FixtureRequest
@@ -89,6 +91,7 @@ def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
     assert len(classes) >= 20
 
 
+@pytest.mark.slow
 @given(
     backend=st.sampled_from(["comm", "cache", "hybrid-0.3", "tensor"]),
     num_layers=st.integers(1, 3),
@@ -150,6 +153,7 @@ class LocalDegrees(CommBackend):
         return torch.cat([x, x.new_ones(self.shard.num_halo)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "layer", "quantity"),
     [

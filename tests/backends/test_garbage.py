@@ -19,6 +19,8 @@ from pygdist.native import load
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "GCN": lambda: GCN(5, 16, 2, 8),
     "GAT": lambda: GAT(5, 16, 2, 8),

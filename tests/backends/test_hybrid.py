@@ -40,6 +40,7 @@ needs_native = pytest.mark.skipif(load() is None, reason="hybrid plans in the na
 LAYERS = ["GCNConv", "GATConv", "SAGEConv-max", "GINEConv", "APPNP", "TAGConv", "SAGEConv-jk", "BatchNorm"]
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_what_is_planned_for_is_what_is_made(seed: int, hops: int) -> None:
         assert edges_from_here[hop - 1] == int((computed[target] & here).sum())
 
 
+@pytest.mark.slow
 @needs_native
 def test_costs_are_measured_once_and_the_plan_is_kept(tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_nodes=300)
@@ -319,6 +321,7 @@ def _exchanges(rank: int, world_size: int, folder: str, name: str) -> tuple[list
     return plan["timed"]["exchanges"], comm.communicator.meter.read().calls
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(("name", "expected"), [("GCN", [1, 1]), ("GAT", [2, 2]), ("GATv2", [1, 1])])
 def test_hops_have_as_many_exchanges_as_they_make(

@@ -128,6 +128,7 @@ def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=lambda said, of=name: f"{of}: {said}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_as_many_hops_as_layers_are_exact_and_one_fewer_is_not(num_layers: int, pool: RankPool) -> None:
     options: dict[str, Any] = {"world_sizes": [1 + num_layers], "graphs": ["isolated"], "num_nodes": 70, "pool": pool}
@@ -149,6 +150,7 @@ def test_layers_of_several_hops_need_as_many(pool: RankPool) -> None:
     assert {line.split(" on ")[0] for line in str(error.value).splitlines()[1:]} == set(layers)
 
 
+@pytest.mark.slow
 def test_what_looks_at_a_whole_part_is_never_exact(pool: RankPool) -> None:
     layers = [name for name in LAYERS if name in OF_A_PART and name != "PDNConv"]
     options: dict[str, Any] = {"world_sizes": [3], "graphs": ["directed"], "num_hops": 9, "pool": pool}
@@ -159,6 +161,7 @@ def test_what_looks_at_a_whole_part_is_never_exact(pool: RankPool) -> None:
         assert_exact(ReplicaBackend(hops=9), layers=["PDNConv"], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["GCNConv", "SAGEConv-mean", "GATConv", "GINEConv", "GCNConv-no-loops"])
 def test_without_hops_a_part_is_its_own_subgraph(layer: str, tmp_path: Path) -> None:
     data, part = _graph()
@@ -173,6 +176,7 @@ def test_without_hops_a_part_is_its_own_subgraph(layer: str, tmp_path: Path) -> 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hops", "num_layers"), [(1, 2), (2, 3), (2, 1)])
 @pytest.mark.parametrize("layer", ["SAGEConv-mean", "GINConv", "GraphConv", "GATConv-edges"])
 def test_a_part_is_plain_pyg_on_what_is_kept_around_it(
@@ -206,6 +210,7 @@ class GivenWeights(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "weighted", "improved", "loops", "scaled"),
     [
@@ -265,6 +270,7 @@ def test_degrees_of_other_edges_are_refused(kind: str, tmp_path: Path) -> None:
         _of_part(OtherEdges(kind), _store(data, part, tmp_path / "parts", 1), 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["GCNConv", "GATConv-edges", "BatchNorm"])
 @pytest.mark.parametrize("hops", [0, 1, 2])
 def test_a_graph_with_more_hops_gives_the_same(layer: str, hops: int, tmp_path: Path) -> None:
@@ -315,6 +321,7 @@ def _adjacency(edge_index: Tensor, num_nodes: int) -> Adjacency:
     return Adjacency.from_unsorted(edge_index, num_src=num_nodes, num_dst=num_nodes)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer", ["GCNConv", "GCNConv-derived", "SAGEConv-mean", "SAGEConv-lstm", "GATConv", "BatchNorm"]
 )

@@ -271,6 +271,7 @@ def _dimensions() -> list[object]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_features", "graphs"), _dimensions())
 def test_every_layer_that_qualifies_equals_one_process(
     world_size: int, num_features: int, graphs: tuple[str, ...], pool: RankPool
@@ -307,6 +308,7 @@ def _model(name: str, hidden: int, num_layers: int = 2) -> BasicGNN:
     return make(5, hidden, num_layers=num_layers, out_channels=3).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.parametrize("hidden", [1, 3, 7, 64])
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
@@ -356,6 +358,7 @@ def test_bytes_of_attention_are_those_of_the_analysis(tmp_path: Path, pool: Rank
         assert calls == 2 * (2 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [2, 3, 4])
 @pytest.mark.parametrize(("name", "saved"), [("GCN", 0), ("GraphSAGE", 2), ("GIN", 2)])
 def test_exchanges_grow_with_the_depth(name: str, saved: int, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
@@ -499,6 +502,7 @@ def _train(rank: int, world_size: int, store: str, name: str) -> float:
     return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(NARROW))
 def test_a_rank_without_columns_trains_with_the_others(name: str, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("directed", num_classes=2)
@@ -506,6 +510,7 @@ def test_a_rank_without_columns_trains_with_the_others(name: str, tmp_path: Path
     assert max(pool.run(_train, 3, str(tmp_path / "parts"), name)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("name", list(DROPPING))
 def test_a_rank_without_nodes_trains_with_dropout(name: str, world_size: int, tmp_path: Path, pool: RankPool) -> None:

@@ -120,12 +120,14 @@ def test_no_more_than_so_many_rows_travel_at_a_time() -> None:
     assert sorted(rows) == list(range(100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers_of_sums_equal_one_process_in_little_memory(world_size: int, pool: RankPool) -> None:
     backend = TensorBackend(memory_gib=TINIER)
     assert_exact(backend, layers=SUMS, world_sizes=[world_size], graphs=["power-law"], pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_other_layers_equal_one_process_in_little_memory(world_size: int, pool: RankPool) -> None:
     backend = TensorBackend(memory_gib=SMALL)
@@ -141,6 +143,7 @@ def test_every_layer_that_qualifies_runs_in_little_memory(pool: RankPool) -> Non
     assert_exact(backend, layers=supported_layers("tensor"), world_sizes=[4], graphs=["directed"], pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_chunks_equal_one_process_with_and_without_overlap(overlap: bool, pool: RankPool) -> None:
     backend = TensorBackend(num_chunks=5, overlap=overlap)
@@ -183,6 +186,7 @@ def _step(
     return step, shard.owned_id.clone(), private_bytes() - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
 @pytest.mark.skipif(load() is None, reason="the native library transposes in files")
 @pytest.mark.parametrize(
@@ -275,6 +279,7 @@ def _narrow(rank: int, world_size: int, store: str, name: str) -> float:
     return max(one.absolute for one in largest_differences(step, reference_step(plain, data), shard.owned_id).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(NARROW))
 def test_a_rank_without_columns_takes_part_in_little_memory(name: str, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("power-law", num_classes=2)

@@ -53,6 +53,7 @@ def test_the_saved_configuration_repeats_the_run(trained: tuple[Path, Outcome], 
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_links_are_learned_where_the_task_says_so(folder: Path) -> None:
     checkpoint = _fit(folder, "--task=links", "--data.edge_split=[0.1, 0.1]")
     assert _callback(checkpoint, "BestCheckpoint")["monitor"] == "val_auc"
@@ -99,6 +100,7 @@ def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder:
     assert columns >= {"lr-SGD", "sent_bytes_max"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -138,6 +140,7 @@ def test_several_labels_per_node_keep_the_best_f1(folder: Path, graphs: Path) ->
     assert _callback(checkpoint, "BestCheckpoint")["monitor"] == "val_f1"
 
 
+@pytest.mark.slow
 def test_without_logs(folder: Path) -> None:
     before = files(folder)
     assert pygdist(*FIT, "--trainer.fast_dev_run=true", folder=folder).code == 0
@@ -148,6 +151,7 @@ def test_without_logs(folder: Path) -> None:
     assert [path.name for path in folder.rglob("last.ckpt")] == ["last.ckpt"]
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_the_run_ended(
     folder: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -160,6 +164,7 @@ def test_resume_goes_on_where_the_run_ended(
         assert torch.equal(value, resumed["state_dict"][name])
 
 
+@pytest.mark.slow
 def test_validate_and_test_report_scores(folder: Path, checkpoint: Path) -> None:
     for command, score in (("validate", "val_acc"), ("test", "test_acc")):
         outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={checkpoint}", folder=folder)

@@ -95,6 +95,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS)
 def test_options(args: list[str], words: list[str], folder: Path) -> None:
     before = files(folder)
@@ -111,6 +112,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "partition"])
 @pytest.mark.parametrize(("name", "words"), GRAPHS.items(), ids=GRAPHS)
 def test_graphs(command: str, name: str, words: list[str], folder: Path, graphs: Path) -> None:
@@ -143,6 +145,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "verify"])
 @pytest.mark.parametrize(("args", "words"), MODELS.values(), ids=MODELS)
 def test_models(command: str, args: list[str], words: list[str], folder: Path) -> None:
@@ -165,6 +168,7 @@ def test_a_mistake_in_the_syntax_of_a_file_is_placed(folder: Path) -> None:
     assert_mistake(pygdist("fit", "--config=bad.yaml", folder=folder), "bad.yaml:3:", "not valid YAML")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(folder: Path, checkpoint: Path) -> None:
     outcome = pygdist(*FIT, f"--ckpt_path={checkpoint}", "--model.model.hidden_channels=16", folder=folder)
     assert_mistake(outcome, "--ckpt_path", "another model", "size mismatch")

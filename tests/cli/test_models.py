@@ -49,6 +49,7 @@ def _use(model: str, folder: Path) -> None:
     path.write_text(path.read_text().replace("MODEL", model))
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_told_and_trained_when_asked(models: Path) -> None:
     _use("mine.Spare", models)
     environment = {"PYTHONPATH": str(models)}
@@ -66,6 +67,7 @@ def test_a_forward_of_another_kind(command: str, models: Path) -> None:
     assert_mistake(outcome, "TakesData.forward cannot be called as model(x, edge_index)")
 
 
+@pytest.mark.slow
 def test_edge_attributes_go_to_layers_that_take_them(folder: Path) -> None:
     data = graph()
     data.edge_attr = torch.ones(data.num_edges, 3)

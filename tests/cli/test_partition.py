@@ -29,6 +29,7 @@ class EveryOther(Partitioner):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["chunk", "hash", "metis"])
 def test_a_table_and_parts_to_train_on(method: str, folder: Path, graphs: Path) -> None:
     args = (f"--dataset={graphs / 'good'}", f"--method={method}", "--parts=2", "--out=new/parts")
@@ -55,6 +56,7 @@ def test_json_is_alone_on_standard_output(folder: Path, graphs: Path) -> None:
     assert sum(part["num_owned"] for part in meta["parts"]) == 120
 
 
+@pytest.mark.slow
 def test_replicas_to_train_on(folder: Path, graphs: Path) -> None:
     args = ("partition", f"--dataset={graphs / 'good'}", "--parts=2")
     outcome = pygdist(*args, "--placement=replicas", "--json", folder=folder)
@@ -185,6 +187,7 @@ def test_mistakes_in_files(edges: Path) -> None:
     assert not [name for name in files(edges) if "tmp" in name or "lock" in name]
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_full_disk(edges: Path) -> None:
     def limited() -> None:

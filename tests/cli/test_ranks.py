@@ -14,6 +14,8 @@ import pytest
 
 from tests.cli.commands import Outcome, assert_mistake, files, pygdist, slurm, torchrun
 
+pytestmark = pytest.mark.slow
+
 FIT = ("fit", "--config=run.yaml")
 
 MISTAKES = {

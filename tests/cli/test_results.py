@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.cli.commands import files, pygdist, torchrun
+
+pytestmark = pytest.mark.slow
 
 # the model on the whole graph, from both formats, in an interpreter that never saw us
 PLAIN = """

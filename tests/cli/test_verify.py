@@ -58,6 +58,7 @@ def test_the_exit_code_is_that_of_the_largest_relative_difference(
     assert "1e-06 (output)" in capsys.readouterr().out.replace("1.0e", "1e")
 
 
+@pytest.mark.slow
 def test_gat_on_cora(shared_data: Path, tmp_path: Path) -> None:
     raw = tmp_path / "Cora" / "raw"
     raw.mkdir(parents=True)

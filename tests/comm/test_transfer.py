@@ -41,6 +41,7 @@ def _check_transfers(rank: int, world_size: int, ring: bool, back: bool, parts: 
     assert communicator.meter.total.calls == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("ring", [False, True])

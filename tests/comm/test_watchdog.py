@@ -15,6 +15,7 @@ ALIVE = "every other rank is alive or left on its own account"
 LATE = "rank 3 is late, at epoch 0, exchange 0 (before the first exchange)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("farewells", "late", "said"),
     [

@@ -29,6 +29,7 @@ from pygdist.partition import partition_graph
 from tests.graph.store.test_meta import random_graph
 
 
+@pytest.mark.slow
 @given(
     num_nodes=st.integers(1, 15),
     num_edges=st.integers(0, 40),
@@ -104,6 +105,7 @@ def _check_plans(part: np.ndarray, opened: list[dict[str, np.ndarray]]) -> None:
         assert listed == [n for hop in range(num_hops) for blocks in sent for n in blocks[hop, receiver].tolist()]
 
 
+@pytest.mark.slow
 @given(
     num_nodes=st.integers(1, 12),
     num_edges=st.integers(0, 60),

@@ -89,6 +89,7 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_is_the_same_in_blocks(name: str, graph: tuple[Data, Shard], counted: list[list[int]]) -> None:
     data, shard = graph
@@ -176,6 +177,7 @@ class Counting(CommBackend):
         super().unbind()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_equal_one_process_in_blocks_through_ddp(world_size: int, pool: RankPool) -> None:
     layers = ["CGConv", "EdgeConv", "GATv2Conv-edges", "TransformerConv", "PNAConv", "ARMAConv", "FiLMConv"]
@@ -264,6 +266,7 @@ def _peaks(layer: nn.Module, x: Tensor, edge_index: Tensor, **inputs: Tensor) ->
     return forward / MIB, memory.peak / MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

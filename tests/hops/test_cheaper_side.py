@@ -86,6 +86,7 @@ def _results(layer: nn.Module, x: Tensor, edges: Tensor, weight: tuple[Tensor, .
     return [out, *gradients(layer, out, *((x, *weight) if grad else ()))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_pyg(name: str, widths: tuple[int, int], graph: tuple[Data, Shard]) -> None:
@@ -104,6 +105,7 @@ def test_values_and_gradients_are_those_of_pyg(name: str, widths: tuple[int, int
         same([model(shard.x, shard.adjacency)], [plain(data.x, data.edge_index)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learned", [False, True], ids=["given", "learned"])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("name", [name for name in WEIGHTED if "cached" not in name])
@@ -225,6 +227,7 @@ def test_a_two_layer_gcn_aggregates_80_columns_an_epoch(graph: tuple[Data, Shard
 HOOKED = {"GCN": "lin", "SG": "lin", "SAGE": "lin_l", "Graph": "lin_rel", "TAG": "lins.0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("name", HOOKED)
@@ -248,6 +251,7 @@ def test_hooks_on_the_linear_layer_see_what_pyg_shows_them(
     same(seen[1], seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["propagate", "message", "aggregate"])
 @pytest.mark.parametrize("name", ["GCN", "SG", "SAGE", "Graph", "TAG"])
 def test_hooks_on_the_hop_run_in_every_epoch_and_see_what_pyg_shows_them(
@@ -327,6 +331,7 @@ def test_state_and_parameters_keep_their_names_while_the_layer_runs(
         assert [list(model.state_dict()), [key for key, _ in model.named_parameters()], list(model.__dict__)] == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("name", ["GCN", "SG", "SAGE", "Graph", "TAG", "ARMA"])
 def test_an_error_in_the_hop_leaves_the_layer_as_it_was(
@@ -393,6 +398,7 @@ class OwnUpdate(SAGEConv):
         return (inputs * self.factor).tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("cls", [OwnMessage, OwnForward, OwnUpdate, Scaled])
 def test_a_subclass_with_code_of_its_own_runs_as_written(
@@ -459,6 +465,7 @@ def test_lazy_layers_are_made_by_their_first_rows(name: str, graph: tuple[Data, 
             same(_results(lazy, shard.x, shard.adjacency, (), grad=False), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_linear_layer_replaced_by_one_with_a_bias_adds_it_where_pyg_does(
@@ -484,6 +491,7 @@ def test_a_linear_layer_replaced_by_one_with_a_bias_adds_it_where_pyg_does(
 LINEAR = ["ARMAConv", "GCNConv", "GCNConv-cached", "GINConv", "GraphConv", "SAGEConv-mean", "SGConv", "TAGConv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "savings", [NOTHING, Savings(first_hop=False), Savings(cheaper_side=False)], ids=["none", "sides", "first-hops"]
 )

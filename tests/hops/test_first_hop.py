@@ -132,6 +132,7 @@ def _alternating(x: Tensor, number: int) -> Tensor:
 CHANGES = [_dropout, _noise, _in_place, _in_inference_mode, _by_index, _replaced, _other_memory, _alternating]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv-mean", "GINConv", "SGConv", "ARMAConv"])
 def test_rows_that_change_are_aggregated_anew(name: str, change: Any, graph: tuple[Data, Shard]) -> None:
@@ -148,6 +149,7 @@ def test_rows_that_change_are_aggregated_anew(name: str, change: Any, graph: tup
         assert backend_of(model).kept_bytes > 0, "the rows have settled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GCNConv", "GraphConv", "SGConv", "TAGConv", "ARMAConv"])
 @pytest.mark.parametrize("how", ["in place", "replaced", "learned"])
 def test_edge_weights_that_change_are_noticed(name: str, how: str, graph: tuple[Data, Shard]) -> None:
@@ -195,6 +197,7 @@ class Dropping(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first", [0, 1, 2], ids=["first", "after-one-epoch", "after-two-epochs"])
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv-mean", "GINConv", "SGConv"])
@@ -498,6 +501,7 @@ def _check_empty_rank(rank: int, world_size: int, store: str, name: str, data: D
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [False, True], ids=["fixed", "dropout"])
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv-mean", "GINConv"])
 def test_a_rank_without_nodes_decides_as_the_others_do(

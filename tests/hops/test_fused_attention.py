@@ -80,6 +80,7 @@ def _names(cases: list[Any]) -> list[str]:
     return [f"{cls.__name__}-{name}" for cls, name, _ in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name", "options"), CASES, ids=_names(CASES))
 def test_values_and_gradients_are_those_of_pyg(
     cls: Any, name: str, options: dict[str, Any], graph: tuple[Data, Shard]
@@ -179,6 +180,7 @@ def test_dropout_acts_on_the_weights_in_training_only(cls: Any, graph: tuple[Dat
     assert not torch.allclose(first, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", LAYERS)
 def test_dropout_keeps_the_mean(cls: Any, graph: tuple[Data, Shard]) -> None:
     _, shard = graph
@@ -388,6 +390,7 @@ def test_hooks_on_the_edge_layer_run(graph: tuple[Data, Shard]) -> None:
 ATTENTION = ["GATConv", "GATConv-edges", "GATv2Conv", "GATv2Conv-edges", "TransformerConv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention_is_exact_on_two_ranks(fused: bool, pool: RankPool) -> None:
     kinds = ["directed", "isolated", "empty-part"]

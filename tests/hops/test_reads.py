@@ -105,6 +105,7 @@ class ByAttribute(Raw):
         return scale * x_j.tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [ByProperty, ByParametrization, ByDecorator, ByFunction, ByAttribute])
 def test_a_parameter_has_its_gradient_however_a_hop_reads_it(layer: Callable[[], Raw], tmp_path: Path) -> None:
     plain = layer().double()

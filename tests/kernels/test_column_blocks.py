@@ -32,6 +32,7 @@ def _csr(num_rows: int, num_cols: int, num_entries: int) -> CSR:
     return CSR.from_coo(row, col, num_rows=num_rows, num_cols=num_cols)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("num_cols", "expected"), [(40, 1), (BLOCK, 1), (BLOCK + 1, 2), (3 * BLOCK - 5, 3)])
 @pytest.mark.usefixtures("isa")

@@ -104,6 +104,7 @@ def test_weights_of_the_transposed_matrix(transposed_weight: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["32", "64", "16"])
@@ -342,6 +343,7 @@ def test_each_instruction_set(level: Isa) -> None:
                 assert_matches_oracle(csr, torch.randn(csr.num_cols, width, dtype=dtype), weight, reduce)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_operators_are_well_formed(reduce: str) -> None:
     csr, weight = random_csr(6, 5, 14), torch.randn(14, dtype=torch.float64, requires_grad=True)

@@ -95,6 +95,7 @@ def _simulated(
     return losses, val_losses, averages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hash", "uneven"])
 def test_averages_after_every_step_are_gradient_averaging(kind: str, pool: RankPool, tmp_path: Path) -> None:
     data, net = runs.graph(), model("gcn").double()
@@ -133,6 +134,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parts", "kind", "optimizer", "epochs", "every", "policy"), RUNS)
 def test_a_run_is_that_of_plain_torch(
     ranks: int,
@@ -173,6 +175,7 @@ def test_policies_differ() -> None:
             assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "every", "unit"),
     [
@@ -205,6 +208,7 @@ def test_parts_on_fewer_ranks_are_parts_on_ranks(
                 assert [epoch[name] for epoch in ours["history"]] == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, NeighborBatches([4, 4], 8)], ids=["whole", "batches"])
 def test_dropout_draws_by_part(batches: NeighborBatches | None, pool: RankPool, tmp_path: Path) -> None:
     if batches is not None and load() is None:
@@ -259,6 +263,7 @@ def _at_the_end(rank: int, world_size: int, folder: str, store: str, options: di
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_callbacks_find_the_average_when_training_ends(world_size: int, pool: RankPool, tmp_path: Path) -> None:
     options = {"max_epochs": 20, "max_steps": 3 * 7 if world_size == 1 else 7}
@@ -277,6 +282,7 @@ def test_buffers_weigh_as_much_as_parameters(pool: RankPool, tmp_path: Path) -> 
             assert float(ours["state"]["rows"]) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [exhaustive(1), 2, 4])
 def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: RankPool, tmp_path: Path) -> None:
     data, owner = runs.graph(), owners(4, "uneven")
@@ -290,6 +296,7 @@ def test_uneven_parts_train_on_every_node_in_every_epoch(world_size: int, pool: 
     assert {ours["epochs"] for ours in answers} == {5}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 @pytest.mark.parametrize("world_size", [2, exhaustive(4)])
 @pytest.mark.parametrize(
@@ -339,6 +346,7 @@ def _sent(rank: int, world_size: int, folder: str, num_nodes: int, num_parts: in
     return sum(value.numel() * value.element_size() for value in held), history.epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 5])
 def test_bytes_are_those_of_the_model_whatever_the_graph(every: int, pool: RankPool, tmp_path: Path) -> None:
     found = []
@@ -358,6 +366,7 @@ def test_bytes_are_those_of_the_model_whatever_the_graph(every: int, pool: RankP
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.slow
 def test_models_that_are_only_saved_are_counted_and_not_averaged_twice(pool: RankPool, tmp_path: Path) -> None:
     saved = [ModelCheckpoint(dirpath=str(tmp_path), save_top_k=-1, save_on_train_epoch_end=True)]
     for validated in (False, True):
@@ -385,6 +394,7 @@ def _counted(rank: int, world_size: int, folder: str, store: str, saves: bool) -
     return sent, ours["history"]
 
 
+@pytest.mark.slow
 def test_bytes_of_checkpoints_are_counted_by_themselves(pool: RankPool, tmp_path: Path) -> None:
     (_, without), *_ = pool.run(_counted, 3, str(tmp_path / "a"), store_of(tmp_path, 4), False)
     assert [epoch["checkpoint_bytes"] for epoch in without] == [0, 0, 0]
@@ -447,6 +457,7 @@ def _evaluate(
     return found, predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [

@@ -35,6 +35,8 @@ from tests.lightning.averaged import (
     without_noise,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("policy", ["local", exhaustive("average")])
 def test_resuming_is_going_on(policy: str, pool: RankPool, tmp_path: Path) -> None:

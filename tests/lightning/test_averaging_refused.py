@@ -59,6 +59,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_on_all_ranks(name: str, pool: RankPool, tmp_path: Path) -> None:
     num_parts, job, said = REFUSED[name]
@@ -126,6 +127,7 @@ LIMITED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITED)
 def test_limits_that_leave_no_part_out_work(name: str, pool: RankPool, tmp_path: Path) -> None:
     num_parts, options, trained = LIMITED[name]

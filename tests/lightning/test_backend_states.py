@@ -30,7 +30,7 @@ class Counting(CommBackend):
 
     name = ""
     abilities = Abilities(stateful=True)
-    per_graph = (*CommBackend.per_graph, "marks", "passes")
+    per_graph = ("marks", "passes")
     marks: Tensor
     passes: Tensor
 
@@ -92,6 +92,7 @@ def _assert_state(states: list[dict[str, Tensor]], passes: int) -> None:
         assert torch.equal(one["marks"], passes * torch.stack([one["n_id"], -one["n_id"]], dim=1).float())
 
 
+@pytest.mark.slow
 def test_rows_find_their_nodes_on_another_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
     first = pool.run(_fit, 2, str(tmp_path / "first"), Counting(), 2)
     _assert_state([state for state, _ in first], 2)

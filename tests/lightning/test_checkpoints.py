@@ -31,6 +31,7 @@ def _fit(
     return [epoch["train_loss"] for epoch in history.epochs], state
 
 
+@pytest.mark.slow
 def test_resuming_is_going_on(pool: RankPool, tmp_path: Path) -> None:
     whole, parameters = pool.run(_fit, 2, str(tmp_path / "whole"), 8, None)[0]
     first, _ = pool.run(_fit, 2, str(tmp_path / "half"), 4, None)[0]
@@ -59,6 +60,7 @@ print(sum(float(p.double().sum()) for p in model.parameters()))
 """
 
 
+@pytest.mark.slow
 def test_the_model_loads_where_there_is_no_pygdist(pool: RankPool, tmp_path: Path) -> None:
     _, parameters = pool.run(_fit, 2, str(tmp_path), 2, None)[0]
     export(tmp_path / "last.ckpt", tmp_path / "model.pt")

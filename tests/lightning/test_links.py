@@ -54,6 +54,7 @@ def _fit(
     return logged, {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [False, True])
 def test_any_number_of_ranks_learns_the_same(decoder: bool, pool: RankPool, tmp_path: Path) -> None:
     expected, state = pool.run(_fit, 1, str(tmp_path), decoder, {})[0]
@@ -114,6 +115,7 @@ def test_hits_with_fewer_pairs_than_k() -> None:
     assert float(metric.compute()) == 0.5  # above the fifth, 0.2
 
 
+@pytest.mark.slow
 def test_a_share_of_the_edges_changes_from_epoch_to_epoch(pool: RankPool, tmp_path: Path) -> None:
     whole = pool.run(_fit, 1, str(tmp_path), False, {"train_share": 0.3})[0][0]
     for world_size in (2, 3):
@@ -193,6 +195,7 @@ def _with_split(rank: int, world_size: int, folder: str, split: tuple[float, flo
     return logged, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_share_that_holds_no_edge(world_size: int, pool: RankPool, tmp_path: Path) -> None:
     """Training goes on without validation; a test says which share was too small."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _CALLBACK = """
 import os, signal
 from lightning.pytorch.callbacks import Callback

@@ -107,6 +107,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_one_part_is_held_at_a_time(name: str, pool: RankPool, tmp_path: Path) -> None:
     if name != "whole" and load() is None:
@@ -153,6 +154,7 @@ def _mixed(rank: int, world_size: int, folder: str, batches: MiniBatches, name: 
     return history.epochs[-1], float(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 @pytest.mark.parametrize(
     ("name", "batches"),
@@ -213,6 +215,7 @@ SAINT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 @pytest.mark.parametrize("name", SAINT)
 def test_saint_logs_means_over_the_training_nodes(name: str, pool: RankPool, tmp_path: Path) -> None:
@@ -412,6 +415,7 @@ def _trained(rank: int, world_size: int, folder: str) -> dict[str, tuple[dict[st
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 def test_the_models_of_the_paper_are_trained_and_evaluated(pool: RankPool, tmp_path: Path) -> None:
     one, other = pool.run(_trained, 2, str(tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch_geometric.nn import GCN
@@ -17,6 +18,8 @@ from pygdist import GraphDataModule, NodeClassifier
 from pygdist.lightning import ModelAveragingStrategy
 from pygdist.testing import run_ranks
 from tests.lightning import runs
+
+pytestmark = pytest.mark.slow
 
 #: Communities with few edges between them: halos are small, as on graphs that are worth parts.
 GRAPH = {"num_nodes": 4000, "num_classes": 32, "num_features": 128, "avg_degree": 16, "homophily": 0.995}

@@ -78,6 +78,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "exact"), OPTIONS)
 def test_lightning_options_work(options: dict[str, Any], exact: bool, pool: RankPool, tmp_path: Path) -> None:
     net = {"norm": "batch"} if "sync_batchnorm" in options else {}

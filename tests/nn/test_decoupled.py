@@ -251,6 +251,7 @@ def _run(
     return max(difference for difference, _ in found), [traffic for _, traffic in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["single", "comm", "cache", "hybrid", "tensor"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
@@ -260,6 +261,7 @@ def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path:
     assert difference < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["comm", "tensor"])
 @pytest.mark.parametrize("kind", ["directed", "empty-part", "isolated"])
 def test_deeper_models_on_other_graphs(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
@@ -267,12 +269,14 @@ def test_deeper_models_on_other_graphs(kind: str, backend: str, tmp_path: Path, 
         assert _run(case, backend, 3, 3, tmp_path / case, pool, kind=kind)[0] < 1e-10, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(HOOKED))
 def test_hooks_on_hops_are_called(case: str, tmp_path: Path, pool: RankPool) -> None:
     difference, _ = _run(case, "tensor", 2, 3, tmp_path / "parts", pool)
     assert difference < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", ["GCN", "GraphSAGE", "GIN", "GAT", "GAT-heads"])
 def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
@@ -290,6 +294,7 @@ def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path:
         assert sent == 8 * (rows + 2 * heads * (2 * own + every - own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["GCN", "GCN-weights", "GraphSAGE", "GIN", "GIN-eps"])
 def test_as_many_exchanges_in_little_memory(case: str, tmp_path: Path, pool: RankPool) -> None:
     """Sums of all rounds stay slices, chunk by chunk; so do a node's own rows, whose factors may be learned."""

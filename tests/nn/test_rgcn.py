@@ -39,6 +39,7 @@ def _step(rank: int, world_size: int, store: str, backend: str) -> float:
     return max(one.absolute for one in worst.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dealt", ["in turns", "in a row"])  # in a row, ranks lack relations that others have
 @pytest.mark.parametrize("backend", ["comm", "cache", "tensor"])
 def test_a_graph_of_several_types_equals_one_process(backend: str, dealt: str, tmp_path: Path, pool: RankPool) -> None:

@@ -109,6 +109,7 @@ def test_owner_of_every_node(name: str, num_nodes: int, edges: int, num_parts: i
     np.testing.assert_array_equal(partitioner.assign(rechunked, num_parts), part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @given(seed=st.integers(0, 999), num_parts=st.integers(1, 5))
 @settings(max_examples=8)

@@ -77,6 +77,7 @@ def test_devices_that_make_no_sense(options: dict[str, float]) -> None:
         DeviceMemory(**{"devices": 1, "bytes": 1, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(budget=st.integers(3_000, 60_000), name=st.sampled_from(["hash", "chunk"]))
 @settings(max_examples=12)
 def test_what_is_written_fits(budget: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -98,6 +99,7 @@ def test_what_is_written_fits(budget: int, name: str, tmp_path_factory: pytest.T
     assert size.largest(found) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hops", [1, 2, 3])
 @pytest.mark.parametrize("table_bytes", [1, 1 << 20])
 def test_surroundings_are_counted_as_they_are_written(num_hops: int, table_bytes: int, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def skewed(num_nodes: int, num_edges: int, seed: int) -> NDArray[np.int64]:
     return (np.random.default_rng(seed).random((2, num_edges)) ** 3 * num_nodes).astype(np.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDGE_ORACLES)
 @given(
     num_nodes=st.integers(1, 60),

@@ -71,6 +71,7 @@ def report(results: Path, tmp_path: Path) -> Path:
     return write_report(results, tmp_path / "report.html")
 
 
+@pytest.mark.slow
 def test_a_desk(browser: Any, report: Path) -> None:
     opened = Page(browser, report, viewport={"width": 1280, "height": 900})
     _check_sorting(opened)
@@ -142,6 +143,7 @@ def _check_choices(opened: Page) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_phone_in_the_dark(browser: Any, report: Path) -> None:
     options = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
     opened = Page(browser, report, color_scheme="dark", **options)

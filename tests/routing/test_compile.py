@@ -14,6 +14,8 @@ from torch_geometric.nn import GAT, GCN, GraphSAGE
 from pygdist.graph import Adjacency
 from tests.backends.training import epoch, evaluated, one_rank, same, single
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "GCN": lambda: GCN(5, 6, 2, 3),
     "GAT": lambda: GAT(5, 6, 2, 3, heads=2),

@@ -145,6 +145,7 @@ def _store(folder: Path, world_size: int) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", list(BACKENDS))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_layers_of_ones_own_equal_one_process(name: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
@@ -236,6 +237,7 @@ def _again(rank: int, world_size: int, store: str, backend: str) -> tuple[Any, T
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["comm", "tensor", "cache", "hybrid"])
 def test_layers_run_again_in_the_backward_pass(backend: str, tmp_path: Path, pool: RankPool) -> None:
     expected = reference_step(_model(_checkpointed), random_graph("isolated")[0])

@@ -67,6 +67,7 @@ def test_batches_are_pieces_of_the_part(name: str, permuted: bool) -> None:
         batch.validate()
 
 
+@pytest.mark.slow
 @every
 def test_the_same_with_any_workers_and_others_in_each_epoch(name: str) -> None:
     csr = random_graph(200, 3000)

@@ -79,6 +79,7 @@ def test_every_node_gets_its_number_of_edges(replace: bool) -> None:
         assert found.edge.unique().numel() == found.edge.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replace", [True, False], ids=["replace", "no-replace"])
 @pytest.mark.parametrize(("degree", "most"), [(10, 3), (10, 9), (200, 80)])
 def test_neighbours_are_drawn_uniformly(degree: int, most: int, replace: bool) -> None:

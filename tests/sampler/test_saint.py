@@ -46,6 +46,7 @@ def _probabilities(kind: str, csr: CSR) -> np.ndarray:
     return np.asarray(drawn / drawn.sum())
 
 
+@pytest.mark.slow
 @every
 def test_nodes_are_drawn_as_often_as_defined(kind: str) -> None:
     csr = random_graph(30, 200)
@@ -84,6 +85,7 @@ def test_norms_equal_the_slow_counts(kind: str, permuted: bool) -> None:
     assert node_norm.dtype == edge_norm.dtype == torch.float32
 
 
+@pytest.mark.slow
 @every
 def test_losses_and_sums_are_those_of_the_part_on_average(kind: str) -> None:
     csr = random_graph(40, 300)

@@ -29,6 +29,10 @@ class Pass(Protocol):
     def num_rows(self) -> int:
         """Rows that a layer puts out now."""
 
+    @property
+    def num_sources(self) -> int:
+        """Rows that the edges of the running hop may start from."""
+
     def begin_hop(self) -> None:
         """Count a hop, also one whose kept result is used."""
 

@@ -35,7 +35,8 @@ class BatchPass:
         in_weights: bool,
         without_norm: Callable[[MessagePassing], None],
     ) -> None:
-        self.num_rows, self.norm = num_rows, norm
+        self.num_rows = self.num_sources = num_rows
+        self.norm = norm
         self._in_weights, self._without_norm = in_weights, without_norm
 
     def begin_hop(self) -> None:

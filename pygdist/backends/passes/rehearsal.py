@@ -83,7 +83,8 @@ class Rehearsal:
     alone = True
 
     def __init__(self, num_rows: int, clock: Clock | None = None) -> None:
-        self.num_rows, self.clock = num_rows, clock
+        self.num_rows = self.num_sources = num_rows
+        self.clock = clock
         self.widths: dict[int, int] = {}
         self.hops_of: dict[int, int] = {}
         self.exchanges: dict[int, int] = {}

@@ -87,7 +87,7 @@ class RecomputingBackend(Backend):
     """
 
     abilities = Abilities(reruns_layers=False)
-    per_graph = (*Backend.per_graph, "_fetcher", "_graph", "_pass")
+    per_graph = ("_fetcher", "_graph", "_pass")
     _fetcher: Fetcher | None = None
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now

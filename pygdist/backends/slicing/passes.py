@@ -1,4 +1,4 @@
-"""The pass of a layer that runs on slices: this rank's columns of all nodes, over the edges of all ranks."""
+"""The pass of a layer for which everything is here: this rank's columns of all nodes, and the edges of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SlicesPass"]
 
 @dataclass(frozen=True)
 class SlicesPass:
-    """A layer runs on slices.
+    """A layer runs on columns of all nodes: its slice of them, or all of them if there is one rank.
 
     Attributes:
         num_rows: Nodes of all ranks; the layer puts out a row for each.

@@ -34,6 +34,7 @@ LAYERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_switch_equals_one_process(ring: bool, overlap: bool, pool: RankPool) -> None:
@@ -41,6 +42,7 @@ def test_every_switch_equals_one_process(ring: bool, overlap: bool, pool: RankPo
     assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 def test_replicas_beside_chunks(pool: RankPool) -> None:
     backend = HybridBackend(cache_ratio=0.4)
@@ -54,6 +56,7 @@ class InParts(CommBackend):
     _parts = 3  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"ring": False}, {"overlap": False}, {"halo_gib": 1000 / 2**30}])
 def test_rows_of_a_rank_in_parts(arguments: dict[str, Any], pool: RankPool) -> None:
     assert_exact(InParts(**arguments), layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
@@ -80,6 +83,7 @@ def _cuts(rank: int, world_size: int, folder: str, arguments: dict[str, Any]) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "times"),
     [
@@ -96,6 +100,7 @@ def test_edges_are_cut_into_chunks_once(arguments: dict[str, Any], times: int, t
     assert pool.run(_cuts, 3, str(tmp_path / "parts"), arguments) == [times] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rows_that_arrive_piece_by_piece(ring: bool, overlap: bool, pool: RankPool) -> None:
@@ -103,6 +108,7 @@ def test_rows_that_arrive_piece_by_piece(ring: bool, overlap: bool, pool: RankPo
     assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 def test_replicas_beside_pieces(pool: RankPool) -> None:
     backend = HybridBackend(cache_ratio=0.4, halo_gib=SMALL)
@@ -123,6 +129,7 @@ def test_no_more_rows_are_here_than_there_is_memory_for(name: str, tmp_path: Pat
         CommBackend(halo_gib=0)
 
 
+@pytest.mark.slow
 def test_half_the_bytes_are_not_exact_and_say_so(pool: RankPool) -> None:
     backend = CommBackend(wire_dtype="bfloat16")
     assert not backend.abilities.exact
@@ -299,6 +306,7 @@ def test_no_memory_is_asked_for_anew(tmp_path: Path, overlap: bool, pool: RankPo
         assert epochs[1]["memory"] == epochs[2]["memory"] == epochs[3]["memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GCN", "GATv2", "Transformer"])
 def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(
     name: str, tmp_path: Path, pool: RankPool
@@ -314,6 +322,7 @@ def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(
             assert (start < late) == overlap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wire", "size"), [(None, 4), ("bfloat16", 2)])
 @pytest.mark.parametrize(
     ("name", "widths"),

@@ -85,6 +85,7 @@ def _step(
     return found, shard.owned_id.clone(), max(grown)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
 @pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ class AllToFiles(CommBackend):
         return super().fetcher
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange_at_once", [True, False])
 def test_every_layer_with_its_rows_in_files(exchange_at_once: bool, pool: RankPool) -> None:
     backend = AllToFiles(halo_gib=1.0 if exchange_at_once else 400 / 2**30)
@@ -265,6 +267,7 @@ def test_an_interrupted_pass_keeps_rows_in_files_no_longer_than_until_the_next(t
     _keeps_nothing_in_files()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_its_rows_in_files(tmp_path: Path) -> None:
     data = large_graph(NODES, DEGREE, WIDTH)
     write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])

@@ -146,6 +146,7 @@ NORMALISING: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @needs_sampler
 @pytest.mark.parametrize("hops", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["model-weighted", "model-unweighted", "graph-unweighted"])
@@ -275,6 +276,7 @@ def _sampled() -> tuple[Data, Path, list[Data]]:
     return data, folder, batches
 
 
+@pytest.mark.slow
 @needs_sampler
 @pytest.mark.parametrize("name", AVERAGED)
 def test_the_mean_over_batches_is_that_of_the_whole_graph(name: str) -> None:
@@ -309,6 +311,7 @@ CACHED = {
 }
 
 
+@pytest.mark.slow
 @needs_sampler
 @pytest.mark.parametrize("batches", ["clusters", "neighbours", "saint"])
 @pytest.mark.parametrize("name", CACHED)

@@ -161,6 +161,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["attention", "attention of both ends", "maxima", "messages"])
 def test_a_chunk_is_computed_while_the_next_and_the_last_travel(
@@ -187,6 +188,7 @@ def test_a_chunk_is_computed_while_the_next_and_the_last_travel(
                     assert (begins < place < events.index(one)) == overlap, one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(HOPS))
 def test_hops_by_chunks_equal_one_process_and_send_as_much_as_at_once(
     name: str, store: Callable[[int], str], pool: RankPool

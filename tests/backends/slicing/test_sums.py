@@ -117,6 +117,7 @@ def _sum(
     return max(float(one.max()) if one.numel() else 0.0 for one in differences), meter.sent_bytes, meter.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -136,6 +136,7 @@ def test_seeds_differ_and_relations_do_too() -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOMOGENEOUS)
 def test_files_hold_what_memory_holds(name: str, tmp_path: Path) -> None:
     folder = write_generated(name, tmp_path / "graph", scale=SMALL[name], seed=4)
@@ -230,6 +231,7 @@ def test_a_graph_that_does_not_fit_the_disk(tmp_path: Path, monkeypatch: pytest.
         write_generated("papers-like", tmp_path / "graph")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_graph(tmp_path: Path) -> None:
     peaks = []
     for scale in (0.02, 0.06):

@@ -285,6 +285,7 @@ def test_arrays_that_do_not_fit(
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     ids=st.lists(st.integers(0, (1 << 62) - 1), min_size=1, max_size=12, unique=True),
     ends=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=30),
@@ -358,6 +359,7 @@ def test_features_labels_and_a_drawn_split(tmp_path: Path) -> None:
     _same_parts(tmp_path / "memory", tmp_path / "files", 2)
 
 
+@pytest.mark.slow
 @given(
     ends=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=40),
     num_parts=st.integers(1, 4),
@@ -421,6 +423,7 @@ def test_a_stream_of_ones_own(tmp_path: Path) -> None:
         partition_graph(other, tmp_path / "store", num_parts=3, partitioner="hash")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from /proc")
 def test_features_are_not_loaded(tmp_path: Path) -> None:
     features = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (100_000, 1000))  # 400 MB, of zeros
@@ -441,6 +444,7 @@ def test_features_are_not_loaded(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 150 * 2**20  # blocks of 16 MiB, and their temporaries
 
 
+@pytest.mark.slow
 @given(chunk_edges=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(max_examples=30)
 def test_parts_do_not_depend_on_chunks(chunk_edges: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -485,6 +489,7 @@ def _stopped_while_writing(folder: Path, how: signal.Signals) -> tuple[int, str]
         return process.wait(), process.communicate()[1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     code, _ = _stopped_while_writing(tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -497,6 +502,7 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.npy", "store"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_cleans_up(tmp_path: Path) -> None:
     code, said = _stopped_while_writing(tmp_path, signal.SIGINT)
     assert (code, said.splitlines()[-1]) == (130, "pygdist: error: interrupted")

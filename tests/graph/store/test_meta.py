@@ -64,6 +64,7 @@ def partitioned(draw: st.DrawFn) -> tuple[Data, np.ndarray, int]:
     return data, np.array(draw(owners)), num_parts
 
 
+@pytest.mark.slow
 @given(case=partitioned())
 @settings(max_examples=60)
 def test_parts_are_the_graph(case: tuple[Data, np.ndarray, int], tmp_path_factory: pytest.TempPathFactory) -> None:
