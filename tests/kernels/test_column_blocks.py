@@ -45,6 +45,7 @@ def test_sums_are_those_of_the_whole(
     assert [block.num_cols for block in blocks] == [min(BLOCK, num_cols - first) for first in range(0, num_cols, BLOCK)]
     assert all(block.index.dtype == torch.uint16 for block in blocks)
     assert sum(block.num_entries for block in blocks) == csr.num_entries
+    torch.manual_seed(0)
     for width in (1, 2, 3, 5, 8, 10, 11, 16, 20, 33, 64):
         x = torch.randn(num_cols, width, dtype=dtype)
         whole = torch.zeros(csr.num_rows, width, dtype=torch.float64)
