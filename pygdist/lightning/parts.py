@@ -35,10 +35,7 @@ class PartBatch:
 
     # not a dataclass, as Lightning's precision plugins copy dataclasses field by field
     def __init__(
-        self,
-        part: int | None = None,
-        open_part: Callable[[int], Shard] | None = None,
-        sample: Data | None = None,
+        self, part: int | None = None, open_part: Callable[[int], Shard] | None = None, sample: Data | None = None
     ) -> None:
         self.part, self.sample = part, sample
         self._open = open_part

@@ -110,10 +110,7 @@ def _outcome(path: Path) -> Outcome:
 
 def _check_columns(experiment: Experiment, table: Path, columns: list[str]) -> None:
     """Refuse a description that names columns that are not in the table."""
-    named = {
-        "table": experiment.table,
-        "mean": (*experiment.mean.over, *experiment.mean.of) if experiment.mean else (),
-    }
+    named = {"table": experiment.table, "mean": (*experiment.mean.over, *experiment.mean.of) if experiment.mean else ()}
     named |= {f"plots[{number}]": plot.columns for number, plot in enumerate(experiment.plots)}
     for key, names in named.items():
         for name in names:
