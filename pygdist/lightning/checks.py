@@ -21,46 +21,31 @@ from pygdist.errors import InputError
 
 __all__ = ["check_accumulation", "check_averaging", "check_limits", "check_strategy", "say_what_is_sent"]
 
-# -- any run -------------------------------------------------------------------------------------------------------
-
 
 def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
-    """Refuse to accumulate gradients over steps.
-
-    Args:
-        trainer: The run.
-        several_steps: An epoch has several steps on a rank, as with mini-batches or several parts.
-    """
+    """Refuse to accumulate gradients; an epoch has ``several_steps`` with mini-batches or several parts on a rank."""
     numbers = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             numbers += callback.scheduling.values()
     if set(numbers) == {1}:
         return
-    if several_steps:
-        raise InputError(
-            f"accumulate_grad_batches={max(numbers)}: consecutive steps may train different parts, each with a model "
-            "of its own, or none while other ranks have more; Lightning would add up their gradients all the same. "
-            "Leave it at 1; for fewer and larger steps make the mini-batches larger"
-        )
     raise InputError(
-        f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to accumulate, "
-        "and Lightning would only divide the loss; leave it at 1"
+        f"accumulate_grad_batches={max(numbers)}: consecutive steps may train different parts, each with a model "
+        "of its own, or none while other ranks have more; Lightning would add up their gradients all the same. "
+        "Leave it at 1; for fewer and larger steps make the mini-batches larger"
+        if several_steps
+        else f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to "
+        "accumulate, and Lightning would only divide the loss; leave it at 1"
     )
 
 
 def check_strategy(
     strategy: str, backend: Backend, model: nn.Module, *, averages_models: bool, num_parts: int, world_size: int
 ) -> None:
-    """Refuse a strategy that does not fit the backend, the model's norms or the number of parts.
+    """Refuse a strategy that does not fit the backend, the norms of the model or the number of all ranks' parts.
 
-    Args:
-        strategy: Its name, for messages.
-        backend: The backend.
-        model: The model, not distributed.
-        averages_models: The strategy trains a model for each part and averages these, in place of gradients.
-        num_parts: Parts of all ranks.
-        world_size: Number of ranks.
+    Messages name the strategy. It ``averages_models``, of which each part trains one, or else gradients.
     """
     trains_parts = backend.abilities.trains_parts
     if averages_models and not trains_parts and world_size > 1:
@@ -79,9 +64,6 @@ def check_strategy(
             f"{num_parts} parts on {world_size} ranks are models that must be averaged: use strategy "
             "'model_averaging', or one part for each rank"
         )
-
-
-# -- model averaging -----------------------------------------------------------------------------------------------
 
 
 def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[Any]) -> None:
@@ -104,11 +86,8 @@ def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[An
             "change it by epochs, or use a rank for each part"
         )
     counted = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
-    counted += [
-        f"every_n_train_steps={steps}"
-        for callback in trainer.checkpoint_callbacks
-        if (steps := getattr(callback, "_every_n_train_steps", 0))
-    ]
+    intervals = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+    counted += [f"every_n_train_steps={steps}" for steps in intervals if steps]
     if num_parts > world_size and counted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         rank_zero_warn(
             f"{', '.join(counted)}: {num_parts} parts on {world_size} ranks are trained in turn, so an epoch has more "
