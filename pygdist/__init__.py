@@ -51,21 +51,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "backends": ("Backend",),
-    "errors": ("InputError", "LostRankError"),
-    "graph": ("Shard",),
-    "lightning": ("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"),
-    "partition": ("Partitioner",),
-    "routing": ("distribute", "undistribute"),
-}
+    "Backend": "backends", "Partitioner": "partition", "Shard": "graph",
+    **dict.fromkeys(("InputError", "LostRankError"), "errors"),
+    **dict.fromkeys(("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"), "lightning"),
+    **dict.fromkeys(("distribute", "undistribute"), "routing"),
+}  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker must not take any name for granted
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             value = _version()
-        elif module := next((module for module, names in _MODULES.items() if name in names), None):
-            value = getattr(importlib.import_module(f"pygdist.{module}"), name)
+        elif name in _MODULES:
+            value = getattr(importlib.import_module(f"pygdist.{_MODULES[name]}"), name)
         elif name in _submodules():
             value = importlib.import_module(f"pygdist.{name}")
         else:
