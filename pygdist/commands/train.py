@@ -108,11 +108,12 @@ class GraphCLI(LightningCLI):
         for message in _IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         arguments = _strategy_by_class(arguments)
-        defaults = {"accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200}
         super().__init__(
             _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_texts(), seed_everything_default=0,
-            trainer_defaults={**defaults, "log_every_n_steps": 1},
+            trainer_defaults={
+                "accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
+            },
         )  # fmt: skip
 
     @override

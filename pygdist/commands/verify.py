@@ -47,8 +47,8 @@ def verify(
     """Compare one training step on ``world_size`` processes with one process, dropout off.
 
     Args:
-        model: It is not changed.
-        backend: It is put to the test.
+        model: The model; it is not changed.
+        backend: The backend to verify.
         data: The graph; it is partitioned into ``world_size`` parts.
         world_size: Number of processes.
         reference: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend ``single``;

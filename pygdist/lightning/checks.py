@@ -30,13 +30,15 @@ def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
             numbers += callback.scheduling.values()
     if set(numbers) == {1}:
         return
+    if several_steps:
+        raise InputError(
+            f"accumulate_grad_batches={max(numbers)}: consecutive steps may train different parts, each with a model "
+            "of its own, or none while other ranks have more; Lightning would add up their gradients all the same. "
+            "Leave it at 1; for fewer and larger steps make the mini-batches larger"
+        )
     raise InputError(
-        f"accumulate_grad_batches={max(numbers)}: consecutive steps may train different parts, each with a model "
-        "of its own, or none while other ranks have more; Lightning would add up their gradients all the same. "
-        "Leave it at 1; for fewer and larger steps make the mini-batches larger"
-        if several_steps
-        else f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to "
-        "accumulate, and Lightning would only divide the loss; leave it at 1"
+        f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to accumulate, "
+        "and Lightning would only divide the loss; leave it at 1"
     )
 
 
@@ -45,7 +47,7 @@ def check_strategy(
 ) -> None:
     """Refuse a strategy that does not fit the backend, the norms of the model or the number of all ranks' parts.
 
-    Messages name the strategy. It ``averages_models``, of which each part trains one, or else gradients.
+    If the strategy ``averages_models``, each part trains one; otherwise it averages gradients.
     """
     trains_parts = backend.abilities.trains_parts
     if averages_models and not trains_parts and world_size > 1:

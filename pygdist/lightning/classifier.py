@@ -125,11 +125,12 @@ class NodeClassifier(GraphModule):
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
         out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
-        norm, in_part = graph.get("node_norm"), int(shard.train_mask.sum())
-        # a node's norm is the share of the part's training nodes that it stands for
-        weight = None if norm is None else norm * in_part
-        total, count = self._noted(out, graph.y, graph.train_mask, "train", weight)
-        count = count if norm is None else in_part
+        norm = graph.get("node_norm")
+        if norm is None:
+            total, count = self._noted(out, graph.y, graph.train_mask, "train")
+        else:  # a node's norm is the share of the part's training nodes that it stands for
+            count = int(shard.train_mask.sum())
+            total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * count)
         return self.scaled(total, self._in_step(count), count)
 
     def _in_step(self, count: int) -> int:

@@ -239,11 +239,14 @@ class GraphDataModule(pl.LightningDataModule):
                 )
             shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
         self._shard, self._moved = shard, None
-        self.teardown("")  # a run that failed left files
+        self._forget_precomputed()  # a run that failed left it
 
     @override
     def teardown(self, stage: str) -> None:
         """Remove the files that a run has put beside the store."""
+        self._forget_precomputed()
+
+    def _forget_precomputed(self) -> None:
         precomputed, self._precomputed = self._precomputed, None
         if precomputed is not None:
             precomputed.close()

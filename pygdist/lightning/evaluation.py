@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from pygdist.backends import CommBackend, Savings
@@ -53,7 +52,7 @@ class WholeGraphEvaluation:
 
     def is_of(self, model: nn.Module) -> bool:
         """Tell if :attr:`model` is still a copy of ``model``, which may have been changed meanwhile."""
-        return self._contents == _contents(model)
+        return self._contents[:3] == _contents(model)[:3]
 
     def place(self, shard: Shard) -> None:
         """Bind the rank's one part."""
@@ -109,7 +108,8 @@ def _contents(model: nn.Module) -> tuple[Any, ...]:
         {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
         for module in model.modules()
     ]
-    return options, list(model.modules()), [WeakIdRef(value) for value in (*model.parameters(), *model.buffers())]
+    tensors = (*model.parameters(), *model.buffers())
+    return options, list(model.modules()), list(map(id, tensors)), tensors  # held, so that no other gets their ids
 
 
 class _WholeHops(CommBackend):

@@ -196,9 +196,9 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        self.communicator.epoch = self.current_epoch
+        self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
 
-    on_train_epoch_start = on_train_start  # a run that resumes within an epoch does not start one
+    on_train_epoch_start = on_train_start
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

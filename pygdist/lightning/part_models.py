@@ -37,8 +37,8 @@ class _PartModel:
 class PartModels:
     """The models of this rank's parts; the module holds that of one of them.
 
-    ``module`` holds the model with which all parts begin, and ``optimizers`` step its parameters. By part, ``shares``
-    are of all training nodes, and ``states`` are those with which its optimisers begin.
+    ``module`` holds the model with which all parts begin, and ``optimizers`` step its parameters. ``shares`` holds each
+    part's share of all training nodes, ``states`` the states with which its optimisers begin.
     """
 
     def __init__(

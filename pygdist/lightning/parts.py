@@ -59,9 +59,9 @@ class PartBatch:
 class Resumable(ABC):
     """Base of loaders with which a run can resume within an epoch.
 
-    Lightning counts the steps that were ``made``, 0 between epochs; a checkpoint also holds the layout of the epoch,
-    which must be the same when the run resumes: its number of steps, and the numbers that decide what a step is
-    (``dealt``), such as that of ranks. Both are equal on all ranks, and Lightning saves those of rank 0.
+    Lightning counts the steps that were ``made`` in the epoch, 0 between epochs. A checkpoint also holds the layout of
+    the epoch, which must be the same when the run resumes: its number of steps, and numbers that decide what a step is
+    (``dealt``), such as the number of ranks. Both are equal on all ranks, and Lightning saves those of rank 0.
     """
 
     def __init__(self, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None) -> None:

@@ -73,7 +73,7 @@ def is_same(text: str, other: str) -> bool:
 def shown(text: str, *, group: bool = True) -> str:
     """Format a cell for people: numbers with four significant digits, whole numbers in full.
 
-    Thousands are separated in a ``group``.
+    ``group`` separates thousands.
 
     Example:
         >>> shown("33177248.75"), shown("0.0301411"), shown("50000"), shown("Cora")
