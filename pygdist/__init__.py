@@ -51,19 +51,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Backend": "backends", "Partitioner": "partition", "Shard": "graph",
-    **dict.fromkeys(("InputError", "LostRankError"), "errors"),
-    **dict.fromkeys(("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"), "lightning"),
-    **dict.fromkeys(("distribute", "undistribute"), "routing"),
-}  # fmt: skip
+    "backends": ("Backend",),
+    "errors": ("InputError", "LostRankError"),
+    "graph": ("Shard",),
+    "lightning": ("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"),
+    "partition": ("Partitioner",),
+    "routing": ("distribute", "undistribute"),
+}
 
 if not TYPE_CHECKING:  # a type checker must not take any name for granted
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             value = _version()
-        elif name in _MODULES:
-            value = getattr(importlib.import_module(f"pygdist.{_MODULES[name]}"), name)
+        elif module := next((module for module, names in _MODULES.items() if name in names), None):
+            value = getattr(importlib.import_module(f"pygdist.{module}"), name)
         elif name in _submodules():
             value = importlib.import_module(f"pygdist.{name}")
         else:
