@@ -87,7 +87,7 @@ class Twice(nn.Module):
         self.lin, self.conv = nn.Linear(in_channels, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)
         self.jump, self.out = pyg.JumpingKnowledge("cat"), nn.Linear(3 * HIDDEN, out_channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, **_: Tensor) -> Tensor:
         first = self.lin(x)
         second = self.conv(first, edge_index).tanh()
         return self.out(self.jump([first, second, self.conv(second, edge_index)]))
@@ -115,7 +115,7 @@ class Dna(nn.Module):
         self.lin_in, self.conv = nn.Linear(in_channels, 8), pyg.DNAConv(8, heads=2)
         self.lin_out = nn.Linear(8, out_channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, **_: Tensor) -> Tensor:
         first = self.lin_in(x)
         second = self.conv(first[:, None], edge_index, edge_weight)
         return self.lin_out(self.conv(torch.stack([first, second], dim=1), edge_index, edge_weight))
@@ -129,7 +129,7 @@ class Normed(nn.Module):
         self.first, self.norm = pyg.SAGEConv(in_channels, HIDDEN), norm(HIDDEN)
         self.second = pyg.SAGEConv(HIDDEN, out_channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, **_: Tensor) -> Tensor:
         return self.second(self.norm(self.first(x, edge_index)).tanh(), edge_index)
 
 
@@ -266,8 +266,8 @@ def build(
 ) -> nn.Module:
     """Make the model of one case in float64, with parameters drawn from ``seed``.
 
-    It is called as ``model(x, edge_index)`` and with the edge inputs that its forward has; it returns
-    ``(n, out_channels)``. Cases that are whole models ignore ``num_layers`` and ``hidden_channels``.
+    It is called as ``model(x, edge_index, edge_weight=..., edge_attr=...)`` and returns ``(n, out_channels)``. Cases
+    that are whole models ignore ``num_layers`` and ``hidden_channels``.
     """
     case = LAYERS[name]
     torch.manual_seed(seed)
