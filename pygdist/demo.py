@@ -43,23 +43,14 @@ _WARM_UP = 3  # epochs that are not timed: memory is allocated, degrees and tran
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of a run.
+    """Results of a run."""
 
-    Attributes:
-        losses: Mean training loss of each epoch, before its step.
-        accuracy: Share of test nodes classified correctly after the last epoch.
-        epoch_s: Seconds of each epoch.
-        sent_bytes: Bytes sent in the last epoch, summed over ranks.
-        peak_gib: Peak resident memory, summed over processes.
-        threads: Threads of each process.
-    """
-
-    losses: Sequence[float]
-    accuracy: float
+    losses: Sequence[float]  # mean training loss of each epoch, before its step
+    accuracy: float  # share of test nodes classified correctly after the last epoch
     epoch_s: Sequence[float]
-    sent_bytes: int = 0
-    peak_gib: float
-    threads: int
+    sent_bytes: int = 0  # in the last epoch, summed over ranks
+    peak_gib: float  # resident memory, summed over processes
+    threads: int  # of each process
 
     @property
     def median_epoch_s(self) -> float:
@@ -68,13 +59,7 @@ class Run:
 
 
 def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
-    """Train in an ordinary full-batch loop without pygdist: the reference.
-
-    Args:
-        model: Called as ``model(x, edge_index)``, or as ``model(x)`` if it is an MLP.
-        data: The whole graph.
-        epochs: Number of steps.
-    """
+    """Train in an ordinary full-batch loop without pygdist: the reference. An MLP is called without the edges."""
     inputs = (data.x,) if isinstance(model, MLP) else (data.x, data.edge_index)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     losses, seconds = [], []
@@ -89,41 +74,23 @@ def train_with_pyg(model: nn.Module, data: Data, epochs: int) -> Run:
     model.eval()
     with torch.no_grad():
         hit = _hits(model(*inputs), data)
-    return Run(
-        losses=losses,
-        accuracy=float(hit.float().mean()),
-        epoch_s=seconds,
-        peak_gib=peak_rss_bytes() / 2**30,
-        threads=torch.get_num_threads(),
-    )
+    accuracy, peak_gib, threads = float(hit.float().mean()), peak_rss_bytes() / 2**30, torch.get_num_threads()
+    return Run(losses=losses, accuracy=accuracy, epoch_s=seconds, peak_gib=peak_gib, threads=threads)
 
 
 def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int, folder: Path) -> Run:
-    """Train with Lightning and backend ``comm`` on ``ranks`` processes, each with its part of the graph.
+    """Train with Lightning and backend ``comm`` on ``ranks`` processes, each with a range of the nodes.
 
-    Args:
-        model: The model; it is trained in place.
-        data: The whole graph; it is partitioned into ranges of node ids.
-        epochs: Number of steps.
-        ranks: Number of processes.
-        folder: Folder for the parts and the log.
+    The model is trained in place; the parts and the log go to ``folder``.
     """
     module = NodeClassifier(model, backend="comm", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     graph = GraphDataModule(data, partitioner="chunk", cache_dir=folder / "parts")
     logger = CSVLogger(folder, name="log", version=ranks)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy="graph_ddp_spawn",
-        max_epochs=epochs,
-        limit_val_batches=0,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[ExchangeMonitor(), _Finish()],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        accelerator="cpu", devices=ranks, strategy="graph_ddp_spawn", max_epochs=epochs, limit_val_batches=0,
+        log_every_n_steps=1, logger=logger, callbacks=[ExchangeMonitor(), _Finish()], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     trainer.fit(module, datamodule=graph)
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -195,20 +162,18 @@ def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int)
             runs.append(train_with_pygdist(model, data, epochs, ranks=world_size, folder=Path(folder)))
     say("done")
     one, many = runs
-    console.print(_table(pyg, one, many, ranks))
+    console.print(_table((pyg, one, many), ranks))
     console.print(f"An MLP, which does not see the edges, classifies {no_edges.accuracy:.2%} of the test nodes.")
     return pyg, one, many
 
 
-def _table(pyg: Run, one: Run, many: Run, ranks: int) -> Table:
+def _table(runs: Sequence[Run], ranks: int) -> Table:
     table = Table("", title="The same GCN, three ways")
     for name in ("single process\nplain PyG", "1 rank\npygdist", f"{ranks} ranks\npygdist"):
         table.add_column(name, justify="right")
-    runs = (pyg, one, many)
     table.add_row("final loss", *(f"{run.losses[-1]:.7f}" for run in runs))
-    table.add_row(
-        "largest difference in loss, all epochs", "", *(f"{largest_difference(run, pyg):.1e}" for run in runs[1:])
-    )
+    differences = (f"{largest_difference(run, runs[0]):.1e}" for run in runs[1:])
+    table.add_row("largest difference in loss, all epochs", "", *differences)
     table.add_row("test accuracy", *(f"{run.accuracy:.2%}" for run in runs))
     table.add_row("seconds per epoch (median)", *(f"{run.median_epoch_s:.4f}" for run in runs))
     table.add_row("bytes exchanged per epoch", *(f"{run.sent_bytes:,}" for run in runs))
@@ -230,11 +195,7 @@ def _quiet() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison and print one table.
-
-    Returns:
-        The exit status: 0 if the losses of all epochs agree within 1e-3, else 1.
-    """
+    """Run the comparison and print one table; return 0 if the losses of all epochs agree within 1e-3, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m pygdist.demo", description="Train one GCN with plain PyG and with pygdist, and compare."
     )

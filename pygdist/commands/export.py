@@ -25,9 +25,7 @@ _UNREADABLE = (LookupError, AttributeError, RuntimeError, EOFError, ValueError, 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the ``state_dict`` of the model in a Lightning checkpoint; it loads into the same PyG class.
 
-    Args:
-        checkpoint: A checkpoint of :class:`pygdist.NodeClassifier`.
-        out: ``.pt`` (read it with ``torch.load``) or ``.safetensors`` (needs the package of that name).
+    ``out`` ends in ``.pt`` (read it with ``torch.load``) or ``.safetensors`` (needs the package of that name).
 
     Returns:
         The written tensors by name.

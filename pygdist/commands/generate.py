@@ -40,10 +40,8 @@ def generate(
     """
     from pygdist.graph import Progress, write_generated
 
-    folder = out if out is not None else Path(f"{name}-{scale:g}")
-    return write_generated(
-        name, folder, scale=scale, seed=seed, features=features, overwrite=overwrite, progress=Progress()
-    )
+    options: dict[str, Any] = {"scale": scale, "seed": seed, "features": features, "overwrite": overwrite}
+    return write_generated(name, out or Path(f"{name}-{scale:g}"), **options, progress=Progress())
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -76,8 +74,7 @@ def _print(description: dict[str, Any], folder: Path, seconds: float) -> None:
         numbers = (facts["num_nodes"], facts["num_features"], facts["num_classes"], *facts["split"])
         nodes.add_row(*(kind,) * hetero, *(f"{number:,}" for number in numbers))
     edges = Table()
-    columns = ("edges", "average degree", "largest in-degree", "parallel edges")
-    for column in ("edges of type",) * hetero + columns:
+    for column in ("edges of type",) * hetero + ("edges", "average degree", "largest in-degree", "parallel edges"):
         edges.add_column(column, justify="right")
     for facts in description["edges"]:
         average = facts["num_edges"] / facts["num_nodes"][1]
@@ -88,9 +85,5 @@ def _print(description: dict[str, Any], folder: Path, seconds: float) -> None:
     console.print(nodes, edges)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     console.print(f"{size / 1e6:,.1f} MB on disk; {seconds:.1f} s, peak memory {peak_rss_bytes() / 2**30:.2f} GiB")
-    use = (
-        f"pygdist.graph.load_hetero('{folder}')"
-        if hetero
-        else f"--data.dataset={folder}, or partition --input={folder}"
-    )
-    console.print(f"use it with {use}")
+    homogeneous = f"--data.dataset={folder}, or partition --input={folder}"
+    console.print(f"use it with pygdist.graph.load_hetero('{folder}')" if hetero else f"use it with {homogeneous}")

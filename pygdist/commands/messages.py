@@ -22,9 +22,7 @@ _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"^Given value: (.*)$")
-_NO_PATH = re.compile(
-    r"^(?:Expected a path but (\S+) either not accessible.*|Expected a dot import path string: (\S+))$"
-)
+_NO_PATH = re.compile(r"^Expected a (?:path but (\S+) either not accessible.*|dot import path string: (\S+))$")
 # headings of the tree, and lines that repeat what the lines below or beside them say
 _HEADINGS = re.compile(
     r"^(Does not validate against|Subtypes:|Errors:|Given value type:|Not a valid subclass of|Subclass types expect"

@@ -121,9 +121,9 @@ class Parts:
     @property
     def memory(self) -> dict[str, Any]:
         """Arguments of :class:`pygdist.partition.DeviceMemory`."""
-        options = {"devices": 1 if self.devices is None else self.devices, "reserve": self.reserve}
-        sizes = {name: value for name, value in options.items() if value is not None}
-        return {**sizes, "bytes": math.ceil((self.device_memory or 0.0) * 2**30)}
+        reserve = {} if self.reserve is None else {"reserve": self.reserve}
+        devices = 1 if self.devices is None else self.devices
+        return {"devices": devices, "bytes": math.ceil((self.device_memory or 0.0) * 2**30), **reserve}
 
 
 def _refuse(options: Mapping[str, Any], reason: str) -> None:
@@ -146,18 +146,10 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
         assert graph.dataset is not None
         source, notes = prepare(load_graph(graph.dataset, **(graph.dataset_args or {})), **graph.preparation)
     return partition_graph(
-        source,
-        parts.out,
-        num_parts=num_parts,
-        partitioner=parts.method,
-        notes=notes,
-        num_classes=graph.num_classes,
-        num_hops=parts.hops,
-        placement=parts.placement,
-        overwrite=parts.overwrite,
-        progress=Progress(),
+        source, parts.out, num_parts=num_parts, partitioner=parts.method, notes=notes, num_classes=graph.num_classes,
+        num_hops=parts.hops, placement=parts.placement, overwrite=parts.overwrite, progress=Progress(),
         **(parts.method_args or {}),
-    )
+    )  # fmt: skip
 
 
 def run(command: str, arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from pygdist.commands.messages import ArgumentParser
@@ -19,8 +20,6 @@ def run(command: str, arguments: list[str]) -> int:
     )
     parser.add_argument("results", type=Path, help="folder of tables (NAME.csv) and their descriptions (NAME.yaml)")
     parser.add_argument("-o", "--out", type=Path, required=True, help="the file to write, e.g. report.html")
-    parser.add_argument("--title", help="title of the page")
-    options = parser.parse_args(arguments)
-    titled = {} if options.title is None else {"title": options.title}
-    write_report(options.results, options.out, **titled)
+    parser.add_argument("--title", default=argparse.SUPPRESS, help="title of the page")
+    write_report(**vars(parser.parse_args(arguments)))
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,14 +24,8 @@ from typing_extensions import override
 from pygdist.commands.export import read_checkpoint
 from pygdist.commands.messages import Parser, one_line, options_of, shorten
 from pygdist.errors import InputError
-from pygdist.lightning import (
-    ExchangeMonitor,
-    GraphDataModule,
-    GraphDDPStrategy,
-    LinkPredictor,
-    NodeClassifier,
-    PredictionWriter,
-)
+from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
+from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.report.description import read_yaml
 
 __all__ = ["GraphCLI", "run"]
@@ -115,22 +109,12 @@ class GraphCLI(LightningCLI):
             warnings.filterwarnings("ignore", message=message)
         arguments = _strategy_by_class(arguments)
         super().__init__(
-            _TASKS[_task_of(arguments)],
-            GraphDataModule,
-            args=arguments,
-            parser_class=_TrainingParser,
-            save_config_callback=SaveConfigCallback,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs=_help_texts(),
-            seed_everything_default=0,
+            _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
+            save_config_kwargs={"overwrite": True}, parser_kwargs=_help_texts(), seed_everything_default=0,
             trainer_defaults={
-                "accelerator": "auto",
-                "strategy": "graph_ddp",
-                "devices": 1,
-                "max_epochs": 200,
-                "log_every_n_steps": 1,
+                "accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
             },
-        )
+        )  # fmt: skip
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -252,9 +236,8 @@ def _mistake_of(error: Exception) -> InputError | None:
     text = str(error)
     if isinstance(error, InputError):
         return error
-    if isinstance(error, (MisconfigurationException, FileNotFoundError)):
-        return InputError(one_line(text))
-    if isinstance(error, ValueError) and "in Lightning, but" in text:  # torchrun or SLURM started other ranks
+    of_launcher = isinstance(error, ValueError) and "in Lightning, but" in text  # torchrun or SLURM started other ranks
+    if of_launcher or isinstance(error, (MisconfigurationException, FileNotFoundError)):
         return InputError(one_line(text))
     if isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on"):
         return InputError(f"EarlyStopping: {one_line(text)}")
@@ -273,10 +256,10 @@ def _task_of(arguments: list[str]) -> str:
 
 def _help_texts() -> dict[str, Any]:
     """Return the usage and description of each subcommand. The generated usage would name all two hundred options."""
-    texts: dict[str, Any] = {"prog": "pygdist"}
-    for command, purpose in _PURPOSES.items():
-        texts[command] = {"usage": f"pygdist {command} [--config FILE] [options]", "description": purpose + _MOST_USED}
-    return texts
+    return {"prog": "pygdist"} | {
+        command: {"usage": f"pygdist {command} [--config FILE] [options]", "description": purpose + _MOST_USED}
+        for command, purpose in _PURPOSES.items()
+    }
 
 
 def _strategy_by_class(arguments: list[str]) -> list[str]:

@@ -24,15 +24,8 @@ from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
 from pygdist.nn.inputs import call_model, fill_in_sizes, row_lookup
 from pygdist.routing import distribute
-from pygdist.testing.exactness import (
-    Difference,
-    Step,
-    distributed_step,
-    largest_differences,
-    reference_step,
-    without_dropout,
-)
-from pygdist.testing.ranks import RankPool
+from pygdist.testing import Difference, RankPool, Step, without_dropout
+from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 
 __all__ = ["run", "verify"]
 
@@ -58,8 +51,8 @@ def verify(
         backend: The backend to verify.
         data: The graph; it is partitioned into ``world_size`` parts.
         world_size: Number of processes.
-        reference: Reference step: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend
-            ``single``; ``auto`` takes ``single`` if PyG's messages (edges x features) would not fit in memory.
+        reference: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend ``single``;
+            ``auto`` takes ``single`` if PyG's messages (edges x features) would not fit in memory.
         double: Compute in float64.
 
     Returns:
@@ -82,16 +75,13 @@ def verify(
     used = _choose_reference(reference, whole)
     log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
     with without_dropout():
-        if used == "pyg":
-            expected = reference_step(copy.deepcopy(model), whole)
-        else:
-            expected = _single_step(copy.deepcopy(model), data, double)
+        alone = copy.deepcopy(model)
+        expected = reference_step(alone, whole) if used == "pyg" else _single_step(alone, data, double)
     log.info("the same step on %d processes, backend %s", world_size, backend.name or type(backend).__name__)
     with RankPool(world_size) as pool:
         answers = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
-    mistakes = [answer for answer in answers if isinstance(answer, str)]
-    if mistakes:
-        raise InputError(mistakes[0])
+    if mistake := next((answer for answer in answers if isinstance(answer, str)), None):
+        raise InputError(mistake)
     return _merge(answers), used
 
 
@@ -99,22 +89,18 @@ def _compare(
     rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
 ) -> dict[str, Difference] | str:
     """Return the differences on one rank, or the mistake in the input, which every rank finds."""
-    try:
-        return _differences(rank, world_size, model, backend, folder, expected, double)
-    except (InputError, IndexError) as error:  # IndexError: rows of other ranks were indexed outside of propagate
-        return str(error) if isinstance(error, InputError) else row_lookup(error)
-
-
-def _differences(
-    rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
-) -> dict[str, Difference]:
     communicator = Communicator(dist.new_group(), check_order=True)
-    shard = Shard.load(folder, rank, num_parts=world_size).astype(_dtype(double))
-    backend.bind(shard, communicator)
-    distribute(model, backend=backend)
-    with without_dropout():
-        step = distributed_step(model, shard, communicator)
-    return largest_differences(step, expected, shard.owned_id)
+    try:
+        shard = Shard.load(folder, rank, num_parts=world_size).astype(_dtype(double))
+        backend.bind(shard, communicator)
+        distribute(model, backend=backend)
+        with without_dropout():
+            step = distributed_step(model, shard, communicator)
+        return largest_differences(step, expected, shard.owned_id)
+    except InputError as error:
+        return str(error)
+    except IndexError as error:  # rows of other ranks were indexed outside of propagate
+        return row_lookup(error)
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -131,14 +117,8 @@ def run(command: str, arguments: list[str]) -> int:
     parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
     options, rest = parser.parse_known_args(arguments)
     cli = GraphCLI(["fit", *rest])
-    differences, used = verify(
-        cli.model.model,
-        cli.model.backend,
-        cli.datamodule,
-        world_size=options.world_size,
-        reference=options.reference,
-        double=options.double,
-    )
+    named = {name: getattr(options, name) for name in ("world_size", "reference", "double")}
+    differences, used = verify(cli.model.model, cli.model.backend, cli.datamodule, **named)
     tolerance = options.tolerance if options.tolerance is not None else TOLERANCE[_dtype(options.double)]
     return _report(differences, tolerance, f"{options.world_size} processes against one ({used})")
 

@@ -7,6 +7,7 @@ validated, saved or left behind after the run.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias, get_args
@@ -67,9 +68,6 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         checkpoint_bytes: Bytes that all ranks together have sent to rank 0 for checkpoints since the fit began: the
             optimisers' state of each part.
 
-    Raises:
-        InputError: If an argument makes no sense.
-
     Example:
         >>> trainer = pl.Trainer(devices=4, strategy=ModelAveragingStrategy(sync_every=10), max_epochs=200)
         >>> trainer.fit(NodeClassifier(model, backend="replica"), datamodule=data)
@@ -88,14 +86,14 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         super().__init__(**kwargs)
         if sync_every < 1:
             raise InputError(f"sync_every is {sync_every}, expected at least 1")
-        for name, value, choices in (
-            ("sync_unit", sync_unit, get_args(SyncUnit)),
-            ("optimizer_state", optimizer_state, get_args(OptimizerState)),
-        ):
-            if value not in choices:
-                raise InputError(f"{name} is {value!r}, expected {' or '.join(choices)}")
+        if sync_unit not in get_args(SyncUnit):
+            raise InputError(f"sync_unit is {sync_unit!r}, expected {' or '.join(get_args(SyncUnit))}")
+        if optimizer_state not in get_args(OptimizerState):
+            raise InputError(
+                f"optimizer_state is {optimizer_state!r}, expected {' or '.join(get_args(OptimizerState))}"
+            )
         self.sync_every, self.sync_unit, self.optimizer_state_policy = sync_every, sync_unit, optimizer_state
-        self._trainer: pl.Trainer | None = None
+        self._trainer: Any = None  # setup() has it; Lightning's types lack some of its attributes
         self._average_first, self._random = _AverageFirst(self), ExitStack()
         self._forget()
 
@@ -135,8 +133,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if fitting:
             check_averaging(trainer, self.world_size, self.lr_scheduler_configs)
             say_what_is_sent(trainer, self.sync_every, self.sync_unit)
-            if self._average_first not in trainer.callbacks:  # type: ignore[attr-defined]
-                trainer.callbacks.insert(0, self._average_first)  # type: ignore[attr-defined]
+            if self._average_first not in self._trainer.callbacks:
+                self._trainer.callbacks.insert(0, self._average_first)
 
     @override
     def configure_ddp(self) -> None:
@@ -161,7 +159,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
                 f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained in turn, each for a "
                 "whole epoch of mini-batches; average by epochs, or use a rank for each part"
             )
-        check_limits(self._bound_trainer, self._num_parts, self.world_size)
+        check_limits(self._trainer, self._num_parts, self.world_size)
         assert self.lightning_module is not None
         states = {part: self._first_states(part) for part in shares}
         self._restored = None  # it holds the states of all parts
@@ -177,7 +175,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._idle = part is None
         if part is not None:
             self._part_models.enter(part)
-            self._draw_for(part, self._bound_trainer.current_epoch)
+            self._draw_for(part, self._trainer.current_epoch)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -200,9 +198,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._random.close()  # also after a run that failed
-        callbacks = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._average_first in callbacks:
-            callbacks.remove(self._average_first)
+        if self._trainer is not None and self._average_first in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._average_first)
         # Lightning has moved the module and the states in the optimisers to the CPU
         if self.root_device.type != "cpu" and self._models is not None:
             self._models.follow_parameters()
@@ -210,14 +207,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     def _due(self) -> bool:
         if self.sync_unit == "step" and not self._in_turns:
             return self._steps % self.sync_every == 0
-        trainer = self._bound_trainer
-        epochs = trainer.current_epoch + 1
-        return trainer.is_last_batch and (epochs % self.sync_every == 0 or epochs == trainer.max_epochs)
-
-    @property
-    def _bound_trainer(self) -> pl.Trainer:
-        assert self._trainer is not None, "setup() has it"
-        return self._trainer
+        epochs = self._trainer.current_epoch + 1
+        on_time = epochs % self.sync_every == 0 or epochs == self._trainer.max_epochs
+        return bool(self._trainer.is_last_batch and on_time)
 
     def _draw_for(self, part: int, epoch: int) -> None:
         """Seed dropout by part and epoch, so that it does not depend on which rank has the part."""
@@ -230,10 +222,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         """Return the optimiser states with which a part begins: those of a checkpoint, or else the optimisers' own."""
         saved = self._restored or {}
         if saved.get("num_parts") == self._num_parts and str(part) in saved["states"]:
-            return [
-                by_parameter(optimizer, state)
-                for optimizer, state in zip(self.optimizers, saved["states"][str(part)], strict=True)
-            ]
+            return list(map(by_parameter, self.optimizers, saved["states"][str(part)]))
         return [copied(optimizer) for optimizer in self.optimizers]
 
     # -- averages ---------------------------------------------------------------------------------------------------
@@ -281,10 +270,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             return super().lightning_module_state_dict()
         self._show(FOR_CHECKPOINT)
         try:
-            return {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in super().lightning_module_state_dict().items()
-            }
+            return copy.deepcopy(super().lightning_module_state_dict())
         finally:
             self._hide()
 
@@ -304,7 +290,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             return self._communicator
         if self.world_size == 1 or not dist.is_initialized():
             return Communicator()
-        if self._ended and not self._bound_trainer.interrupted:
+        if self._ended and not self._trainer.interrupted:
             return Communicator(dist.group.WORLD)  # all ranks are there: Lightning waits for them after the file
         rank_zero_warn("the run has failed: the checkpoint has the optimisers' state of the parts of rank 0 alone")
         return Communicator()
@@ -332,14 +318,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        for suffix, method in methods.items():
-            strategy_registry.register(
-                f"{cls.strategy_name}{suffix}",
-                cls,
-                description=f"Models averaged over the parts of one graph, processes by {method}",
-                start_method=method,
-            )
+        for suffix, method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+            description = f"Models averaged over the parts of one graph, processes by {method}"
+            name = f"{cls.strategy_name}{suffix}"
+            strategy_registry.register(name, cls, description=description, start_method=method)
 
 
 class _AverageFirst(pl.Callback):
@@ -353,9 +335,5 @@ class _AverageFirst(pl.Callback):
         self._strategy.finish()
 
 
-def _register() -> None:
-    if ModelAveragingStrategy.strategy_name not in StrategyRegistry:
-        ModelAveragingStrategy.register_strategies(StrategyRegistry)
-
-
-_register()
+if ModelAveragingStrategy.strategy_name not in StrategyRegistry:
+    ModelAveragingStrategy.register_strategies(StrategyRegistry)

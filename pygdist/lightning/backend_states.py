@@ -37,23 +37,18 @@ def gathered(backend: Backend, shard: Shard, communicator: Communicator) -> dict
     if communicator.gather([float(zlib.crc32(layout.encode()))]).unique().numel() > 1:
         raise InputError(f"{_name(backend)}.state_dict(): names, dtypes or widths of rows differ between ranks")
     ids = shard.owned_id.contiguous()
-    of_all = {}
+    of_all, num_rows = {}, shard.num_nodes if communicator.rank == 0 else 0
     for name, value in rows.items():
-        of_all[name] = torch.empty(
-            shard.num_nodes if communicator.rank == 0 else 0, *value.shape[1:], dtype=value.dtype
-        )
+        of_all[name] = torch.empty(num_rows, *value.shape[1:], dtype=value.dtype)
         for owned_id, arrived in to_rank_zero([ids, value], communicator, label="backend state")[1]:
             of_all[name][owned_id.cpu()] = arrived.cpu()
     return {"backend": _name(backend), "rows": of_all} if communicator.rank == 0 else None
 
 
 def scatter(saved: Mapping[str, Any] | None, backend: Backend, shard: Shard) -> bool:
-    """Give a bound backend the rows of its owned nodes out of a checkpoint; all ranks make the call.
+    """Give a backend that is bound to ``shard`` the rows of its owned nodes out of a checkpoint.
 
-    Args:
-        saved: What :func:`gathered` returned, if the checkpoint has it.
-        backend: The backend.
-        shard: What it is bound to.
+    ``saved`` is what :func:`gathered` returned, if the checkpoint has it.
 
     Returns:
         ``False`` if there is nothing to load: no state was saved, or that of another backend.

@@ -26,7 +26,6 @@ from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = ["ExchangeMonitor", "PredictionWriter"]
 
-
 _RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 
 
@@ -103,21 +102,14 @@ class ExchangeMonitor(pl.Callback):
         seconds = time.perf_counter() - self._start
         communicator = pl_module.communicator
         traffic = communicator.meter.read()
-        figures_here = [
-            seconds,
-            seconds - traffic.exchange_s,
-            traffic.exchange_s,
-            traffic.sent_bytes,
-            traffic.sent_messages,
-            _peak_gib(pl_module.device),
-            pl_module.backend.kept_bytes / 2**20,
-        ]
+        times = seconds, seconds - traffic.exchange_s, traffic.exchange_s
+        memory = _peak_gib(pl_module.device), pl_module.backend.kept_bytes / 2**20
+        figures_here = (*times, traffic.sent_bytes, traffic.sent_messages, *memory)  # as _RANK_COLUMNS
         table = communicator.gather([float(value) for value in figures_here])
         if self.ranks is not None and trainer.is_global_zero:
             with self.ranks.open("a", newline="") as file:
-                writer = csv.writer(file)
                 for rank, row in enumerate(table.tolist()):
-                    writer.writerow([trainer.current_epoch, rank, *(f"{value:.9g}" for value in row)])
+                    csv.writer(file).writerow([trainer.current_epoch, rank, *(f"{value:.9g}" for value in row)])
         low, high, total = (
             dict(zip(_RANK_COLUMNS, row.tolist(), strict=True)) for row in (table.amin(0), table.amax(0), table.sum(0))
         )
@@ -128,10 +120,8 @@ class ExchangeMonitor(pl.Callback):
             figures |= {f"{name}_min": low[name], f"{name}_max": high[name]}
         if getattr(trainer.strategy, "sends_gradients", True):
             figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
-        for name in ("expected_epoch_s", "planning_s"):
-            if (planned := getattr(pl_module.backend, name)) is not None:
-                figures[name] = planned
-        self._figures = figures
+        planned = {name: getattr(pl_module.backend, name) for name in ("expected_epoch_s", "planning_s")}
+        self._figures = figures | {name: value for name, value in planned.items() if value is not None}
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,11 +158,7 @@ class PredictionWriter(BasePredictionWriter):
 
     @override
     def write_on_epoch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        predictions: Sequence[Any],
-        batch_indices: Sequence[Any],
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Sequence[Any], *_: Any
     ) -> None:
         assert isinstance(pl_module, GraphModule)
         if pl_module.communicator.rank != 0:

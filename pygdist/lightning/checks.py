@@ -21,16 +21,9 @@ from pygdist.errors import InputError
 
 __all__ = ["check_accumulation", "check_averaging", "check_limits", "check_strategy", "say_what_is_sent"]
 
-# -- any run -------------------------------------------------------------------------------------------------------
-
 
 def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
-    """Refuse to accumulate gradients over steps.
-
-    Args:
-        trainer: The run.
-        several_steps: An epoch has several steps on a rank, as with mini-batches or several parts.
-    """
+    """Refuse to accumulate gradients; an epoch has ``several_steps`` with mini-batches or several parts on a rank."""
     numbers = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
@@ -52,15 +45,9 @@ def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
 def check_strategy(
     strategy: str, backend: Backend, model: nn.Module, *, averages_models: bool, num_parts: int, world_size: int
 ) -> None:
-    """Refuse a strategy that does not fit the backend, the model's norms or the number of parts.
+    """Refuse a strategy that does not fit the backend, the norms of the model or the number of all ranks' parts.
 
-    Args:
-        strategy: Its name, for messages.
-        backend: The backend.
-        model: The model, not distributed.
-        averages_models: The strategy trains a model for each part and averages these, in place of gradients.
-        num_parts: Parts of all ranks.
-        world_size: Number of ranks.
+    If the strategy ``averages_models``, each part trains one; otherwise it averages gradients.
     """
     trains_parts = backend.abilities.trains_parts
     if averages_models and not trains_parts and world_size > 1:
@@ -79,9 +66,6 @@ def check_strategy(
             f"{num_parts} parts on {world_size} ranks are models that must be averaged: use strategy "
             "'model_averaging', or one part for each rank"
         )
-
-
-# -- model averaging -----------------------------------------------------------------------------------------------
 
 
 def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[Any]) -> None:
@@ -104,11 +88,8 @@ def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[An
             "change it by epochs, or use a rank for each part"
         )
     counted = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
-    counted += [
-        f"every_n_train_steps={steps}"
-        for callback in trainer.checkpoint_callbacks
-        if (steps := getattr(callback, "_every_n_train_steps", 0))
-    ]
+    intervals = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+    counted += [f"every_n_train_steps={steps}" for steps in intervals if steps]
     if num_parts > world_size and counted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         rank_zero_warn(
             f"{', '.join(counted)}: {num_parts} parts on {world_size} ranks are trained in turn, so an epoch has more "

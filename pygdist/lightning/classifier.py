@@ -11,7 +11,6 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
-from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
@@ -53,12 +52,8 @@ class NodeClassifier(GraphModule):
         model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
             if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
             the graph.
-        backend: The way in which neighbours arrive: a registered name, a class path, or an instance.
-        lr: Learning rate of Adam; for another optimiser use ``--optimizer`` on the command line, or a subclass.
-        weight_decay: Weight decay of Adam.
-        savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
-        exact_evaluation: If the backend trains without seeing all of the graph (``replica``), validate, test and
-            predict on all of it nevertheless.
+
+    The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -66,26 +61,12 @@ class NodeClassifier(GraphModule):
 
     learns_edges: ClassVar[bool | None] = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        backend: Backend | str = "comm",
-        lr: float = 0.01,
-        weight_decay: float = 5e-4,
-        savings: Savings = Savings(),  # noqa: B008 (frozen)
-        exact_evaluation: bool = True,
-    ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation)
-
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
         shard = self.shard
-        self.metrics = nn.ModuleDict({
-            f"{name}_{kind}": self._score(shard) if kind == "score" else MeanMetric()
-            for name in ("train", "val", "test")
-            for kind in ("loss", "score")
-        })  # fmt: skip
+        for name in ("train", "val", "test"):
+            self.metrics.update({f"{name}_loss": MeanMetric(), f"{name}_score": _score(shard)})
         self._score_name = "f1" if shard.multi_label else "acc"
 
     @override
@@ -109,14 +90,11 @@ class NodeClassifier(GraphModule):
 
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
-        if not isinstance(batch, PartBatch):
-            total, count = self._learn(batch, self(batch))
-            return self.scaled(total, batch.counts["train_mask"], count)
-        shard = batch.shard
+        shard = batch.shard if isinstance(batch, PartBatch) else batch
         if shard is None:
             return self._idle()
         self.place(shard)
-        if batch.sample is not None:
+        if isinstance(batch, PartBatch) and batch.sample is not None:
             return self._learn_sample(shard, batch.sample)
         total, count = self._learn(shard, self(shard))
         return self.scaled(total, shard.counts["train_mask"], count)
@@ -182,10 +160,7 @@ class NodeClassifier(GraphModule):
     def _noted(
         self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """Return the summed loss over the labelled nodes of a mask, and their number; update and log the metrics.
-
-        With ``weight``, each node counts as so many.
-        """
+        """Return the summed loss over a mask's labelled nodes (times ``weight``) and their number; log the metrics."""
         total, count = summed_loss(out, y, mask, weight, self.node_losses)
         rows = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
@@ -201,6 +176,7 @@ class NodeClassifier(GraphModule):
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
         return total, count
 
-    def _score(self, shard: Shard) -> Metric:
-        """Return a metric: micro-averaged accuracy, or F1 for several labels per node."""
-        return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()
+
+def _score(shard: Shard) -> Metric:
+    """Return a metric: micro-averaged accuracy, or F1 for several labels per node."""
+    return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()

@@ -170,31 +170,23 @@ class GraphDataModule(pl.LightningDataModule):
             self._error = str(error)  # setup() raises it on all ranks, so that none waits
 
     def _prepare(self) -> Path:
-        num_parts, abilities = self._num_parts(), self._abilities
+        num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
         arguments = {
             "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
             "arguments": partitioner.arguments(),
             "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
-            "num_classes": self.preprocessing["num_classes"],
+            "num_classes": num_classes,
             "placement": [abilities.placement, abilities.num_hops],
         }
         content = fingerprint(data)
         folder = self.cache_dir / store_key(content, arguments)
-        if (folder / "meta.json").is_file():  # stores appear when they are complete
-            return folder
-        partition_graph(
-            data,
-            folder,
-            num_parts=num_parts,
-            partitioner=partitioner,
-            notes=notes,
-            num_classes=self.preprocessing["num_classes"],
-            fingerprint=content,
-            num_hops=abilities.num_hops,
-            placement=abilities.placement,
-        )
+        if not (folder / "meta.json").is_file():  # stores appear when they are complete
+            partition_graph(
+                data, folder, num_parts=num_parts, partitioner=partitioner, notes=notes, num_classes=num_classes,
+                fingerprint=content, num_hops=abilities.num_hops, placement=abilities.placement,
+            )  # fmt: skip
         return folder
 
     @override
@@ -222,16 +214,12 @@ class GraphDataModule(pl.LightningDataModule):
     def _open_store(self) -> None:
         several, world_size = self._abilities.trains_parts, self._world_size
         rank = 0 if self.trainer is None else self.trainer.global_rank
-        if several:
-            num_parts = int(self.meta["num_parts"])
-            if num_parts < world_size:
-                raise InputError(
-                    f"{self.folder}: has {num_parts} parts, but the trainer runs {world_size} ranks, and each needs a "
-                    "part; partition into more parts, or use fewer devices"
-                )
-            self._parts = list(range(rank, num_parts, world_size))
-        else:
-            self._parts = [rank]
+        if several and self.num_parts_in_all < world_size:
+            raise InputError(
+                f"{self.folder}: has {self.num_parts_in_all} parts, but the trainer runs {world_size} ranks, and each "
+                "needs a part; partition into more parts, or use fewer devices"
+            )
+        self._parts = list(range(rank, self.num_parts_in_all, world_size)) if several else [rank]
         # of a store of the user's own any number of parts will do if a rank may have several
         stated = None if several and self.store is not None and self.num_parts is None else self._num_parts()
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
@@ -310,19 +298,14 @@ class GraphDataModule(pl.LightningDataModule):
         world_size, one_each = self._world_size, self.trainer is not None and not self._abilities.trains_parts
         if self.num_parts is None:
             return world_size
-        if self.num_parts == "auto":
-            if one_each:
-                raise InputError(
-                    "num_parts=auto: the model's backend holds one part on each rank; leave num_parts out, or use "
-                    f"backend {names_of(lambda abilities: abilities.trains_parts)}"
-                )
-            return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
         if one_each and self.num_parts != world_size:
             raise InputError(
                 f"num_parts={self.num_parts}, but the trainer runs {world_size} ranks, and the model's backend holds "
                 "one part on each; leave num_parts out, or use backend "
                 f"{names_of(lambda abilities: abilities.trains_parts)}"
             )
+        if self.num_parts == "auto":
+            return DeviceMemory(devices=world_size, bytes=self._memory_bytes(world_size), reserve=self.reserve)
         return int(self.num_parts)
 
     def _memory_bytes(self, world_size: int) -> int:
@@ -355,10 +338,8 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> FullGraphLoader | PartLoader:
-        trainer, dealt = self.trainer, {"parts": self.num_parts_in_all}
-        if trainer is not None:
-            dealt["ranks"] = trainer.world_size
-        made = partial(_steps_made, trainer)
+        trainer, made = self.trainer, partial(_steps_made, self.trainer)
+        dealt = {"parts": self.num_parts_in_all, "ranks": self._world_size}
         if not self._abilities.trains_parts:
             return FullGraphLoader(self.shard, made=made, dealt=dealt)
         assert trainer is not None, "the abilities are those of its module's backend"
@@ -367,14 +348,9 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
         # if gradients are averaged in each step, all ranks must make it
         every_part = getattr(trainer.strategy, "sends_gradients", True)
-        loader = PartLoader(
-            [part for part in self._parts if weights[part] or every_part],
-            self.open_part,
-            cut=None if self.batches is None else self._cut,
-            epoch=lambda: trainer.current_epoch,
-            made=made,
-            dealt=dealt,
-        )
+        parts = [part for part in self._parts if weights[part] or every_part]
+        cut = None if self.batches is None else self._cut
+        loader = PartLoader(parts, self.open_part, cut=cut, epoch=lambda: trainer.current_epoch, made=made, dealt=dealt)
         communicator = self._module.communicator
         steps, error = 0, None
         try:
@@ -405,9 +381,8 @@ class GraphDataModule(pl.LightningDataModule):
     @override
     def val_dataloader(self) -> FullGraphLoader | PartLoader | list[FullGraphLoader]:
         if self.trainer is not None and self.trainer.state.fn == "fit":
-            by_edges = getattr(self._module, "learns_edges", None)
-            if by_edges is None:
-                by_edges = self.edge_split is not None
+            learns_edges = getattr(self._module, "learns_edges", None)
+            by_edges = self.edge_split is not None if learns_edges is None else learns_edges
             count = self._num_validation_edges() if by_edges else self.shard.counts["val_mask"]
             if not count:
                 missing = "edges held out (edge_split)" if by_edges else "validation nodes (val_mask)"
@@ -424,13 +399,13 @@ class GraphDataModule(pl.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Shard | PartBatch, device: torch.device, dataloader_idx: int
     ) -> Shard | PartBatch:
-        if isinstance(batch, PartBatch):  # open_part() has moved the part
-            if batch.sample is not None:
-                dtype, sample = self._model_dtype(), batch.sample.to(device)
-                floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
-                batch.sample = sample.update({name: value.to(dtype) for name, value in floats.items()})
-            return batch
-        return self.here(batch)
+        if not isinstance(batch, PartBatch):
+            return self.here(batch)
+        if batch.sample is not None:  # open_part() has moved the part
+            dtype, sample = self._model_dtype(), batch.sample.to(device)
+            floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
+            batch.sample = sample.update({name: value.to(dtype) for name, value in floats.items()})
+        return batch
 
     def _model_dtype(self) -> torch.dtype:
         parameters = () if self._module is None else self._module.parameters()

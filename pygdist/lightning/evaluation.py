@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,10 @@ _PLAIN = (bool, int, float, str)
 class WholeGraphEvaluation:
     """Evaluates a model on the whole graph, any number of times until :meth:`close`; all ranks make one together.
 
-    With one part on each rank, the part stays bound between evaluations, and results that do not change are kept:
-    degrees, and sums over features. With several parts nothing of the graph is held after :meth:`finish`.
-
-    Args:
-        model: The model, which may be distributed. It is not changed, and its tensors are shared, not copied.
-        communicator: The ranks.
-        savings: Shortcuts to take.
-        in_turns: A rank runs several parts one after another, by :meth:`run`; otherwise it has one, for :meth:`place`.
+    The model may be distributed. It is not changed, and its tensors are shared, not copied. With one part on each rank,
+    the part stays bound between evaluations (:meth:`place`), and results that do not change are kept: degrees, and sums
+    over features. If a rank runs several parts ``in_turns`` (:meth:`run`), nothing of the graph is held after
+    :meth:`finish`.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool) -> None:
@@ -49,14 +45,14 @@ class WholeGraphEvaluation:
         if in_turns:  # each part is passed once
             savings = replace(savings, first_hop=False)
         distribute(self.model, backend=self._backend, savings=savings)
-        self._of = _Contents.of(model)
+        self._contents = _contents(model)
         self._bound: Shard | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._outputs: dict[int, Tensor] = {}
 
     def is_of(self, model: nn.Module) -> bool:
         """Tell if :attr:`model` is still a copy of ``model``, which may have been changed meanwhile."""
-        return self._of == _Contents.of(model)
+        return self._contents[:3] == _contents(model)[:3]
 
     def place(self, shard: Shard) -> None:
         """Bind the rank's one part."""
@@ -67,14 +63,7 @@ class WholeGraphEvaluation:
     def run(
         self, parts: Sequence[int], num_parts: int, open_part: Callable[[int], Shard], call: Callable[[Shard], Tensor]
     ) -> None:
-        """Run on all parts of a rank, one after another.
-
-        Args:
-            parts: The rank's parts.
-            num_parts: Number of parts of all ranks.
-            open_part: Returns a part, and may free the one before.
-            call: Runs :attr:`model` on a part.
-        """
+        """Run ``call`` on the rank's parts in turn; ``open_part`` returns one, and may free the one before."""
         folder = writable(open_part(parts[0]).folder)
         self._folder = tempfile.TemporaryDirectory(prefix="pygdist-evaluation-", dir=folder)
         between, results = Path(self._folder.name) / "between", Path(self._folder.name) / "results"
@@ -113,30 +102,14 @@ class WholeGraphEvaluation:
             folder.cleanup()
 
 
-@dataclass(frozen=True, eq=False)
-class _Contents:
-    """Everything that decides if a copy of a model, which shares its tensors, is still one."""
-
-    modules: tuple[nn.Module, ...]
-    tensors: tuple[Tensor, ...]
-    options: list[dict[str, Any]]  # of each module, those that are plain values
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Contents:
-        modules = tuple(model.modules())
-        options = [
-            {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
-            for module in modules
-        ]
-        return cls(modules, (*model.parameters(), *model.buffers()), options)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Contents)
-            and self.options == other.options
-            and [id(one) for one in (*self.modules, *self.tensors)]
-            == [id(one) for one in (*other.modules, *other.tensors)]
-        )
+def _contents(model: nn.Module) -> tuple[Any, ...]:
+    """Return everything that decides if a copy of a model, which shares its tensors, is still one."""
+    options = [
+        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
+        for module in model.modules()
+    ]
+    tensors = (*model.parameters(), *model.buffers())
+    return options, list(model.modules()), list(map(id, tensors)), tensors  # held, so that no other gets their ids
 
 
 class _WholeHops(CommBackend):

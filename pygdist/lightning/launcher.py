@@ -14,61 +14,40 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
 
-__all__ = ["ForkLauncher", "GraphLauncher", "SpawnLauncher"]
+__all__ = ["GraphLauncher", "ProcessLauncher"]
 
 log = logging.getLogger(__name__)
 
-_ERRORS = "|".join(error.__name__ for error in (InputError, LostRankError))
-_RAISED = re.compile(rf"^{re.escape(InputError.__module__)}\.({_ERRORS}): (.*)$", re.MULTILINE)
+_GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
+_RAISED = re.compile(r"^pygdist\.errors\.(InputError|LostRankError): (.*)$", re.MULTILINE)
 
 
 class GraphLauncher(_SubprocessScriptLauncher):
-    """Runs the script once more for each further rank of this machine.
-
-    Args:
-        args: As in Lightning's launcher: cluster environment, number of processes, number of machines.
-        grace_s: Seconds that the other ranks have to exit by themselves after one has died.
-    """
-
-    def __init__(self, *args: Any, grace_s: float = 15.0) -> None:
-        super().__init__(*args)
-        self.grace_s = grace_s
+    """Runs the script once more for each further rank of this machine."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            first_rank = self.cluster_environment.node_rank() * self.num_processes
-            _Observer(self.procs, first_rank + 1, self.grace_s).start()
+            _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
 
-class SpawnLauncher(_MultiProcessingLauncher):
-    """Spawns the ranks from a Python script; their errors reach the caller with their own types.
-
-    Args:
-        strategy: The strategy that the ranks run.
-        start_method: The way in which processes are started.
-    """
-
-    def __init__(
-        self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
-    ) -> None:
-        super().__init__(strategy, start_method=start_method)
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Spawns or forks the ranks from this process; their errors reach the caller with their own types."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -86,34 +65,22 @@ class SpawnLauncher(_MultiProcessingLauncher):
             rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
             raise LostRankError(f"rank {rank} (process {error.error_pid}) {_fate(error.exit_code)}") from error
 
-
-class ForkLauncher(SpawnLauncher):
-    """Forks the ranks, as a notebook needs, and limits each to one thread.
-
-    OpenMP's threads do not survive a fork, but its record of them does. If the notebook has computed on several threads
-    before, a forked rank that asks for several waits for ever. Scripts and the command line start their ranks afresh
-    and use all cores.
-
-    Args:
-        strategy: The strategy that the ranks run.
-    """
-
-    def __init__(self, strategy: ParallelStrategy) -> None:
-        super().__init__(strategy, start_method="fork")
-
     @override
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"  # unset, Lightning would take cores / ranks
+        if self._start_method == "fork":
+            # OpenMP's threads do not survive a fork, but its record of them does: if a notebook has computed on several
+            # threads before, a forked rank that asks for several waits for ever
+            torch.set_num_threads(1)
+            os.environ["OMP_NUM_THREADS"] = "1"  # unset, Lightning would take cores / ranks
         super()._wrapping_function(process_idx, *args, **kwargs)
 
 
 class _Observer(threading.Thread):
     """Watches the child processes; ends with the main process."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, grace_s: float) -> None:
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int) -> None:
         super().__init__(daemon=True, name="pygdist-observer")
-        self._processes, self._first_rank, self._grace_s = processes, first_rank, grace_s
+        self._processes, self._first_rank = processes, first_rank
         self._timer = threading.Event()
 
     @override
@@ -125,8 +92,8 @@ class _Observer(threading.Thread):
         for offset, process in enumerate(self._processes):
             if process.returncode:
                 log.error("rank %d (process %d) %s", self._first_rank + offset, process.pid, _fate(process.returncode))
-        self._timer.wait(self._grace_s)
-        log.error("ending all ranks of this machine, %.0f s after one was lost", self._grace_s)
+        self._timer.wait(_GRACE_S)
+        log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
         for process in self._processes:
             process.kill()
         os._exit(1)  # the main thread hangs in a collective call that no exception reaches

@@ -49,8 +49,8 @@ class HitsAtK(Metric):
     def __init__(self, k: int) -> None:
         super().__init__()
         self.k = k
-        for name in ("positive", "negative"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
+        self.add_state("positive", default=[], dist_reduce_fx="cat")
+        self.add_state("negative", default=[], dist_reduce_fx="cat")
 
     @override
     def update(self, positive: Tensor, negative: Tensor) -> None:
@@ -138,13 +138,12 @@ class LinkPredictor(GraphModule):
             self.trainer.precision_plugin.convert_module(self.decoder)
         shard, self._edges = self.shard, None
         with torch.inference_mode(False):
-            self._directory = NodeDirectory(
-                shard.owned_id.to(self.communicator.device), shard.num_nodes, self.communicator
-            )
-        self.metrics = nn.ModuleDict({f"{name}_loss": MeanMetric() for name in ("train", "val", "test")})
+            owned_id = shard.owned_id.to(self.communicator.device)
+            self._directory = NodeDirectory(owned_id, shard.num_nodes, self.communicator)
+        self.metrics["train_loss"] = MeanMetric()
         for name in ("val", "test"):
-            self.metrics[f"{name}_auc"] = BinaryAUROC()
-            self.metrics[f"{name}_hits"] = HitsAtK(self.hits_at)
+            scores = {f"{name}_auc": BinaryAUROC(), f"{name}_hits": HitsAtK(self.hits_at)}
+            self.metrics.update({f"{name}_loss": MeanMetric(), **scores})
 
     @override
     def forward(self, shard: Shard) -> Tensor:
@@ -206,10 +205,9 @@ class LinkPredictor(GraphModule):
         rows = self(shard)
         if self._edges is None or self._edges[0] is not shard:
             self._edges = shard, known_pairs(shard)
-        negatives = corrupted_sources(
-            target, e_id, shard.num_nodes, known=self._edges[1], seed=self.seed, epoch=epoch
-        ).to(communicator.device)
-        plan, position = directory.plan(negatives)
+        edges = self._edges[1]
+        negatives = corrupted_sources(target, e_id, shard.num_nodes, known=edges, seed=self.seed, epoch=epoch)
+        plan, position = directory.plan(negatives.to(communicator.device))
         halo = communicator.exchange_rows(rows, shard.plan, label="rows of sources")
         drawn_rows = communicator.exchange_rows(rows, plan.to(rows.device), label="rows of other sources")
         return (

@@ -36,11 +36,11 @@ class GraphModule(pl.LightningModule):
     Args:
         model: Any module with PyG layers.
         backend: The way in which neighbours arrive: a registered name, a class path, or an instance.
-        lr: Learning rate of Adam.
+        lr: Learning rate of Adam; for another optimiser use ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
-        savings: Shortcuts to take, and the memory for them.
-        exact_evaluation: If the backend trains without seeing all of the graph, validate, test and predict on all of
-            it nevertheless.
+        savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
+        exact_evaluation: If the backend trains without seeing all of the graph (``replica``), validate, test and
+            predict on all of it nevertheless.
     """
 
     #: It is evaluated on held-out edges, or else on nodes; ``None``: on edges if the data module holds some out.
@@ -49,23 +49,20 @@ class GraphModule(pl.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        backend: Backend | str,
-        lr: float,
-        weight_decay: float,
-        savings: Savings,
+        backend: Backend | str = "comm",
+        lr: float = 0.01,
+        weight_decay: float = 5e-4,
+        savings: Savings = Savings(),  # noqa: B008 (frozen)
         exact_evaluation: bool = True,
     ) -> None:
         super().__init__()
         if lr < 0 or weight_decay < 0:
             raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected no negative numbers")
-        self.model = model
-        self.backend = resolve_backend(backend)
+        self.model, self.backend = model, resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
-        self.savings = savings
-        self.exact_evaluation = exact_evaluation
+        self.savings, self.exact_evaluation = savings, exact_evaluation
         self._bound: Shard | None = None  # what the backend is bound to
-        # if the backend does not evaluate
-        self._evaluation: WholeGraphEvaluation | None = None  # the one in progress
+        self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
         self.metrics = nn.ModuleDict()
 
@@ -75,9 +72,13 @@ class GraphModule(pl.LightningModule):
         self.communicator = self._communicator()
         self._take_off()  # a run that failed left the model distributed
         self._check(data)
-        self._complete_parameters(data.shard)
+        # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
+        self.trainer.precision_plugin.convert_module(self.model)
+        fill_in_sizes(self.model, data.shard)
         self.place(data.here(data.shard))
-        distribute(self.model, backend=self.backend, savings=self._savings_for(data))
+        # some results do not last while a rank goes from part to part
+        savings = replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
+        distribute(self.model, backend=self.backend, savings=savings)
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -92,16 +93,6 @@ class GraphModule(pl.LightningModule):
             type(self.trainer.strategy).__name__, self.backend, self.model,
             averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,
         )  # fmt: skip
-
-    def _complete_parameters(self, shard: Shard) -> None:
-        """Give parameters their dtype, and lazy ones their shape, before the model is distributed."""
-        # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
-        self.trainer.precision_plugin.convert_module(self.model)
-        fill_in_sizes(self.model, shard)
-
-    def _savings_for(self, data: GraphDataModule) -> Savings:
-        """The shortcuts asked for, without those that do not last while a rank goes from part to part."""
-        return replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
 
     @override
     def teardown(self, stage: str) -> None:
@@ -198,8 +189,6 @@ class GraphModule(pl.LightningModule):
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _begin_evaluation
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
-    # ---------------------------------------------------------------------------------------------------------------
-
     @override
     def on_fit_start(self) -> None:
         # dropout must differ between ranks; the parameters are equal already
@@ -209,9 +198,7 @@ class GraphModule(pl.LightningModule):
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
 
-    @override
-    def on_train_epoch_start(self) -> None:
-        self.communicator.epoch = self.current_epoch
+    on_train_epoch_start = on_train_start
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -220,9 +207,9 @@ class GraphModule(pl.LightningModule):
     def scaled(self, total: Tensor, count: int, count_here: int) -> Tensor:
         """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one."""
         strategy = self.trainer.strategy
-        return total * (
-            strategy.loss_scale(count, count_here) if isinstance(strategy, GraphDDPStrategy) else 1.0 / count
-        )
+        if isinstance(strategy, GraphDDPStrategy):
+            return total * strategy.loss_scale(count, count_here)
+        return total * (1.0 / count)
 
     @property
     def shard(self) -> Shard:

@@ -27,8 +27,7 @@ from pygdist.lightning.to_rank_zero import to_rank_zero
 __all__ = ["State", "StateByNumber", "average", "by_number", "by_parameter", "copied", "gathered", "pack", "unpack"]
 
 State: TypeAlias = Any  # a defaultdict, which torch's optimisers make and expect: tensors and numbers by parameter
-StateByNumber: TypeAlias = dict[int, dict[str, Any]]
-"""A state in which each parameter is named by its place in the optimiser."""
+StateByNumber: TypeAlias = dict[int, dict[str, Any]]  # parameters are named by their places in the optimiser
 
 
 def copied(optimizer: Optimizer) -> State:
@@ -79,16 +78,10 @@ def _changed(value: Any, change: Callable[[Tensor, str | None], Tensor], name: s
 def average(
     optimizer: Optimizer, states: Mapping[int, State], shares: Mapping[int, float], communicator: Communicator
 ) -> None:
-    """Average one optimiser's states over parts, in place; all ranks make the call.
+    """Average one optimiser's states over parts, in place, weighted by ``shares``; all ranks make the call.
 
     Floating-point tensors are averaged, which includes numbers of steps. Parts that never made a step have no state
     and get none.
-
-    Args:
-        optimizer: The optimiser.
-        states: Its states, by part of this rank.
-        shares: The weight of each part of this rank.
-        communicator: The ranks.
 
     Raises:
         InputError: On all ranks, if two parts have states of different parameters, or lists of tensors in them.
@@ -128,20 +121,12 @@ def average(
 def gathered(
     optimizers: Sequence[Optimizer], states: Mapping[int, Sequence[State]], communicator: Communicator
 ) -> tuple[dict[str, list[StateByNumber]], int]:
-    """Bring the states of all parts to rank 0; all ranks make the call.
-
-    Args:
-        optimizers: The optimisers.
-        states: The state of each optimiser, by part of this rank.
-        communicator: The ranks.
+    """Bring the states of all parts to rank 0; all ranks make the call with the states of each optimiser, by part.
 
     Returns:
         On rank 0 the states by part (its number as text), nothing on other ranks; and the bytes that all ranks sent.
     """
-    by_part = {
-        str(part): [by_number(optimizer, state) for optimizer, state in zip(optimizers, mine, strict=True)]
-        for part, mine in states.items()
-    }
+    by_part = {str(part): list(map(by_number, optimizers, mine)) for part, mine in states.items()}
     payload = pack(by_part if communicator.rank else {})
     sizes, arriving = to_rank_zero([payload], communicator, label="optimiser states")
     if communicator.rank:
@@ -152,11 +137,7 @@ def gathered(
 
 
 def pack(states: Mapping[str, Sequence[StateByNumber]]) -> Tensor:
-    """Turn states into bytes: a line of JSON that describes them, then the contents of their tensors; no pickle.
-
-    Returns:
-        uint8, on the CPU.
-    """
+    """Turn states into bytes: a line of JSON that describes them, then the contents of their tensors; no pickle."""
     contents: list[Tensor] = []
     described = {part: [_described(optimizer, contents) for optimizer in mine] for part, mine in states.items()}
     head = (json.dumps(described, separators=(",", ":")) + "\n").encode()

@@ -28,25 +28,17 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 @dataclass
 class _PartModel:
-    """The model and optimiser states of one part.
+    """The model and optimiser states of one part."""
 
-    Attributes:
-        states: The state of each optimiser, by parameter.
-        values: The part's model while another one's is in the module; ``None`` if it is the last average.
-    """
-
-    states: list[State]
-    values: list[Tensor] | None = None
+    states: list[State]  # of each optimiser, by parameter
+    values: list[Tensor] | None = None  # while another part's model is in the module; None if it is the last average
 
 
 class PartModels:
     """The models of this rank's parts; the module holds that of one of them.
 
-    Args:
-        module: Holds the model with which all parts begin.
-        optimizers: The optimisers of its parameters.
-        shares: By part, its share of all training nodes.
-        states: By part, the states with which its optimisers begin.
+    ``module`` holds the model with which all parts begin, and ``optimizers`` step its parameters. ``shares`` holds each
+    part's share of all training nodes, ``states`` the states with which its optimisers begin.
     """
 
     def __init__(
@@ -89,9 +81,8 @@ class PartModels:
 
     def _values_of(self, part: int) -> list[Tensor]:
         """Return the model of a part that is not in the module."""
-        values = self._parts[part].values
-        if values is None:
-            values = self._average
+        mine = self._parts[part].values
+        values = self._average if mine is None else mine
         assert values is not None, "a rank with several parts keeps the last average"
         return values
 
@@ -109,11 +100,7 @@ class PartModels:
         ]
 
     def replace_all(self, averaged: list[Tensor], policy: OptimizerState, communicator: Communicator) -> None:
-        """Give all parts the averaged model, and their optimisers what the policy says; all ranks make the call.
-
-        Raises:
-            InputError: On all ranks, if the policy is ``average`` and the states have no mean.
-        """
+        """Give all parts the averaged model, and their optimisers what the policy says; all ranks make the call."""
         for number, optimizer in enumerate(self._optimizers):
             states = {part: one.states[number] for part, one in self._parts.items()}
             if policy == "average":
@@ -130,10 +117,8 @@ class PartModels:
     def follow_parameters(self) -> None:
         """Move the optimisers' states to where the parameters are now."""
         for one in self._parts.values():
-            one.states = [
-                by_parameter(optimizer, by_number(optimizer, state))
-                for optimizer, state in zip(self._optimizers, one.states, strict=True)
-            ]
+            numbered = map(by_number, self._optimizers, one.states)
+            one.states = list(map(by_parameter, self._optimizers, numbered))
 
 
 def _is_real(value: Tensor) -> bool:

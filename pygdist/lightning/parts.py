@@ -25,20 +25,14 @@ __all__ = ["FullGraphLoader", "PartBatch", "PartLoader", "Resumable", "sampled_g
 
 
 class PartBatch:
-    """The input of one step: a part, a mini-batch of it, or nothing.
+    """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing.
 
-    Args:
-        part: Number of the part; ``None`` if the rank is idle.
-        open_part: Returns a part, and may free the one before.
-        sample: A mini-batch of the part; ``None`` for the whole part.
+    ``open_part`` returns a part, and may free the one before.
     """
 
     # not a dataclass, as Lightning's precision plugins copy dataclasses field by field
     def __init__(
-        self,
-        part: int | None = None,
-        open_part: Callable[[int], Shard] | None = None,
-        sample: Data | None = None,
+        self, part: int | None = None, open_part: Callable[[int], Shard] | None = None, sample: Data | None = None
     ) -> None:
         self.part, self.sample = part, sample
         self._open = open_part
@@ -65,19 +59,16 @@ class PartBatch:
 class Resumable(ABC):
     """Base of loaders with which a run can resume within an epoch.
 
-    Lightning counts the steps that were made; a checkpoint also holds the layout of the epoch, which must be the same
-    when the run resumes. Both are equal on all ranks, and Lightning saves those of rank 0.
-
-    Args:
-        made: Returns the number of steps made in the epoch that is resumed; 0 between epochs.
-        dealt: Numbers that decide what a step is, such as the number of ranks.
+    Lightning counts the steps that were ``made`` in the epoch, 0 between epochs. A checkpoint also holds the layout of
+    the epoch, which must be the same when the run resumes: its number of steps, and numbers that decide what a step is
+    (``dealt``), such as the number of ranks. Both are equal on all ranks, and Lightning saves those of rank 0.
     """
 
     def __init__(self, made: Callable[[], int] = lambda: 0, dealt: Mapping[str, int] | None = None) -> None:
         self._made, self._dealt = made, dict(dealt or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layout of an epoch: its number of steps, and the numbers that decide what a step is."""
+        """Return the layout of an epoch."""
         return {"steps": len(self), **self._dealt}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +100,7 @@ class PartLoader(Resumable):
         open_part: Returns a part, and may free the one before.
         cut: Returns a part's mini-batches; ``None`` to take each part whole.
         epoch: Returns the epoch that begins, on which mini-batches depend.
-        made: As for :class:`Resumable`; so many steps of an epoch are skipped.
-        dealt: As for :class:`Resumable`.
+        made: As for :class:`Resumable`, like ``dealt``; so many steps of an epoch are skipped.
     """
 
     def __init__(
@@ -178,11 +168,6 @@ class FullGraphLoader(Resumable):
 
     It is no ``DataLoader``, as Lightning would put a distributed sampler into one, and a rank would see another
     rank's data.
-
-    Args:
-        shard: The part.
-        made: As for :class:`Resumable`.
-        dealt: As for :class:`Resumable`.
     """
 
     def __init__(
@@ -215,14 +200,7 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
         adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
         fields = {name: value.index_select(0, perm) for name, value in fields.items()}
     if (norm := fields.pop("edge_norm", None)) is not None:
-        edge_norm = EdgeNorm.of(
-            norm,
-            adjacency.csr(),
-            edge_weight=fields.get("edge_weight"),
-            in_degree=graph.get("in_degree"),
-            n_id=graph.get("n_id"),
-        )
+        weight, in_degree, n_id = fields.get("edge_weight"), graph.get("in_degree"), graph.get("n_id")
+        edge_norm = EdgeNorm.of(norm, adjacency.csr(), edge_weight=weight, in_degree=in_degree, n_id=n_id)
         fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).passed
-    for name, value in fields.items():
-        graph[name] = value
-    return graph, adjacency
+    return graph.update(fields), adjacency

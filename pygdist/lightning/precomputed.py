@@ -18,23 +18,14 @@ __all__ = ["Precomputed"]
 
 
 class Precomputed:
-    """Tensors of each part by name, until :meth:`close`.
-
-    Args:
-        folder: A temporary folder for the files is made in it; by default in the system's folder for such.
-    """
+    """Tensors of each part by name, in a temporary folder inside ``folder``, until :meth:`close`."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pygdist-batches-", dir=folder)
         self._names: dict[int, list[str]] = {}
 
     def of(self, part: int, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors of a part, memory-mapped.
-
-        Args:
-            part: Number of the part.
-            compute: Computes them, the first time; tensors on the CPU.
-        """
+        """Return the tensors of a part, memory-mapped; ``compute`` makes them the first time, on the CPU."""
         place = Path(self._folder.name)
         if part not in self._names:
             tensors = compute()

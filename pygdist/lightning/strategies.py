@@ -1,7 +1,7 @@
-"""Ranks keep one model: DDP averages gradients, with the additions that a partitioned graph needs.
+"""Ranks keep one model: Lightning's DDP averages gradients, with the additions that a partitioned graph needs.
 
-Lightning's DDP, and besides: a loss scale that turns DDP's mean over ranks into the mean over nodes, a separate
-process group for the exchanges of backends, and a watchdog that names a late or lost rank.
+A loss scale turns DDP's mean over ranks into the mean over nodes, exchanges of backends have a process group of their
+own, and a watchdog names a late or lost rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.watchdog import FINISHED, LOST_A_NEIGHBOUR
 from pygdist.errors import InputError, LostRankError
-from pygdist.lightning.launcher import ForkLauncher, GraphLauncher, SpawnLauncher
+from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.memory.machine import keep_freed_memory
 
 __all__ = ["GraphDDPStrategy"]
@@ -100,9 +100,7 @@ class GraphDDPStrategy(DDPStrategy):
     def loss_scale(self, num_labelled: int, num_here: int) -> float:
         """Return the factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
 
-        Args:
-            num_labelled: Number of labelled training nodes of all ranks.
-            num_here: Number of those of this rank.
+        ``num_labelled`` training nodes are on all ranks, ``num_here`` of them on this one.
         """
         return ddp_loss_scale(num_labelled, self.world_size)
 
@@ -117,10 +115,8 @@ class GraphDDPStrategy(DDPStrategy):
         if self._start_method == "popen":
             assert self.cluster_environment is not None
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        elif self._start_method == "fork":
-            self._launcher = ForkLauncher(self)
         else:
-            self._launcher = SpawnLauncher(self, self._start_method)
+            self._launcher = ProcessLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:
@@ -136,6 +132,7 @@ class GraphDDPStrategy(DDPStrategy):
         super().setup_environment()
         if self._communicator is not None:
             return
+        group = None
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self._watchdog = Watchdog(
@@ -146,7 +143,7 @@ class GraphDDPStrategy(DDPStrategy):
                 lost_after_s=self._lost_after_s,
                 on_lost=self._leave,
             )
-        group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s)) if self.world_size > 1 else None
+            group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s))
         self._communicator = Communicator(
             group,
             timeout_s=self._timeout_s,
@@ -258,10 +255,5 @@ def _end_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _register() -> None:
-    """Register the names with Lightning, which has no entry point for strategies."""
-    if "graph_ddp" not in StrategyRegistry:
-        GraphDDPStrategy.register_strategies(StrategyRegistry)
-
-
-_register()
+if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies
+    GraphDDPStrategy.register_strategies(StrategyRegistry)

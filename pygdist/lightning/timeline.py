@@ -54,8 +54,7 @@ class Timeline(pl.Callback):
                 f"Timeline: first_epoch is {first_epoch} and epochs {epochs}; expected at least 0 and 1"
             )
         self.path, self.first_epoch, self.epochs = Path(path), first_epoch, epochs
-        self._offset = 0
-        self._start = 0
+        self._offset = self._start = 0
         self._spans: list[Span] = []
         self._validates = False
 
@@ -74,19 +73,15 @@ class Timeline(pl.Callback):
     def _wants(self, trainer: pl.Trainer) -> bool:
         return self.first_epoch <= trainer.current_epoch < self.first_epoch + self.epochs
 
-    def _recorded(self, module: GraphModule) -> list[Span] | None:
+    def _recorded(self, module: GraphModule) -> list[Span]:
         recorder, module.communicator.recorder = module.communicator.recorder, None
-        return None if recorder is None else recorder.spans
+        return [] if recorder is None else recorder.spans
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, GraphModule) or not trainer.is_last_batch:
-            return
-        spans = self._recorded(pl_module)
-        if spans is None:
-            return
-        epoch = f"epoch {trainer.current_epoch}"
-        self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
+        if isinstance(pl_module, GraphModule) and trainer.is_last_batch and pl_module.communicator.recorder:
+            spans, epoch = self._recorded(pl_module), f"epoch {trainer.current_epoch}"
+            self._spans += with_compute(spans, self._start, time.monotonic_ns(), epoch)
 
     # a strategy may average models between the next two hooks
 
@@ -101,16 +96,15 @@ class Timeline(pl.Callback):
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, GraphModule) and self._validates:
-            self._spans += self._recorded(pl_module) or []
+            self._spans += self._recorded(pl_module)
             self._validates = False
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(pl_module, GraphModule):
             return
-        moved = [
-            dataclasses.replace(one, start=one.start + self._offset, end=one.end + self._offset) for one in self._spans
-        ]
+        offset = self._offset
+        moved = [dataclasses.replace(one, start=one.start + offset, end=one.end + offset) for one in self._spans]
         by_rank = _collected(moved, pl_module.communicator)
         if any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,14 +181,9 @@ def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
                 drawn = [one for one in spans if (one.kind, one.aside) == (kind, aside)]
                 bars = [((one.start - first) / 1e6, (one.end - one.start) / 1e6) for one in drawn]
                 axis.broken_barh(bars, place, facecolors=colour)
-    kinds = [kind for kind in _COLOURS if any(one.kind == kind for spans in by_rank for one in spans)]
-    axis.legend(
-        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
-        ncol=len(kinds),
-        fontsize=8,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-    )
+    kinds = {one.kind for spans in by_rank for one in spans}
+    handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds]
+    axis.legend(handles=handles, ncol=len(handles), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1))
     axis.set(xlabel="ms", ylabel="rank", yticks=range(len(by_rank)))
     axis.invert_yaxis()
     figure.tight_layout()

@@ -16,11 +16,8 @@ def to_rank_zero(
 ) -> tuple[list[int], Iterator[list[Tensor]]]:
     """Bring tensors of all ranks to rank 0; every rank makes the call.
 
-    Args:
-        tensors: Contiguous, with the same number of rows. Their dtypes, and shapes but for the first dimension, are the
-            same on all ranks.
-        communicator: The ranks.
-        label: Named when something goes wrong.
+    The tensors are contiguous and have the same number of rows. Their dtypes, and shapes but for the first dimension,
+    are the same on all ranks.
 
     Returns:
         The number of rows of each rank. On rank 0 also the tensors of each rank, its own first; the others arrive when

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 
@@ -19,8 +19,7 @@ __all__ = ["Experiment", "Kind", "Mean", "Plot", "Published", "is_description", 
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
-_KINDS: tuple[Kind, ...] = ("bar", "line", "scatter")
-_AXES: tuple[Axis, ...] = ("x", "y")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +27,6 @@ class Plot:
     """A plot of a table's columns.
 
     Attributes:
-        title: Heading.
-        kind: ``bar``, ``line`` or ``scatter``.
         x: Column along the horizontal axis, of numbers or words; several columns give combinations of their values.
         y: Columns of numbers along the vertical axis.
         colour: Each combination of values in these columns is one trace.
@@ -59,25 +56,15 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """Repeated runs, which are shown and drawn as their mean and standard deviation.
+    """Repeated runs, which are shown and drawn as their mean and standard deviation."""
 
-    Attributes:
-        over: Columns in which the runs of one measurement differ, such as ``seed``.
-        of: Measured columns.
-    """
-
-    over: tuple[str, ...]
-    of: tuple[str, ...]
+    over: tuple[str, ...]  # columns in which the runs of one measurement differ, such as seed
+    of: tuple[str, ...]  # measured columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Numbers from a paper, in the columns of our table.
-
-    Attributes:
-        source: Citation.
-        rows: For each row, the value of each column, as text.
-    """
+    """Numbers from a paper: its citation, and rows of text in the columns of our table."""
 
     source: str
     rows: tuple[dict[str, str], ...]
@@ -88,16 +75,12 @@ class Experiment:
     """A description.
 
     Attributes:
-        path: Path of the description.
-        title: Heading.
         paper: Section of the page: a paper, or a part of the project.
         figure: Figure or table of the paper.
         claim: Claim of the paper or of the design.
         differs: Differences between the paper's setup and ours.
         table: Columns of the main table; by default all that vary from row to row.
         mean: Set if rows are repeated runs, to be averaged.
-        plots: Plots.
-        published: The paper's numbers.
         again: Command that reruns a row, with the row's columns in braces. Values are quoted for the shell if they need
             it, but not inside quotes, as the whole command, or written as ``{column!s}``.
         run: Settings for ``experiments/run.py``; not used here.
@@ -126,9 +109,7 @@ def read_description(path: Path) -> Experiment:
     readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "paper", "figure", "claim", "differs", "again"), _text),
         "table": _texts,
-        "mean": lambda value, place: Mean(
-            **_fields(value, place, {"over": _texts, "of": _texts}, required=("over", "of"))
-        ),
+        "mean": _mean,
         "plots": lambda value, place: tuple(_plot(one, f"{place}[{i}]") for i, one in enumerate(_list(value, place))),
         "published": _published,
         "run": lambda value, _: value,
@@ -177,13 +158,17 @@ def _fields(
     return {key: readers[key](one, f"{place}: {key}") for key, one in value.items() if one is not None or key == "run"}
 
 
+def _mean(value: Any, place: str) -> Mean:
+    return Mean(**_fields(value, place, {"over": _texts, "of": _texts}, required=("over", "of")))
+
+
 def _plot(value: Any, place: str) -> Plot:
     readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "x_title", "y_title"), _text),
         **dict.fromkeys(("x", "y", "colour", "error"), _texts),
-        "kind": lambda one, at: _one_of(one, at, _KINDS),
-        "log": lambda one, at: tuple(_one_of(axis, at, _AXES) for axis in _texts(one, at)),
-        "where": _where,
+        "kind": lambda one, at: _one_of(one, at, get_args(Kind)),
+        "log": lambda one, at: tuple(_one_of(axis, at, get_args(Axis)) for axis in _texts(one, at)),
+        "where": lambda one, at: _columns(one, at, _cells),
     }
     fields = {"where": {}, **_fields(value, place, readers, required=("title", "kind", "x", "y"))}
     if "error" in fields and (len(fields["error"]) != 2 or len(fields["y"]) != 1):
@@ -191,26 +176,18 @@ def _plot(value: Any, place: str) -> Plot:
     return Plot(**fields)
 
 
-def _where(value: Any, place: str) -> dict[str, tuple[str, ...]]:
-    if not isinstance(value, dict):
-        raise InputError(f"{place}: expected columns and their values, got {_named(value)}")
-    return {
-        _text(column, place): tuple(_cell(one, f"{place}.{column}") for one in _one_or_more(cells))
-        for column, cells in value.items()
-    }
-
-
 def _published(value: Any, place: str) -> Published:
     def rows(value: Any, place: str) -> tuple[dict[str, str], ...]:
-        return tuple(_published_row(row, f"{place}[{i}]") for i, row in enumerate(_list(value, place)))
+        return tuple(_columns(row, f"{place}[{i}]", _cell) for i, row in enumerate(_list(value, place)))
 
     return Published(**_fields(value, place, {"source": _text, "rows": rows}, required=("source", "rows")))
 
 
-def _published_row(row: Any, place: str) -> dict[str, str]:
-    if not isinstance(row, dict):
-        raise InputError(f"{place}: expected columns and values, got {_named(row)}")
-    return {_text(column, place): _cell(value, f"{place}.{column}") for column, value in row.items()}
+def _columns(value: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+    """Read what a mapping says of each column."""
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: expected columns and their values, got {_named(value)}")
+    return {_text(column, place): read(one, f"{place}.{column}") for column, one in value.items()}
 
 
 def _text(value: Any, place: str) -> str:
@@ -228,6 +205,10 @@ def _cell(value: Any, place: str) -> str:
     if isinstance(value, (dict, list)):
         raise InputError(f"{place}: expected a number or text, got {_named(value)}")
     return "" if value is None else str(value)
+
+
+def _cells(value: Any, place: str) -> tuple[str, ...]:
+    return tuple(_cell(one, place) for one in _one_or_more(value))
 
 
 def _one_of(value: Any, place: str, choices: tuple[Any, ...]) -> Any:

@@ -21,38 +21,23 @@ _OTHER_FILES = ".files"  # ending of folders for other files of a script
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """An experiment with its results.
-
-    Attributes:
-        experiment: The description.
-        table: Path of the table, which may not exist.
-        columns: Columns of the table.
-        rows: Rows of the table; ``None`` if there is no table because the experiment did not run.
-        ranks: Load per rank: a row for each setting, epoch and rank.
-        traces: Paths of the timelines, sorted.
-    """
+    """An experiment with its results."""
 
     experiment: Experiment
-    table: Path
+    table: Path  # it may not exist
     columns: list[str]
-    rows: list[Row] | None
-    ranks: list[Row]
-    traces: list[Path]
+    rows: list[Row] | None  # None: there is no table, because the experiment did not run
+    ranks: list[Row]  # load per rank: a row for each setting, epoch and rank
+    traces: list[Path]  # timelines, sorted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The content of a folder of results.
-
-    Attributes:
-        folder: The folder.
-        experiments: Experiments with a description, sorted by path.
-        others: Tables without a description: path, columns, rows.
-    """
+    """The content of a folder of results."""
 
     folder: Path
-    experiments: list[Outcome]
-    others: list[tuple[Path, list[str], list[Row]]]
+    experiments: list[Outcome]  # those with a description, sorted by path
+    others: list[tuple[Path, list[str], list[Row]]]  # tables without one: path, columns, rows
 
 
 def find_results(folder: Path) -> Results:
@@ -64,12 +49,8 @@ def find_results(folder: Path) -> Results:
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder")
     tables = list(_below(folder, "*.csv"))
-    experiments = [
-        _outcome(path)
-        for path in _below(folder, "*.yaml")
-        # other YAML files are settings of runs
-        if _table_of(path).is_file() or is_description(path)
-    ]
+    descriptions = _below(folder, "*.yaml")  # other YAML files are settings of runs
+    experiments = [_outcome(path) for path in descriptions if _table_of(path).is_file() or is_description(path)]
     described = {path for one in experiments for path in (one.table, one.table.with_suffix(_RANKS))}
     others = [(path, *read_csv(path)) for path in tables if path not in described]
     if not experiments and not others:
@@ -92,28 +73,19 @@ def _table_of(path: Path) -> Path:
 
 
 def _outcome(path: Path) -> Outcome:
-    experiment = read_description(path)
-    table = _table_of(path)
-    ranks, traces = table.with_suffix(_RANKS), table.with_suffix(".traces")
+    experiment, table = read_description(path), _table_of(path)
     columns, rows = read_csv(table) if table.is_file() else ([], None)
     if rows is not None:
         _check_columns(experiment, table, columns)
-    return Outcome(
-        experiment=experiment,
-        table=table,
-        columns=columns,
-        rows=rows,
-        ranks=read_csv(ranks)[1] if ranks.is_file() else [],
-        traces=sorted(traces.glob("*.json")) if traces.is_dir() else [],
-    )
+    loads = table.with_suffix(_RANKS)
+    ranks = read_csv(loads)[1] if loads.is_file() else []
+    traces = sorted(table.with_suffix(".traces").glob("*.json"))
+    return Outcome(experiment=experiment, table=table, columns=columns, rows=rows, ranks=ranks, traces=traces)
 
 
 def _check_columns(experiment: Experiment, table: Path, columns: list[str]) -> None:
     """Refuse a description that names columns that are not in the table."""
-    named = {
-        "table": experiment.table,
-        "mean": (*experiment.mean.over, *experiment.mean.of) if experiment.mean else (),
-    }
+    named = {"table": experiment.table, "mean": (*experiment.mean.over, *experiment.mean.of) if experiment.mean else ()}
     named |= {f"plots[{number}]": plot.columns for number, plot in enumerate(experiment.plots)}
     for key, names in named.items():
         for name in names:

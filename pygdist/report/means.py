@@ -12,18 +12,13 @@ from pygdist.report.values import Row, number
 
 __all__ = ["RUNS", "averaged"]
 
-#: Column with the number of runs that a row is the mean of.
-RUNS = "runs"
+RUNS = "runs"  # column with the number of runs that a row is the mean of
 
 
 def averaged(mean: Mean, table: Path, rows: Sequence[Row], apart: Collection[str]) -> tuple[list[Row], list[Row]]:
-    """Average the runs of each measurement.
+    """Average the runs of each measurement. A run without any measured value does not count.
 
-    Args:
-        mean: Columns that differ between runs, and columns that were measured.
-        table: Path of the table, for error messages.
-        rows: A row for each run. A run without any measured value does not count.
-        apart: Further columns that may differ between the runs of one measurement.
+    Besides ``mean.over``, the columns ``apart`` may differ between the runs of one measurement.
 
     Returns:
         A row for each measurement: means of the measured columns, the number of runs (:data:`RUNS`), and the values of
@@ -31,7 +26,7 @@ def averaged(mean: Mean, table: Path, rows: Sequence[Row], apart: Collection[str
         measured columns, empty for a single run.
 
     Raises:
-        InputError: If a measured cell is no number.
+        InputError: If a measured cell is no number; names the table.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _TITLE = "pygdist: results"
 _OTHER = "Other tables"
-#: Largest number of leading columns that name the setting of a timeline.
-_MOST_NAMES = 4
+_MOST_NAMES = 4  # so many leading columns name the setting of a timeline
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,8 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    log.info(
-        "%s: %d experiments, %d tables, %d plots, %.1f MB",
-        out, report.experiments, report.tables, report.plots, out.stat().st_size / 1e6,
-    )  # fmt: skip
+    numbers = report.experiments, report.tables, report.plots, out.stat().st_size / 1e6
+    log.info("%s: %d experiments, %d tables, %d plots, %.1f MB", out, *numbers)
     return out
 
 
@@ -215,22 +212,17 @@ def _load(outcome: Outcome, figures: list[Figure]) -> list[_Box | _Shown]:
 
 
 def _timelines(outcome: Outcome, results: Results, figures: list[Figure]) -> list[_Box]:
-    choices, lines = [], []
+    read = {path.name: read_timeline(path, _setting(path, outcome, results)) for path in outcome.traces}
+    lines = [f"{name} has no spans." for name, timeline in read.items() if timeline is None]
+    timelines = [timeline for timeline in read.values() if timeline is not None]
+    choices = []
     legend: dict[str, str] = {}
-    timelines = []
-    for path in outcome.traces:
-        timeline = read_timeline(path, _setting(path, outcome, results))
-        if timeline is None:
-            lines.append(f"{path.name} has no spans.")
-        else:
-            timelines.append(timeline)
     for timeline in sorted(timelines, key=lambda timeline: -timeline.figure["lines"]):  # as with loads
         figures.append(timeline.figure)
         choices.append(_Choice(timeline.setting, len(figures) - 1, timeline.line))
         legend |= dict(timeline.legend)
-    if not choices:
-        return [_Box("Timeline", lines=lines)] if lines else []
-    return [_Box("Timeline", [_Side("", choices)], list(legend.items()), lines, kind="timeline")]
+    sides = [_Side("", choices)] if choices else []
+    return [_Box("Timeline", sides, list(legend.items()), lines, kind="timeline")] if read else []
 
 
 def _setting(path: Path, outcome: Outcome, results: Results) -> str:
@@ -242,9 +234,8 @@ def _setting(path: Path, outcome: Outcome, results: Results) -> str:
     if row.get("setting"):
         return row["setting"]
     names: list[str] = []
-    for name in main_columns(outcome.columns, outcome.rows or [], outcome.experiment):
-        value = number(row[name])
-        if len(names) == _MOST_NAMES or (names and value is not None and not value.is_integer()):
+    for name in main_columns(outcome.columns, outcome.rows or [], outcome.experiment)[:_MOST_NAMES]:
+        if names and not (number(row[name]) or 0.0).is_integer():
             break
         names.append(name)
     return together(row, names, named=[name for name in names if number(row[name]) is not None]) or path.stem

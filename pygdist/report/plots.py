@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -76,21 +76,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn plot.
-
-    Attributes:
-        plot: Its description.
-        ours: Our figure; ``None`` if no row can be drawn.
-        paper: The paper's figure; ``None`` if it has no rows to draw.
-        legend: Names and colours of the traces of both figures; empty if there is only one.
-        lines: Lines of text below, such as the reason why there is no figure.
-    """
+    """A drawn plot: our figure and the paper's, each ``None`` if it has no rows that can be drawn."""
 
     plot: Plot
     ours: Figure | None
     paper: Figure | None
-    legend: list[tuple[str, str]]
-    lines: list[str] = field(default_factory=list)
+    legend: list[tuple[str, str]]  # names and colours of the traces of both figures; empty if there is only one
+    lines: list[str]  # text below, such as the reason why there is no figure
 
 
 def draw(
@@ -101,21 +93,15 @@ def draw(
     palette: Palette,
     means: Collection[str] = (),
 ) -> Drawn:
-    """Draw a plot of our rows and of the published ones.
+    """Draw a plot of our rows, but those with a note, and of the published ones that have all columns of the plot.
 
-    Args:
-        plot: Description of the plot.
-        table: Path of our table, for error messages.
-        rows: Our rows; those with a note are left out.
-        published: The paper's rows; those that lack a column of the plot are left out.
-        palette: Colours of the experiment.
-        means: Columns whose repeated values are drawn as mean and standard deviation; others as median and range.
+    Repeated values of the columns ``means`` are drawn as mean and standard deviation; others as median and range.
 
     Raises:
-        InputError: If a cell along ``y`` is no number.
+        InputError: If a cell along ``y`` is no number; names the table.
     """
     ours = _traces(plot, table, [row for row in rows if not row.get("note")], means)
-    theirs = _traces(plot, table, [row for row in published if all(name in row for name in _needed(plot, row))])
+    theirs = _traces(plot, table, [row for row in published if _is_whole(plot, row)])
     lines = [] if ours else [_why_not(plot, rows)]
     if any(point.count > 1 for trace in ours for point in trace.points):
         lines.append(
@@ -123,18 +109,18 @@ def draw(
             if set(plot.y) <= set(means)
             else "Repeated runs are drawn as their median, with bars from the smallest to the largest."
         )
-    figures = [_figure(plot, traces, palette) if traces else None for traces in (ours, theirs)]
-    if figures[0] and figures[1] and not align(figures[0], figures[1]):
+    our_figure, paper = (_figure(plot, traces, palette) if traces else None for traces in (ours, theirs))
+    if our_figure and paper and not align(our_figure, paper):
         lines.append("The two plots have different axes.")
-    tick_logs([figure for figure in figures if figure])
+    tick_logs([figure for figure in (our_figure, paper) if figure])
     names = dict.fromkeys(trace.name for trace in [*ours, *theirs])
     legend = [(name, palette.swatch(name)) for name in names] if len(names) > 1 else []
-    return Drawn(plot, figures[0], figures[1], legend, lines)
+    return Drawn(plot, our_figure, paper, legend, lines)
 
 
-def _needed(plot: Plot, row: Row) -> Iterable[str]:
-    """Return the columns that a published row must have to be drawn."""
-    return (*plot.x, *plot.colour, *plot.where, next((name for name in plot.y if name in row), plot.y[0]))
+def _is_whole(plot: Plot, row: Row) -> bool:
+    """Tell if a published row has the columns that it needs to be drawn."""
+    return any(name in row for name in plot.y) and all(name in row for name in (*plot.x, *plot.colour, *plot.where))
 
 
 def _why_not(plot: Plot, rows: Sequence[Row]) -> str:
@@ -166,14 +152,11 @@ def _traces(plot: Plot, table: Path, rows: Sequence[Row], means: Collection[str]
             if value is not None and (value > 0 or "y" not in plot.log):
                 name = _name(plot, row, column)
                 groups.setdefault((name, column), {}).setdefault(_along(plot, row), []).append(row)
-    return [
-        Trace(
-            name,
-            spoken(column),
-            [one for x in _ordered(points) for one in _points(plot, column, x, points[x], mean=column in means)],
-        )
-        for (name, column), points in groups.items()
-    ]
+    traces = []
+    for (name, column), by_x in groups.items():
+        points = [one for x in _ordered(by_x) for one in _points(plot, column, x, by_x[x], mean=column in means)]
+        traces.append(Trace(name, spoken(column), points))
+    return traces
 
 
 def _along(plot: Plot, row: Row) -> str:
@@ -213,10 +196,7 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _figure(plot: Plot, traces: Sequence[Trace], palette: Palette) -> Figure:
     words = _in_words(plot, traces)
-    titles = (
-        plot.x_title or ", ".join(spoken(name) for name in plot.x),
-        plot.y_title or ", ".join(spoken(name) for name in plot.y),
-    )
+    titles = plot.x_title or ", ".join(map(spoken, plot.x)), plot.y_title or ", ".join(map(spoken, plot.y))
     layout: Figure = {}
     for axis, title in zip(("x", "y"), titles, strict=True):
         layout[f"{axis}axis"] = {"title": {"text": escape(title)}, "type": "log" if axis in plot.log else "linear"}

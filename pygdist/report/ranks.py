@@ -21,30 +21,19 @@ _SECONDS = ("compute_s", "exchange_s")
 
 @dataclass(frozen=True)
 class Load:
-    """The load of the ranks in one setting: medians over epochs and seeds.
-
-    Attributes:
-        setting: Name of the setting.
-        ranks: A row for each rank.
-        figure: A stacked bar for each rank.
-        words: The imbalance.
-    """
+    """The load of the ranks in one setting: medians over epochs and seeds."""
 
     setting: str
     ranks: list[Row]
-    figure: Figure
-    words: str
+    figure: Figure  # a stacked bar for each rank
+    words: str  # the imbalance
 
 
 def load_per_rank(rows: Sequence[Row], path: Path) -> list[Load]:
-    """Return the load of each setting, in the order of the file.
-
-    Args:
-        rows: A row for each setting, seed, epoch and rank.
-        path: Path of the file, for error messages.
+    """Return the load of each setting, in the order of a file with a row for each setting, seed, epoch and rank.
 
     Raises:
-        InputError: If a column is missing, or a cell is no number.
+        InputError: If a column is missing, or a cell is no number; names the file.
     """
     if not rows:
         return []

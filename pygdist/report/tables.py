@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass
 from string import Formatter
 
 from pygdist.errors import InputError
@@ -14,15 +13,13 @@ from pygdist.report.values import Row, number, shown, spoken
 
 __all__ = ["KEPT_APART", "MACHINE", "Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
 
-#: Columns that are never results; they are shown with the settings.
-KEPT_APART = {"commit", "date", "json", "note", "timeline"}
+KEPT_APART = {"commit", "date", "json", "note", "timeline"}  # never results; they are shown with the settings
 #: Columns that describe the machine: no results, even in a table of one row.
 MACHINE = {
     "cores", "cpu", "gpu", "host", "l2", "l3", "lightning", "machine", "pyg", "python", "threads", "torch",
     "torch_sparse",
 }  # fmt: skip
-#: Columns of text, even if all cells are digits.
-_WORDS = {"commit", "date"}
+_WORDS = {"commit", "date"}  # columns of text, even if all cells are digits
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,9 @@ class Line:
     """A row: its cells, its other settings, the command that reruns it, and the reason if it did not run."""
 
     cells: list[Cell]
-    settings: list[tuple[str, str]] = field(default_factory=list)
-    again: str = ""
-    note: str = ""
+    settings: list[tuple[str, str]]
+    again: str
+    note: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Table:
 
     columns: list[Column]
     lines: list[Line]
-    settings: list[tuple[str, str]] = field(default_factory=list)
+    settings: list[tuple[str, str]]
 
     @property
     def unfolds(self) -> bool:
@@ -74,30 +71,21 @@ def make_table(
     whole: bool = False,
     spreads: Sequence[Row] = (),
 ) -> Table:
-    """Arrange a table for the page.
+    """Arrange a table for the page: all its columns if ``whole``, else the main ones.
 
-    Args:
-        columns: Columns of the file.
-        rows: Rows of the file.
-        experiment: Description of the table, if it has one.
-        whole: Show all columns.
-        spreads: For each row, the standard deviations of some of its cells.
+    ``spreads`` holds for each row the standard deviations of some of its cells.
     """
     main = list(columns) if whole else main_columns(columns, rows, experiment)
     if "failed" in columns and "failed" not in main and any(row["failed"] for row in rows):
         main.append("failed")  # a row over some seeds must not look like a row over all
     rest = [name for name in columns if name not in main and name != "note"]
     same = [name for name in rest if len({row[name] for row in rows}) == 1]
-    none: Row = {}
-    lines = [
-        Line(
-            cells=[_cell(row[name], name, spread.get(name, "")) for name in main],
-            settings=[(spoken(name), row[name]) for name in rest if name not in same and row[name]],
-            again=rerun_command(experiment, row) if experiment else "",
-            note=row.get("note", ""),
-        )
-        for row, spread in zip_longest(rows, spreads, fillvalue=none)
-    ]
+    lines = []
+    for row, spread in zip(rows, spreads or [{}] * len(rows), strict=True):
+        cells = [_cell(row[name], name, spread.get(name, "")) for name in main]
+        varying = [(spoken(name), row[name]) for name in rest if name not in same and row[name]]
+        again = rerun_command(experiment, row) if experiment else ""
+        lines.append(Line(cells, varying, again, row.get("note", "")))
     settings = [(spoken(name), rows[0][name]) for name in same if rows[0][name]]
     return Table([_column(name, rows) for name in main], lines, settings)
 

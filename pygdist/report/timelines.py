@@ -21,8 +21,7 @@ KINDS = {
     "wait": COLOURS[3], "unpack": COLOURS[5], "reduce": COLOURS[4],
 }  # fmt: skip
 _OTHER = COLOURS[7]
-#: Number of bars that browsers draw without delay.
-_MOST_SPANS = 6000
+_MOST_SPANS = 6000  # so many bars browsers draw without delay
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,7 @@ class _Span:
 
 
 def read_timeline(path: Path, setting: str) -> Timeline | None:
-    """Draw a Chrome trace, with a line for each rank and a colour for each kind of span.
-
-    Args:
-        path: Path of the trace.
-        setting: Name of the setting that was traced.
-
-    Returns:
-        The timeline; ``None`` if the trace has no spans.
+    """Draw the Chrome trace of a setting, with a line for each rank; ``None`` if the trace has no spans.
 
     Raises:
         InputError: If the file is no Chrome trace.
@@ -65,7 +57,9 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
     if not spans:
         return None
     drawn = sorted(sorted(spans, key=lambda span: -span.ms)[:_MOST_SPANS], key=lambda span: span.start_ms)
-    kinds = [kind for kind in dict.fromkeys([*KINDS, *(span.kind for span in drawn)]) if any(_of(kind, drawn))]
+    groups: dict[str, dict[bool, list[_Span]]] = {kind: {} for kind in KINDS}
+    for span in sorted(drawn, key=lambda span: span.aside):  # those of the rank's main thread first
+        groups.setdefault(span.kind, {}).setdefault(span.aside, []).append(span)
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
@@ -73,14 +67,11 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
         "xaxis": {"title": {"text": "ms"}, "type": "linear"},
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": names, "autorange": "reversed"},
     }
-    figure = {
-        "data": [_trace(kind, some) for kind in kinds for some in _of(kind, drawn) if some],
-        "layout": layout,
-        "lines": len(names),
-    }
+    data = [_trace(kind, some) for kind, threads in groups.items() for some in threads.values()]
     short = len(spans) - len(drawn)
     line = f"The {short:,} shortest of {len(spans):,} spans are left out." if short else ""
-    return Timeline(setting, figure, [(kind, KINDS.get(kind, _OTHER)) for kind in kinds], line)
+    legend = [(kind, KINDS.get(kind, _OTHER)) for kind, threads in groups.items() if threads]
+    return Timeline(setting, {"data": data, "layout": layout, "lines": len(names)}, legend, line)
 
 
 def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
@@ -104,24 +95,14 @@ def _spans(trace: Any) -> tuple[list[_Span], list[str]]:
     return parsed, [escape(str(names.get(rank, rank))) for rank in ranks]
 
 
-def _of(kind: str, spans: Sequence[_Span]) -> tuple[list[_Span], list[_Span]]:
-    """Return the spans of a kind: those on the rank's main thread, and those on other threads."""
-    of_kind = [span for span in spans if span.kind == kind]
-    return [span for span in of_kind if not span.aside], [span for span in of_kind if span.aside]
-
-
 def _trace(kind: str, spans: Sequence[_Span]) -> Figure:
+    hovertext = [
+        f"<b>{escape(kind)}</b> {escape(span.label)}<br>{escape(span.rank)}: {shown(repr(span.ms))} ms"
+        f"<br>from {shown(repr(span.start_ms))} ms"
+        for span in spans
+    ]
     return {
-        **base_trace(
-            "bar",
-            kind,
-            [
-                f"<b>{escape(kind)}</b> {escape(span.label)}<br>{escape(span.rank)}: {shown(repr(span.ms))} ms"
-                f"<br>from {shown(repr(span.start_ms))} ms"
-                for span in spans
-            ],
-            KINDS.get(kind, _OTHER),
-        ),
+        **base_trace("bar", kind, hovertext, KINDS.get(kind, _OTHER)),
         "orientation": "h",
         "y": [escape(span.rank) for span in spans],
         "base": [span.start_ms for span in spans],

@@ -18,8 +18,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _UNITS = {
     "gbit_s": "Gbit/s", "gbs": "GB/s", "s": "s", "ms": "ms", "mb": "MB", "gb": "GB", "mib": "MiB", "gib": "GiB",
 }  # fmt: skip
-#: Larger than the default of the csv module: some cells hold the figures of partitions as JSON.
-_MOST_CHARACTERS = 1 << 24
+_MOST_CHARACTERS = 1 << 24  # of a cell: some hold the figures of partitions as JSON
 
 
 def read_csv(path: Path) -> tuple[list[str], list[Row]]:
@@ -74,9 +73,7 @@ def is_same(text: str, other: str) -> bool:
 def shown(text: str, *, group: bool = True) -> str:
     """Format a cell for people: numbers with four significant digits, whole numbers in full.
 
-    Args:
-        text: The cell.
-        group: Separate thousands.
+    ``group`` separates thousands.
 
     Example:
         >>> shown("33177248.75"), shown("0.0301411"), shown("50000"), shown("Cora")
@@ -109,12 +106,6 @@ def spoken(column: str) -> str:
 
 
 def together(row: Row, columns: Sequence[str], *, named: Collection[str] = ()) -> str:
-    """Join several cells of a row into one name; empty cells are left out.
-
-    Args:
-        row: The row.
-        columns: Columns of the cells.
-        named: Columns whose name is written before the value.
-    """
+    """Join the cells of several columns into one name, without empty ones; ``named`` columns add their names."""
     parts = ((column, shown(row.get(column, ""), group=False)) for column in columns)
     return ", ".join(f"{spoken(column)} {text}" if column in named else text for column, text in parts if text)

@@ -111,19 +111,14 @@ def reference_step(model: nn.Module, data: Data) -> Step:
 def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator, *, static_graph: bool = True) -> Step:
     """Make one step of a distributed model on this rank: the classifier's loss, with gradients averaged by DDP.
 
-    Args:
-        model: As :func:`~pygdist.distribute` returns it.
-        shard: This rank's part of the graph.
-        communicator: The ranks.
-        static_graph: As in DDP: some parameters may get no gradient. Without it, as in training, ranks wait for each
-            other's gradient of every parameter, and hang if one of them has none.
+    In a ``static_graph``, as in DDP, some parameters may get no gradient, even on some ranks alone. Without it, as in
+    training, ranks wait for each other's gradient of every parameter, and hang if one of them has none.
     """
     if shard.y is None or shard.train_mask is None:
         raise InputError("the graph has no labels, so there is no step to compare; set y and train_mask")
     trained = model
     if communicator.world_size > 1:
         # in the default process group, as under Lightning; exchanges have a group of their own
-        # a static graph allows parameters without gradient, even on some ranks alone: _Reached tells which
         trained = DistributedDataParallel(model, static_graph=static_graph, **DDP_OPTIONS)
     inputs, reached = edge_inputs(model, shard), _Reached(model)
     output = trained(shard.x, shard.adjacency, **inputs)
@@ -178,12 +173,8 @@ def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: f
 def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
     """Return the largest difference of the loss, the outputs, and each gradient, updated parameter and buffer.
 
-    The difference of a gradient is infinite if a rank has none and one process has one.
-
-    Args:
-        ours: The step on a rank.
-        reference: The step of one process.
-        rows: The rows of the reference's output that ``ours`` holds.
+    ``ours``, the step on a rank, holds these ``rows`` of the reference's output. The difference of a gradient is
+    infinite if a rank has none and one process has one.
     """
     pairs = {"loss": (torch.tensor(ours.loss), torch.tensor(reference.loss))}
     pairs["output"] = (ours.output, reference.output[rows])
@@ -242,7 +233,7 @@ def assert_exact(
         num_nodes: Nodes of each graph.
         num_features: Width of the nodes' rows, and of the input of each model.
         hidden_channels: Width of rows between layers; entries of the suite that are whole models have their own.
-        num_layers: Layers of each model; entries of the suite that are whole models have their own.
+        num_layers: Layers of each model, likewise.
         seed: Seed of everything random.
         tolerance: Largest absolute difference allowed.
         savings: As for :func:`~pygdist.distribute`.
@@ -353,8 +344,6 @@ def without_dropout() -> Iterator[None]:
         return x
 
     kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(mock.patch(f"torch.nn.functional.{kind}", identity))
-        stack.enter_context(mock.patch("torch.dropout", identity))
+    identities: Any = dict.fromkeys(kinds, identity)
+    with mock.patch("torch.dropout", identity), mock.patch.multiple(functional, **identities):
         yield

@@ -4,6 +4,7 @@ A model is called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_
 them. The README's list of supported layers is generated from :data:`LAYERS`, and a test checks it.
 """
 
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 import itertools
@@ -18,34 +19,25 @@ from torch_geometric import nn as pyg
 
 __all__ = ["HIDDEN", "LAYERS", "LayerCase", "build"]
 
-HIDDEN = 6
-"""Width of rows between layers."""
+HIDDEN = 6  # width of rows between layers
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One entry of the suite.
-
-    Args:
-        layer: The PyG class that the entry tests.
-        make: ``make(in_channels, out_channels) -> nn.Module``.
-        note: A limit that users should know; printed in the list of supported layers.
-        takes: Inputs that the layer's forward takes: ``edge_weight``, ``edge_attr``, ``edge_type``, ``x_0``.
-        whole: ``make`` returns a whole model, not one layer to be stacked.
-    """
+    """One entry of the suite: a PyG class, and ``make(in_channels, out_channels)`` for a layer or a model of it."""
 
     layer: type[nn.Module]
     make: Callable[[int, int], nn.Module]
-    note: str = ""
-    takes: tuple[str, ...] = ()
-    whole: bool = False
+    note: str = ""  # a limit that users should know; printed in the list of supported layers
+    takes: tuple[str, ...] = ()  # inputs of the layer's forward: edge_weight, edge_attr, edge_type, x_0
+    whole: bool = False  # `make` returns a whole model, not one layer to be stacked
 
 
 class Stack(nn.Module):
     """Layers with a non-linearity between them; each gets the edge inputs that it takes."""
 
     def __init__(
-        self, case: LayerCase, in_channels: int, out_channels: int, num_layers: int, hidden_channels: int
+        self, case: LayerCase, in_channels: int, out_channels: int, *, num_layers: int, hidden_channels: int
     ) -> None:
         super().__init__()
         self.takes = case.takes
@@ -72,8 +64,7 @@ class Stack(nn.Module):
         first = (x,) if "x_0" in self.takes else ()
         for number, layer in enumerate(self.layers):
             x = layer(x if number == 0 else x.tanh(), *first, edge_index, **extra)
-        out: Tensor = self.lin_out(x)
-        return out
+        return self.lin_out(x)
 
 
 class Around(nn.Module):
@@ -85,8 +76,7 @@ class Around(nn.Module):
         self.lin_out = nn.LazyLinear(out_channels)
 
     def forward(self, x: Tensor, edge_index: Tensor, **extra: Tensor) -> Tensor:
-        out: Tensor = self.lin_out(self.layer(self.lin_in(x), edge_index, **extra))
-        return out
+        return self.lin_out(self.layer(self.lin_in(x), edge_index, **extra))
 
 
 class Twice(nn.Module):
@@ -97,13 +87,10 @@ class Twice(nn.Module):
         self.lin, self.conv = nn.Linear(in_channels, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)
         self.jump, self.out = pyg.JumpingKnowledge("cat"), nn.Linear(3 * HIDDEN, out_channels)
 
-    def forward(
-        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, **_: Tensor) -> Tensor:
         first = self.lin(x)
         second = self.conv(first, edge_index).tanh()
-        out: Tensor = self.out(self.jump([first, second, self.conv(second, edge_index)]))
-        return out
+        return self.out(self.jump([first, second, self.conv(second, edge_index)]))
 
 
 class Detached(nn.Module):
@@ -117,8 +104,7 @@ class Detached(nn.Module):
         hidden = self.lin(x)
         with torch.no_grad():
             target: Tensor = self.conv(hidden, edge_index)
-        out: Tensor = self.conv(hidden, edge_index) + target
-        return out
+        return self.conv(hidden, edge_index) + target
 
 
 class Dna(nn.Module):
@@ -129,13 +115,10 @@ class Dna(nn.Module):
         self.lin_in, self.conv = nn.Linear(in_channels, 8), pyg.DNAConv(8, heads=2)
         self.lin_out = nn.Linear(8, out_channels)
 
-    def forward(
-        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, **_: Tensor) -> Tensor:
         first = self.lin_in(x)
         second = self.conv(first[:, None], edge_index, edge_weight)
-        out: Tensor = self.lin_out(self.conv(torch.stack([first, second], dim=1), edge_index, edge_weight))
-        return out
+        return self.lin_out(self.conv(torch.stack([first, second], dim=1), edge_index, edge_weight))
 
 
 class Normed(nn.Module):
@@ -146,11 +129,8 @@ class Normed(nn.Module):
         self.first, self.norm = pyg.SAGEConv(in_channels, HIDDEN), norm(HIDDEN)
         self.second = pyg.SAGEConv(HIDDEN, out_channels)
 
-    def forward(
-        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, edge_attr: Tensor | None = None
-    ) -> Tensor:
-        out: Tensor = self.second(self.norm(self.first(x, edge_index)).tanh(), edge_index)
-        return out
+    def forward(self, x: Tensor, edge_index: Tensor, **_: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x, edge_index)).tanh(), edge_index)
 
 
 class Cached(nn.Module):
@@ -161,16 +141,14 @@ class Cached(nn.Module):
         self.first, self.second = pyg.SGConv(in_channels, HIDDEN, K=2, cached=True), pyg.SAGEConv(HIDDEN, out_channels)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index).tanh(), edge_index)
-        return out
+        return self.second(self.first(x, edge_index).tanh(), edge_index)
 
 
 class DerivedGCN(pyg.GCNConv):
     """A user's subclass that calls its parent's forward."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        out: Tensor = super().forward(x, edge_index, edge_weight)
-        return 0.5 * out
+        return 0.5 * super().forward(x, edge_index, edge_weight)
 
 
 def _mlp(in_channels: int, out_channels: int) -> nn.Module:
@@ -195,18 +173,12 @@ def _case(
 def _pna(in_channels: int, out_channels: int) -> nn.Module:
     histogram = torch.tensor([3, 5, 8, 6, 4, 2, 1])
     scalers = ["identity", "amplification", "attenuation"]
-    conv: nn.Module = pyg.PNAConv(
-        in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4
-    )
-    return conv
+    return pyg.PNAConv(in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4)
 
 
-def _norm(norm: type[nn.Module], **arguments: Any) -> LayerCase:
-    return LayerCase(norm, partial(Normed, lambda width: norm(width, **arguments)), whole=True)
-
-
-def _scale_norm(norm: Callable[[], nn.Module]) -> LayerCase:
-    return LayerCase(type(norm()), partial(Normed, lambda _: norm()), whole=True)
+def _norm(norm: type[nn.Module], *, sized: bool = True, **arguments: Any) -> LayerCase:
+    """Make a case with a norm whose first argument is the width of rows, if it is ``sized``."""
+    return LayerCase(norm, partial(Normed, lambda width: norm(*(width,) * sized, **arguments)), whole=True)
 
 
 _WEIGHT, _ATTR, _TYPE = "edge_weight", "edge_attr", "edge_type"
@@ -280,12 +252,12 @@ LAYERS: dict[str, LayerCase] = {
     "BatchNorm1d": _norm(nn.BatchNorm1d),
     "DiffGroupNorm": _norm(pyg.DiffGroupNorm, groups=2),
     "GraphNorm": _norm(pyg.GraphNorm),
-    "GraphSizeNorm": _scale_norm(pyg.GraphSizeNorm),
+    "GraphSizeNorm": _norm(pyg.GraphSizeNorm, sized=False),
     "InstanceNorm": _norm(pyg.InstanceNorm, affine=True, track_running_stats=True),
     "LayerNorm-graph": _norm(pyg.LayerNorm, mode="graph"),
-    "MeanSubtractionNorm": _scale_norm(pyg.MeanSubtractionNorm),
-    "PairNorm": _scale_norm(pyg.PairNorm),
-    "PairNorm-rows": _scale_norm(lambda: pyg.PairNorm(scale_individually=True)),
+    "MeanSubtractionNorm": _norm(pyg.MeanSubtractionNorm, sized=False),
+    "PairNorm": _norm(pyg.PairNorm, sized=False),
+    "PairNorm-rows": _norm(pyg.PairNorm, sized=False, scale_individually=True),
 }
 
 
@@ -299,11 +271,8 @@ def build(
     """
     case = LAYERS[name]
     torch.manual_seed(seed)
-    model = (
-        case.make(in_channels, out_channels)
-        if case.whole
-        else Stack(case, in_channels, out_channels, num_layers, hidden_channels)
-    ).double()
+    make = case.make if case.whole else partial(Stack, case, num_layers=num_layers, hidden_channels=hidden_channels)
+    model = make(in_channels, out_channels).double()
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         x, attr = torch.zeros(2, in_channels, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
         with torch.no_grad():

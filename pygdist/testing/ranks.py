@@ -1,8 +1,7 @@
 """Real ranks for tests: one process each, joined by gloo through a file. No ports, no launcher.
 
 Importing torch and PyG costs seconds. Python's fork server imports them once, starts no thread, and forks the ranks,
-which make their own threads and groups. :class:`RankPool` keeps its ranks for many calls of any world size up to its
-own. :func:`run_ranks` is a pool for one call.
+which make their own threads and groups.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Processes that run functions as ranks of a gloo group.
+    """Processes that run functions as ranks of a gloo group, for many calls of any world size up to its own.
 
     Ranks share no memory with the caller. Their environment variables are those that the caller had when it started its
     fork server, which its first pool does.
@@ -57,9 +55,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -132,30 +128,13 @@ class RankPool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, f"the process ended (exit code {self._exit_code(rank)})")
+                    self._processes[rank].join(timeout=5)
+                    answers[rank] = (False, f"the process ended (exit code {self._processes[rank].exitcode})")
         return answers
-
-    def _exit_code(self, rank: int) -> int | None:
-        self._processes[rank].join(timeout=5)
-        code: int | None = self._processes[rank].exitcode
-        return code
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on processes of its own: :meth:`RankPool.run`, once.
-
-    Args:
-        function: As in :meth:`RankPool.run`, like ``args``.
-        world_size: Number of processes.
-        args: Anything that can be pickled.
-        timeout_s: Seconds that the call may take.
-
-    Returns:
-        The results of all ranks, in rank order.
-
-    Raises:
-        RankError: As in :meth:`RankPool.run`.
-    """
+    """Call ``function(rank, world_size, *args)`` on processes of its own: :meth:`RankPool.run`, once."""
     with RankPool(world_size, timeout_s=timeout_s) as pool:
         return pool.run(function, world_size, *args)
 

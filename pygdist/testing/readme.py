@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-from torch import nn
 
 from pygdist.errors import InputError
 from pygdist.routing.refusals import REFUSED_LAYERS
@@ -26,20 +24,16 @@ def layers_table() -> str:
     """Return one row for each layer class: the options and edge inputs it is tested with, and its limits."""
     rows = ["| layer | also with | edge inputs | to know |", "| --- | --- | --- | --- |"]
     for layer, cases in _by_class(norms=False).items():
-        options = [name.partition("-")[2] for name in cases if "-" in name]
         inputs = sorted({name for case in cases.values() for name in case.takes if name.startswith("edge_")})
         notes = [case.note for case in cases.values() if case.note]
-        rows.append(f"| {_code([layer])} | {', '.join(options)} | {_code(inputs)} | {'; '.join(notes)} |")
+        rows.append(f"| {_code([layer])} | {_options(cases)} | {_code(inputs)} | {'; '.join(notes)} |")
     return "\n".join(rows)
 
 
 def norms_list() -> str:
     """Return the norms over nodes, with the options they are tested with."""
-    texts = []
-    for norm, cases in _by_class(norms=True).items():
-        options = [name.partition("-")[2] for name in cases if "-" in name]
-        texts.append(_code([norm]) + (f" ({', '.join(options)})" if options else ""))
-    return ", ".join(texts)
+    norms = {norm: _options(cases) for norm, cases in _by_class(norms=True).items()}
+    return ", ".join(_code([norm]) + (f" ({options})" if options else "") for norm, options in norms.items())
 
 
 def refused_table() -> str:
@@ -72,13 +66,14 @@ def _by_class(*, norms: bool) -> dict[str, dict[str, LayerCase]]:
     """Return the suite's cases by name of the layer's class, sorted."""
     cases: dict[str, dict[str, LayerCase]] = {}
     for name, case in LAYERS.items():
-        if _is_norm(case.layer) == norms:
+        module = case.layer.__module__
+        if (".norm." in module or module.startswith("torch.nn.")) == norms:
             cases.setdefault(name.partition("-")[0], {})[name] = case
     return dict(sorted(cases.items(), key=lambda item: item[0].lower()))
 
 
-def _is_norm(layer: type[nn.Module]) -> bool:
-    return ".norm." in layer.__module__ or layer.__module__.startswith("torch.nn.")
+def _options(cases: Iterable[str]) -> str:
+    return ", ".join(name.partition("-")[2] for name in cases if "-" in name)
 
 
 def _code(names: Sequence[str]) -> str:
