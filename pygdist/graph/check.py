@@ -58,14 +58,9 @@ def check_fields(
     num_classes: int | None = None,
     after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Run the checks of :func:`check` on all fields but the edges.
+    """Run the checks of :func:`check` on all fields but the edges: ``x``, ``y``, masks and values of edges.
 
-    Args:
-        fields: ``x``, ``y``, masks, and values of edges, as far as they exist.
-        num_nodes: Number of nodes.
-        num_edges: Number of edges.
-        num_classes: Number of classes, if it is known.
-        after_block: Called with the name of a field after each block of its rows.
+    ``after_block`` is called with the name of a field after each block of its rows.
 
     Raises:
         InputError: As in :func:`check`; the message begins with the name of the field and a colon.

@@ -109,17 +109,9 @@ class Shard:
         verify: bool = True,
         meta: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """Map one part of a store on disk (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
+        """Map one part of a store of any placement (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
 
-        Args:
-            folder: The store, of any placement.
-            rank: Number of the part.
-            num_parts: World size of the run, to check that the store has as many parts.
-            verify: Read the files once and compare their checksums; not needed when a part is opened again.
-            meta: The result of :func:`~pygdist.graph.read_meta`, for callers that open many parts.
-
-        Raises:
-            InputError: If the store is missing or corrupted, or has another number of parts.
+        Arguments and errors are those of :func:`~pygdist.graph.open_part`.
         """
         meta = read_meta(folder) if meta is None else meta
         arrays = open_part(folder, rank, num_parts=num_parts, verify=verify, meta=meta)

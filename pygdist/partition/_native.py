@@ -26,11 +26,7 @@ PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
 
 
 def require(name: str, num_nodes: int) -> None:
-    """Refuse to run partitioner ``name`` without the native library, or with too many nodes for its ids.
-
-    Raises:
-        InputError: In either case.
-    """
+    """Refuse to run partitioner ``name`` without the native library, or with too many nodes for its ids."""
     library.require(f"partitioner '{name}'", "; 'chunk', 'hash' and 'metis' work without")
     if num_nodes >= 1 << 31:
         raise InputError(f"partitioner '{name}' takes fewer than 2^31 nodes, the graph has {num_nodes}; use 'hash'")

@@ -52,12 +52,7 @@ class VertexCut:
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
 
     def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        """Add edges that are placed.
-
-        Args:
-            chunk: Edges, of shape ``(2, k)``.
-            part: The part of each; int32 of shape ``(k,)``.
-        """
+        """Add edges that are placed: a chunk ``(2, k)`` and the part of each edge, int32 of shape ``(k,)``."""
         if load() is not None:
             call("mark_replicas", chunk, self.native(0), part)
             return
@@ -82,8 +77,7 @@ class VertexCut:
     def owners(self, seed: int) -> NDArray[np.int32]:
         """Draw an owner for each node among the parts that hold it, by a hash of its id; any part if it has no edges.
 
-        Returns:
-            int32 of shape ``(N,)``.
+        int32 of shape ``(N,)``.
         """
         owner = np.empty(len(self.replicas), dtype=np.int32)
         for start in range(0, len(owner), _NODES_AT_A_TIME):
@@ -130,20 +124,13 @@ class EdgePartitioner(Partitioner):
 
     @abstractmethod
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
-        """Return a function that places the edges, chunk by chunk.
+        """Return a function that places the edges chunk by chunk, and adds each to ``cut`` (:meth:`VertexCut.add`).
 
-        Args:
-            edges: The graph; may be read in any number of passes before the one that places.
-            cut: The vertex-cut, to which the function adds each chunk (:meth:`VertexCut.add`).
+        The edges may be read in any number of passes before the one that places.
         """
 
     def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
-        """Place all edges.
-
-        Args:
-            edges: The graph.
-            num_parts: Number of parts.
-            part: Array of integers, ``(E,)``, that receives the part of each edge; may be memory-mapped.
+        """Place all edges; ``part``, ``(E,)``, receives the part of each edge, and may be memory-mapped.
 
         Raises:
             InputError: If the graph cannot be divided into so many parts, or the method needs the native library and

@@ -163,16 +163,11 @@ class SaintWalkBatches(_SaintBatches):
 def norms(csr: CSR, draw: Draw, sample_coverage: int, *, num_train: int, seed: int) -> tuple[Tensor, Tensor]:
     """Estimate the weights of losses and of edges; see :mod:`pygdist.sampler.saint`.
 
-    Args:
-        csr: In-edges of the part.
-        draw: Draws the nodes of a subgraph.
-        sample_coverage: Draw subgraphs until they have this many times the rows of the part.
-        num_train: Training nodes of the part.
-        seed: Seed of the subgraphs.
+    Subgraphs are drawn until they have ``sample_coverage`` times the rows of the part, which has ``num_train`` training
+    nodes. Nodes and edges that were never sampled count as sampled once.
 
     Returns:
         ``node_norm`` of shape ``(n,)`` and ``edge_norm`` of shape ``(E,)`` in the caller's order of edges; float32.
-        Nodes and edges that were never sampled count as sampled once.
     """
     node_count = torch.zeros(csr.num_rows, dtype=torch.int64)
     edge_count = torch.zeros(csr.num_entries, dtype=torch.int32)

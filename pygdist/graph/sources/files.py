@@ -96,11 +96,7 @@ class GraphFiles:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The files by field: ``edge_index``, ``x``, ``y``, ...
-
-        Raises:
-            InputError: If one is missing.
-        """
+        """The files by field: ``edge_index``, ``x``, ``y``, ...; ``InputError`` if one is missing."""
         edges = Path(self.edges)
         paths = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
         arguments = {"x": self.features, "y": self.labels}

@@ -92,12 +92,7 @@ def prepare_nodes(
 ) -> None:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
-    Args:
-        fields: ``y`` and masks, if they exist; changed in place.
-        num_nodes: Number of nodes.
-        split: Shares of the labelled nodes.
-        split_seed: Seed of the drawn split.
-        notes: A note on each change is appended.
+    ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended.
     """
     for name in MASKS:
         if name in fields:
@@ -122,10 +117,7 @@ def labelled_nodes(y: Tensor) -> Tensor:
 
 
 def fingerprint(data: Data) -> str:
-    """Hash a graph's content: names, types, shapes and bytes of the fields that pygdist uses.
-
-    Args:
-        data: A graph that :func:`prepare` returned.
+    """Hash a prepared graph's content: names, types, shapes and bytes of the fields that pygdist uses.
 
     Returns:
         32 hexadecimal digits; equal on every machine of the same byte order.

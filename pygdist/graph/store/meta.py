@@ -94,13 +94,10 @@ def write_store(
         notes: Notes on preprocessing, one sentence each.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` if it was computed before.
-        figures: More entries for ``meta.json``.
+        figures: More entries for ``meta.json``, whose content is returned.
         num_hops: Number of hops that halos reach.
         placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
         overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
-
-    Returns:
-        The content of ``meta.json``.
 
     Raises:
         InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, the place holds
@@ -134,19 +131,13 @@ def build_store(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a store, unless it exists already.
-
-    The folder appears when it is complete. What a failed or killed process leaves cannot be mistaken for a store, and
-    the next writer of the same folder removes it.
+    """Write a store, unless it exists already, and return the content of its ``meta.json``.
 
     Args:
         folder: The store's place.
         wanted: Entries of ``meta.json`` that tell this store from others.
         build: Writes everything but ``meta.json`` into the folder it is called with, and returns the other entries.
         overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
-
-    Returns:
-        The content of ``meta.json``.
 
     Raises:
         InputError: If the place holds something else, or the disk refuses.
@@ -182,18 +173,10 @@ def write_graph(
     num_hops: int = 1,
     placement: str | None = None,
 ) -> dict[str, Any]:
-    """Write all parts of a graph.
+    """Write all parts of a graph into an empty folder; return the entries of ``meta.json`` that follow from them.
 
-    Args:
-        graph: The graph.
-        part: Owner of each node, int32 of shape ``(N,)``.
-        place: An empty folder.
-        num_parts: Number of parts.
-        num_hops: Number of hops that halos reach.
-        placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
-
-    Returns:
-        The entries of ``meta.json`` that follow from the graph and its parts.
+    ``part`` is the owner of each node, int32 of shape ``(N,)``. Halos reach ``num_hops``; by default the placement is
+    *nodes* for one hop and *replicas* for more.
 
     Raises:
         InputError: If ``num_hops`` and ``placement`` do not go together.
@@ -215,13 +198,8 @@ def write_graph(
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
     """Check the owner of each node, and return them as int32 of shape ``(N,)``.
 
-    Args:
-        part: Owner of each node.
-        num_nodes: Number of nodes, N.
-        num_parts: Number of parts.
-
     Raises:
-        InputError: If these are not ``N`` integers from 0 to ``num_parts - 1``.
+        InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
     """
     part = np.asarray(part)
     if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
@@ -233,9 +211,6 @@ def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
     """Read ``meta.json`` of a store.
-
-    Args:
-        folder: The store.
 
     Raises:
         InputError: If there is no finished store, or it has another format version.
@@ -275,7 +250,8 @@ def open_part(
         folder: The store.
         part: Number of the part.
         num_parts: World size of the run, to check that the store has as many parts.
-        verify: Read the files once and compare their checksums. Sizes, types and shapes are always compared.
+        verify: Read the files once and compare their checksums; not needed when a part is opened again. Sizes, types
+            and shapes are always compared.
         meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
@@ -302,14 +278,11 @@ def open_part(
 
 
 def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:
-    """Return the name of a store in a cache: a hash of the graph's content, the arguments and the format.
+    """Return the name of a store in a cache, 32 hexadecimal digits: a hash of the graph, the arguments and the format.
 
     Args:
         fingerprint: :func:`pygdist.graph.fingerprint` of the prepared graph.
         arguments: Everything else that the store depends on: method and its arguments, number of parts, placement.
-
-    Returns:
-        32 hexadecimal digits.
 
     Raises:
         InputError: If an argument cannot be expressed in JSON.

@@ -44,20 +44,10 @@ def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hop
 def _write_surroundings(
     parts: NodeParts, part: int, folders: Sequence[Path], num_hops: int, in_degree: NDArray[np.float64]
 ) -> tuple[dict[str, Any], Ids]:
-    """Write the arrays of one part beside those of *nodes*.
+    """Write the arrays of one part beside those of *nodes*; describe each file, and count rows by hop and owner.
 
     Rows are owned, then by hop; a node is listed at the first hop that reaches it. Rows of the last hop, the rim, have
     the in-edges that begin at rows of fewer hops, and their self-loops; the other rows have all their in-edges.
-
-    Args:
-        parts: The owners.
-        part: The part to write.
-        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
-        num_hops: Number of hops around the owned nodes, at least 1.
-        in_degree: The result of :func:`_write_in_degrees`.
-
-    Returns:
-        A description of each file, and the number of rows by hop and owner, of shape ``(num_hops, num_parts)``.
     """
     folder = folders[part]
     n_id, indptr = _array(folder, "n_id"), _array(folder, "indptr")

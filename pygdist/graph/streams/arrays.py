@@ -21,13 +21,7 @@ _BLOCK_BYTES = 1 << 24
 def write_rows(
     path: Path, source: NDArray[Any], rows: NDArray[Any] | None = None, *, dtype: np.dtype[Any] | None = None
 ) -> dict[str, Any]:
-    """Write ``source[rows]`` as ``.npy``, a block of rows at a time, and flush it to disk.
-
-    Args:
-        path: The file.
-        source: The array to take rows from, in memory or memory-mapped.
-        rows: Positions of the rows to write; all if ``None``.
-        dtype: Type to write; that of ``source`` by default.
+    """Write ``source[rows]`` (by default all rows) as ``.npy``, a block of rows at a time, and flush it to disk.
 
     Returns:
         ``bytes``, ``crc32``, ``dtype`` and ``shape``, which a reader can check the file against.

@@ -32,11 +32,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Make this process the only writer of a folder, and remove what killed writers left beside it.
-
-    Args:
-        folder: The finished folder's place; its parent is created.
-    """
+    """Make this process the only writer of a folder, and remove what killed writers left beside it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
     descriptor = _lock(path, folder)
@@ -59,14 +55,10 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` when the block ends, and is removed if it raises.
+    """Yield an empty temporary folder that becomes ``folder`` when the block ends, and is removed if it raises.
 
-    Args:
-        folder: The finished folder's place. A folder that another process put there meanwhile stays.
-        replace: Replace a folder that is already there; it is removed once the new one is in place.
-
-    Yields:
-        The temporary folder, empty.
+    A folder that another process put there meanwhile stays. With ``replace`` the new folder takes the place of one that
+    is already there, which is then removed.
     """
     temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}"
     old = temporary.with_name(temporary.name + _REPLACED)

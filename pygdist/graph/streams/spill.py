@@ -20,14 +20,7 @@ __all__ = ["Spill"]
 
 
 class Spill:
-    """Edges grouped by the owner of their target.
-
-    Args:
-        path: The file to write; it is removed when the ``with`` block ends.
-        edges: The graph.
-        part: Owner of each node, of shape ``(N,)``.
-        num_parts: Number of parts.
-    """
+    """Edges in a file, grouped by the part of their target; the file is removed when the ``with`` block ends."""
 
     def __init__(self, path: Path, edges: EdgeStream, part: NDArray[Any], num_parts: int) -> None:
         self.path = path
