@@ -75,10 +75,7 @@ class VertexCut:
         return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
-        """Draw an owner for each node among the parts that hold it, by a hash of its id; any part if it has no edges.
-
-        int32 of shape ``(N,)``.
-        """
+        """Draw a part that holds the node (any if none does) as owner of each, by a hash of its id; int32 ``(N,)``."""
         owner = np.empty(len(self.replicas), dtype=np.int32)
         for start in range(0, len(owner), _NODES_AT_A_TIME):
             rows = self.replicas[start : start + _NODES_AT_A_TIME]

@@ -42,6 +42,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ from pygdist.errors import InputError
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
-from pygdist.graph.streams.arrays import flush
-from pygdist.graph.streams.folder import exclusive, fresh_folder
+from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = [
@@ -144,24 +144,15 @@ def build_store(
     """
     folder = Path(folder)
     wanted = json.loads(_canonical(wanted))
-    try:
-        if (existing := _existing(folder, wanted, overwrite)) is not None:
-            return existing  # without the lock, which a read-only place does not allow
-        with exclusive(folder):
-            if (existing := _existing(folder, wanted, overwrite)) is not None:
-                log.info("%s exists already", folder)
-                return existing
-            with fresh_folder(folder, replace=overwrite) as temporary:
-                meta: dict[str, Any] = {**build(temporary), "format_version": FORMAT_VERSION, **wanted}
-                meta["peak_rss_bytes"] = peak_rss_bytes()
-                meta["crc32"] = _checksum(meta)
-                (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-                flush(temporary / "meta.json")
-            log.info("wrote %d parts to %s", meta["num_parts"], folder)
-            # without locks another writer may have been first, so read what is there
-            return _existing(folder, wanted, overwrite=False) or meta
-    except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+
+    def write(place: Path) -> dict[str, Any]:
+        meta: dict[str, Any] = {**build(place), "format_version": FORMAT_VERSION, **wanted}
+        meta["peak_rss_bytes"] = peak_rss_bytes()
+        log.info("wrote %d parts to %s", meta["num_parts"], folder)
+        return meta | {"crc32": _checksum(meta)}
+
+    existing = partial(_existing, folder, wanted)
+    return write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite)
 
 
 def write_graph(
@@ -305,11 +296,7 @@ def _canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """Return ``meta.json`` of the finished store if it is the wanted one; ``None`` if the place may be written."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
-        return None
-    if not (folder / "meta.json").is_file():
-        raise InputError(f"{folder}: exists and is not a store of pygdist; remove it or choose another folder")
+    """Return ``meta.json`` of a finished store if it is the wanted one; ``None`` if it may be replaced."""
     if overwrite:
         return None
     meta = read_meta(folder)
@@ -317,5 +304,4 @@ def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[
         raise InputError(
             f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
         )
-    log.debug("%s exists already", folder)
     return meta

@@ -98,19 +98,9 @@ def _edges_of_rim(
 def _write_in_degrees(
     parts: NodeParts, folders: Sequence[Path], path: Path, *, weight: NDArray[Any] | None, dtype: DTypeLike
 ) -> NDArray[np.float64]:
-    """Count and sum the in-edges of each node, for degree normalisation; one part after the other.
+    """Write the ``in_degree`` of every node (:mod:`pygdist.graph.store.meta`) to ``path``, part by part, and map it.
 
-    Args:
-        parts: The owners.
-        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
-        path: The file to write. It must exist as long as the result is used.
-        weight: Weight of each edge of the whole graph; ``None`` if it has none.
-        dtype: The type of weights in a store.
-
-    Returns:
-        For each node its number of in-edges and of self-loops; with weights also the sum of all weights, the sum of the
-        self-loops' weights, and the weight of the last self-loop or 0. Of shape ``(N, 5)`` or ``(N, 2)``, mapped from
-        the file.
+    The file must exist as long as the result is used. ``weight`` belongs to the edges of the whole graph.
     """
     width = 2 if weight is None else 5
     in_degree = np.lib.format.open_memmap(path, "w+", np.float64, (len(parts.owner), width))
