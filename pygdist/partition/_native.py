@@ -18,7 +18,7 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.native import NativeEdges, library
 
-__all__ = ["PlaceEdges", "call", "count_degrees", "placer", "require"]
+__all__ = ["Argument", "PlaceEdges", "call", "count_degrees", "require"]
 
 Argument: TypeAlias = NDArray[Any] | ctypes.Structure | ctypes.c_int32 | float | None
 PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
@@ -54,15 +54,6 @@ def call(function: str, chunk: NDArray[np.int64] | None, *arguments: Argument) -
     status = getattr(library.require("this partitioner"), f"pygdist_{function}")(*values)
     if status != 0:
         raise MemoryError(f"not enough memory for {function.replace('_', ' ')}")
-
-
-def placer(function: str, *arguments: Argument) -> PlaceEdges:
-    """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts."""
-
-    def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        call(function, chunk, *arguments, part)
-
-    return place
 
 
 def count_degrees(edges: EdgeStream) -> NDArray[np.int32]:

@@ -42,7 +42,8 @@ class GraphBytes:
     @classmethod
     def of(cls, graph: WholeGraph) -> GraphBytes:
         """Measure a graph as it will be stored; duplicate edges that will be merged count separately."""
-        width = {name: _row_bytes(name, value) for name, value in graph.fields.items()}
+        fields = graph.fields.items()
+        width = {name: stored_type(name, value).itemsize * math.prod(value.shape[1:]) for name, value in fields}
         of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
         per_node = sum(width.values()) - of_edges + 16
         return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)
@@ -194,7 +195,3 @@ class DeviceMemory:
 
     def _budget_text(self) -> str:
         return f"{self.budget / _GIB:.3g} GiB ({self.bytes / _GIB:.3g} GiB less {self.reserve:.0%} for training)"
-
-
-def _row_bytes(name: str, value: NDArray[Any]) -> int:
-    return int(stored_type(name, value).itemsize * math.prod(value.shape[1:]))

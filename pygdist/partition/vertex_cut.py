@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from pygdist.graph import EdgeStream
 from pygdist.native import NativePlacement, load
-from pygdist.partition._native import PlaceEdges, call
+from pygdist.partition._native import Argument, PlaceEdges, call
 from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number, check_seed
 from pygdist.partition.hash import mix
 
-__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut", "marked"]
+__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut"]
 
 _NODES_AT_A_TIME = 1 << 20
 
@@ -50,6 +50,19 @@ class VertexCut:
     def native(self, capacity: int) -> NativePlacement:
         """Describe it to the native library, which changes it in place; ``capacity`` is the most edges of a part."""
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
+
+    def placer(self, function: str, *arguments: Argument, adds: bool = False) -> PlaceEdges:
+        """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts.
+
+        With ``adds`` it then adds the edges, for library functions that do not.
+        """
+
+        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+            call(function, chunk, *arguments, part)
+            if adds:
+                self.add(chunk, part)
+
+        return place
 
     def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
         """Add edges that are placed: a chunk ``(2, k)`` and the part of each edge, int32 of shape ``(k,)``."""
@@ -176,13 +189,3 @@ class BalancedEdgePartitioner(EdgePartitioner):
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
         """Return the most edges of a part."""
         return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
-
-
-def marked(cut: VertexCut, place: PlaceEdges) -> PlaceEdges:
-    """Return a function that calls ``place`` and adds the edges to ``cut``."""
-
-    def placed(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        place(chunk, part)
-        cut.add(chunk, part)
-
-    return placed

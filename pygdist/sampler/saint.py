@@ -118,15 +118,8 @@ class SaintEdgeBatches(_SaintBatches):
     """GraphSAINT's edge sampler: draws both ends of an edge from u to v with probability ~ 1/deg(u) + 1/deg(v).
 
     These are the out-degree of u and the in-degree of v. Each node has a self-loop, so nodes without other edges are
-    drawn too. It takes memory for the transposed matrix besides the graph.
-
-    Args:
-        batch_size: Edges that a subgraph draws, with replacement.
-        num_steps: Subgraphs in an epoch.
-        sample_coverage: Samples of each row, on average, from which the normalisation is estimated; 0 for none.
-
-    Raises:
-        InputError: If a number is below 1, or the coverage below 0.
+    drawn too. It takes memory for the transposed matrix besides the graph. Arguments are those of
+    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` edges.
     """
 
     @override
@@ -137,16 +130,11 @@ class SaintEdgeBatches(_SaintBatches):
 class SaintWalkBatches(_SaintBatches):
     """GraphSAINT's random-walk sampler: draws nodes uniformly, and those on a walk from each against the edges.
 
-    A walk goes where a layer's messages come from. It stays at a node without in-edges.
+    A walk goes where a layer's messages come from. It stays at a node without in-edges. Other arguments are those of
+    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` walks.
 
     Args:
         walk_length: Steps of a walk.
-        batch_size: Walks of a subgraph.
-        num_steps: Subgraphs in an epoch.
-        sample_coverage: Samples of each row, on average, from which the normalisation is estimated; 0 for none.
-
-    Raises:
-        InputError: If a number is below 1, or the coverage below 0.
     """
 
     def __init__(

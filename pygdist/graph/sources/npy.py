@@ -28,11 +28,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.check import FIELDS, MASKS
 
 __all__ = ["array_paths", "load_npy", "pick_split", "read_array", "read_mask", "read_tensor", "save_npy"]
 
-FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx"), "test_mask": ("test_idx",)}
 
 
