@@ -214,9 +214,8 @@ class GraphFiles:
         enter_stage(progress, f"reading {path.name}")
         loops = 0
         place = scratch / "edges.npy"
-        with EdgeWriter(
-            place, np.int64 if num_nodes is None or num_nodes > np.iinfo(np.int32).max else np.int32
-        ) as out:
+        narrow = num_nodes is not None and num_nodes <= np.iinfo(np.int32).max
+        with EdgeWriter(place, np.int32 if narrow else np.int64) as out:
             for chunk in reader():
                 if self.remove_self_loops:
                     keep = chunk[0] != chunk[1]
