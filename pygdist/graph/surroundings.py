@@ -130,5 +130,5 @@ def as_tensor(array: np.ndarray) -> Tensor:
 
 
 def is_plain(value: object) -> bool:
-    """Tell if a field is a tensor of numbers."""
+    """Tell if the value of a field is a tensor other than the edges."""
     return isinstance(value, Tensor) and not isinstance(value, Adjacency)

@@ -23,8 +23,8 @@ _MOST_NUMBERS = 16  # parts up to which every cell shows its number
 def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
     """Draw the rows that each part sends to each other part in one hop, as a heat map with numbers.
 
-    Senders are rows, receivers are columns. ``metrics`` may be the contents of ``meta.json``. By default ``ax`` is that
-    of a new figure; it is returned.
+    Senders are rows, receivers are columns. ``metrics`` may be the contents of ``meta.json``. The plot is drawn on
+    ``ax``, by default on the axes of a new figure, which are returned.
 
     Example:
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash")

@@ -88,7 +88,7 @@ class VertexCut:
         return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
-        """Draw a part that holds the node (any if none does) as owner of each, by a hash of its id; int32 ``(N,)``."""
+        """Choose each node's owner, int32 ``(N,)``: a part that holds it (any if none does), by a hash of its id."""
         owner = np.empty(len(self.replicas), dtype=np.int32)
         for start in range(0, len(owner), _NODES_AT_A_TIME):
             rows = self.replicas[start : start + _NODES_AT_A_TIME]
