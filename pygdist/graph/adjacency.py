@@ -28,11 +28,7 @@ Score: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Slot(Generic[T]):
-    """The key of a result of type ``T`` that is kept with edges; see :meth:`Adjacency.slot`.
-
-    Attributes:
-        name: Shown in ``repr`` only: each slot object is a key of its own.
-    """
+    """The key of a result of type ``T`` that is kept with edges (:meth:`Adjacency.slot`); the name is for ``repr``."""
 
     name: str
 

@@ -15,10 +15,11 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["EDGE_FIELDS", "MASKS", "check", "check_fields", "is_multi_label", "plain", "rows_of"]
+__all__ = ["EDGE_FIELDS", "FIELDS", "MASKS", "check", "check_fields", "is_multi_label", "plain", "rows_of"]
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
+FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
@@ -58,14 +59,9 @@ def check_fields(
     num_classes: int | None = None,
     after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Run the checks of :func:`check` on all fields but the edges.
+    """Run the checks of :func:`check` on all fields but the edges: ``x``, ``y``, masks and values of edges.
 
-    Args:
-        fields: ``x``, ``y``, masks, and values of edges, as far as they exist.
-        num_nodes: Number of nodes.
-        num_edges: Number of edges.
-        num_classes: Number of classes, if it is known.
-        after_block: Called with the name of a field after each block of its rows.
+    ``after_block`` is called with the name of a field after each block of its rows.
 
     Raises:
         InputError: As in :func:`check`; the message begins with the name of the field and a colon.
@@ -161,8 +157,7 @@ def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Ca
 def _check_edge_types(value: Tensor, num_edges: int) -> None:
     if value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
         raise InputError(f"edge_type: {value.dtype} of shape {tuple(value.shape)}, expected ({num_edges},) integers")
-    if num_edges and int(value.min()) < 0:
-        edge = int((value.reshape(-1) < 0).nonzero()[0])
+    if (edge := _first(value.reshape(-1) < 0)) is not None:
         raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")
 
 

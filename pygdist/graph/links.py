@@ -89,18 +89,15 @@ def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Te
     """Draw another source for each edge, such that the pair is not an edge; the same on any number of ranks.
 
     A pair that is an edge is drawn again, at most 19 times. For nodes that have nearly all others as neighbours some
-    pairs may still be edges; a warning says so.
+    pairs may still be edges; a warning says so. Each epoch draws different sources.
 
     Args:
         target: Targets of the edges, in local ids.
-        e_id: Global ids of the edges.
+        e_id: Global ids of the edges; the result, global ids of the drawn sources, has its shape.
         num_nodes: Number of nodes of the graph.
         known: Pairs that must not be drawn, from :func:`known_pairs`.
         seed: Seed of the run.
-        epoch: Number of the epoch; each one draws different sources.
-
-    Returns:
-        Global ids of the drawn sources, of the shape of ``e_id``.
+        epoch: Number of the epoch.
     """
     keys = torch.full_like(e_id, epoch), e_id
     sources = _node_of(drawn(seed, *keys), num_nodes)

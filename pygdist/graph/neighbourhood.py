@@ -44,12 +44,10 @@ class Neighbourhood:
 
 
 def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) -> Neighbourhood:
-    """Fetch the nodes within ``num_hops`` hops of a rank's own nodes, against the direction of the edges.
+    """Fetch the nodes within ``num_hops >= 1`` hops of a rank's own nodes, against the direction of the edges.
 
-    Args:
-        shard: The rank's shard.
-        communicator: The ranks; each makes this call, with the same ``num_hops``.
-        num_hops: At least 1; with 1 nothing is fetched, since the shard has the sources of its own edges.
+    Every rank makes this call, with the same ``num_hops``. With 1 nothing is fetched, since the shard has the sources
+    of its own edges.
     """
     csr = shard.adjacency.csr()
     counts = [shard.num_owned, *shard.plan.recv_counts]  # the halo is grouped by owner
@@ -80,13 +78,9 @@ def in_neighbourhood(shard: Shard, communicator: Communicator, num_hops: int) ->
 
 
 def fetch_plan(shard: Shard, communicator: Communicator, n_id: Tensor, owner: Tensor) -> tuple[ExchangePlan, Tensor]:
-    """Make the plan that fetches rows of any nodes from their owners.
+    """Make the plan that fetches rows of any nodes from their owners; every rank makes this call.
 
-    Args:
-        shard: The rank's shard.
-        communicator: The ranks; each makes this call.
-        n_id: Global ids of the rows that this rank wants, all different, none of its own.
-        owner: The rank that owns each.
+    ``n_id`` are global ids, all different, none of the rank's own; ``owner`` is the rank that owns each.
 
     Returns:
         The plan, and the position in ``n_id`` of each row in the order of arrival.
@@ -108,12 +102,9 @@ def _ask(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Fetch the in-edges of nodes that are grouped by owner.
 
-    Edges travel as positions in a list of distinct sources: there are far fewer sources than edges, so only the sources
-    are looked up, and each edge takes an indexed copy.
-
-    Returns:
-        For each node the position of its first in-edge at its owner, and the number of its in-edges. For each owner,
-        the source of each edge as a position in the owner's list of sources, and this list: pairs of id and owner.
+    Returns for each node the position of its first in-edge at its owner, and its in-degree; for each owner, the source
+    of each edge as a position in the owner's list of sources, and this list: pairs of id and owner. There are far fewer
+    sources than edges, so only the sources are looked up, and each edge takes an indexed copy.
     """
     counts = torch.bincount(owner, minlength=communicator.world_size).tolist()
     asked = communicator.all_to_all(n_id.split(counts), label="in-edges, asked for")

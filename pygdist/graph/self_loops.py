@@ -28,10 +28,6 @@ def insert_self_loops(csr: CSR, num_nodes: int) -> tuple[CSR, Tensor]:
     The loop comes after as many entries as have a lower column, so sorted rows stay sorted, and a symmetric matrix
     stays its own transpose.
 
-    Args:
-        csr: The matrix.
-        num_nodes: Number of rows that get a loop.
-
     Returns:
         The matrix with loops, and a mask of the new entries, ``(E + num_nodes,)`` bool; the others keep their order.
     """

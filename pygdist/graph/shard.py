@@ -15,7 +15,7 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
-from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, rows_and_edges
+from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, is_plain, rows_and_edges
 
 __all__ = ["Shard"]
 
@@ -109,17 +109,9 @@ class Shard:
         verify: bool = True,
         meta: Mapping[str, Any] | None = None,
     ) -> Shard:
-        """Map one part of a store on disk (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
+        """Map one part of a store of any placement (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
 
-        Args:
-            folder: The store, of any placement.
-            rank: Number of the part.
-            num_parts: World size of the run, to check that the store has as many parts.
-            verify: Read the files once and compare their checksums; not needed when a part is opened again.
-            meta: The result of :func:`~pygdist.graph.read_meta`, for callers that open many parts.
-
-        Raises:
-            InputError: If the store is missing or corrupted, or has another number of parts.
+        Arguments and errors are those of :func:`~pygdist.graph.open_part`.
         """
         meta = read_meta(folder) if meta is None else meta
         arrays = open_part(folder, rank, num_parts=num_parts, verify=verify, meta=meta)
@@ -162,34 +154,27 @@ class Shard:
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
             return self
         around = None if self.surroundings is None else self.surroundings.to(device)
-        moved: dict[str, Any] = {
-            name: value.to(device) if (view := self._view(name, around)) is None else view
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor) and not isinstance(value, Adjacency)
-        }
-        moved |= {"adjacency": self.adjacency.to_device(device), "plan": self.plan.to(device)}
-        return self.replace(surroundings=around, **moved)
+        moved = {name: self._converted(name, around, device) for name, value in vars(self).items() if is_plain(value)}
+        adjacency, plan = self.adjacency.to_device(device), self.plan.to(device)
+        return self.replace(surroundings=around, adjacency=adjacency, plan=plan, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
         """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are."""
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        floats = {
-            name: value.to(dtype) if (view := self._view(name, around)) is None else view
-            for name, value in floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype).items()
-        }
+        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
+        floats = {name: self._converted(name, around, dtype) for name in names}
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
     def replace(self, **changes: Any) -> Shard:
         """Return a shallow copy with some attributes changed."""
         return Shard(**{**vars(self), **changes})
 
-    def _view(self, name: str, converted: Surroundings | None) -> Tensor | None:
-        """Return an attribute as a view of the converted surroundings if it is one of the surroundings now."""
+    def _converted(self, name: str, around: Surroundings | None, to: torch.device | torch.dtype) -> Tensor:
+        """Convert a field; one that is a view of the surroundings becomes a view of the converted ones, ``around``."""
         value, whole = getattr(self, name), getattr(self.surroundings, name, None)
-        if whole is None:
-            return None
-        mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
-        if mine != theirs:  # the attribute was replaced
-            return None
-        view: Tensor = getattr(converted, name)[: len(value)]
-        return view
+        if whole is not None:
+            mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
+            if mine == theirs:  # the field was not replaced
+                value = getattr(around, name)[: len(value)]
+        converted: Tensor = value.to(to)
+        return converted

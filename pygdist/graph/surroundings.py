@@ -13,7 +13,7 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.kernels.csr import CSR, narrowest
 
-__all__ = ["Surroundings", "as_tensor", "first_hop", "floats_unlike", "rows_and_edges"]
+__all__ = ["Surroundings", "as_tensor", "first_hop", "floats_unlike", "is_plain", "rows_and_edges"]
 
 
 class Surroundings:
@@ -73,7 +73,7 @@ class Surroundings:
 
     def to(self, device: torch.device | str) -> Surroundings:
         """Return a copy on ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if _plain(value)}
+        moved = {name: value.to(device) for name, value in vars(self).items() if is_plain(value)}
         return self.replace(adjacency=self.adjacency.to_device(device), **moved)
 
     def astype(self, dtype: torch.dtype) -> Surroundings:
@@ -129,5 +129,6 @@ def as_tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(array))
 
 
-def _plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Tell if the value of a field is a tensor other than the edges."""
     return isinstance(value, Tensor) and not isinstance(value, Adjacency)

@@ -20,27 +20,8 @@ from pygdist.partition.two_ps_l import TwoPSLPartitioner
 from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
 __all__ = [
-    "Assignment",
-    "ChunkPartitioner",
-    "DBHPartitioner",
-    "DeviceMemory",
-    "EdgePartitioner",
-    "FennelPartitioner",
-    "GridPartitioner",
-    "HDRFPartitioner",
-    "HashPartitioner",
-    "LDGPartitioner",
-    "LibraPartitioner",
-    "MetisPartitioner",
-    "PartitionMetrics",
-    "Partitioner",
-    "PowerGraphPartitioner",
-    "RandomEdgePartitioner",
-    "SpringPartitioner",
-    "TwoPSLPartitioner",
-    "VertexCut",
-    "measure",
-    "partition_graph",
-    "partitioner_names",
-    "resolve_partitioner",
-]
+    "Assignment", "ChunkPartitioner", "DBHPartitioner", "DeviceMemory", "EdgePartitioner", "FennelPartitioner",
+    "GridPartitioner", "HDRFPartitioner", "HashPartitioner", "LDGPartitioner", "LibraPartitioner", "MetisPartitioner",
+    "PartitionMetrics", "Partitioner", "PowerGraphPartitioner", "RandomEdgePartitioner", "SpringPartitioner",
+    "TwoPSLPartitioner", "VertexCut", "measure", "partition_graph", "partitioner_names", "resolve_partitioner",
+]  # fmt: skip

@@ -18,7 +18,7 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.native import NativeEdges, library
 
-__all__ = ["PlaceEdges", "call", "count_degrees", "placer", "require"]
+__all__ = ["Argument", "PlaceEdges", "call", "count_degrees", "require"]
 
 Argument: TypeAlias = NDArray[Any] | ctypes.Structure | ctypes.c_int32 | float | None
 PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
@@ -26,11 +26,7 @@ PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
 
 
 def require(name: str, num_nodes: int) -> None:
-    """Refuse to run partitioner ``name`` without the native library, or with too many nodes for its ids.
-
-    Raises:
-        InputError: In either case.
-    """
+    """Refuse to run partitioner ``name`` without the native library, or with too many nodes for its ids."""
     library.require(f"partitioner '{name}'", "; 'chunk', 'hash' and 'metis' work without")
     if num_nodes >= 1 << 31:
         raise InputError(f"partitioner '{name}' takes fewer than 2^31 nodes, the graph has {num_nodes}; use 'hash'")
@@ -58,15 +54,6 @@ def call(function: str, chunk: NDArray[np.int64] | None, *arguments: Argument) -
     status = getattr(library.require("this partitioner"), f"pygdist_{function}")(*values)
     if status != 0:
         raise MemoryError(f"not enough memory for {function.replace('_', ' ')}")
-
-
-def placer(function: str, *arguments: Argument) -> PlaceEdges:
-    """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts."""
-
-    def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        call(function, chunk, *arguments, part)
-
-    return place
 
 
 def count_degrees(edges: EdgeStream) -> NDArray[np.int32]:

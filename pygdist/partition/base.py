@@ -78,14 +78,9 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
-        """Return the part of each node.
+        """Return the part of each node: int32 of shape ``(edges.num_nodes,)``, from 0 to ``num_parts - 1``.
 
-        Args:
-            edges: The graph; may be read in any number of passes.
-            num_parts: Number of parts.
-
-        Returns:
-            int32 of shape ``(edges.num_nodes,)``, from 0 to ``num_parts - 1``.
+        The edges may be read in any number of passes.
 
         Raises:
             InputError: If the graph cannot be divided into so many parts.
@@ -111,11 +106,7 @@ def partitioner_names() -> tuple[str, ...]:
 
 
 def check_num_parts(num_nodes: int, num_parts: int) -> None:
-    """Refuse fewer than one part, and more parts than nodes.
-
-    Raises:
-        InputError: If ``num_parts`` is below 1 or above ``num_nodes``.
-    """
+    """Refuse fewer than one part, and more parts than nodes."""
     if not 1 <= num_parts <= num_nodes:
         raise InputError(
             f"num_parts is {num_parts}, but the graph has {num_nodes} nodes: expected 1 to {num_nodes}; "
@@ -124,11 +115,7 @@ def check_num_parts(num_nodes: int, num_parts: int) -> None:
 
 
 def check_number(partitioner: Partitioner, name: str, least: float, *, above: bool = False) -> None:
-    """Refuse an argument that is not finite, is less than ``least``, or (``above``) equals it.
-
-    Raises:
-        InputError: If so.
-    """
+    """Refuse an argument that is not finite, is less than ``least``, or (``above``) equals it."""
     value = getattr(partitioner, name)
     if not (least < value if above else least <= value) or value == math.inf:
         limit = f"above {least}" if above else f"of at least {least}"
@@ -136,10 +123,6 @@ def check_number(partitioner: Partitioner, name: str, least: float, *, above: bo
 
 
 def check_seed(partitioner: Partitioner, seed: int) -> None:
-    """Refuse a seed that does not fit 64 bits.
-
-    Raises:
-        InputError: If so.
-    """
+    """Refuse a seed that does not fit 64 bits."""
     if not 0 <= seed < 1 << 64:
         raise InputError(f"{partitioner.name}: seed is {seed}, expected 0 to 2**64 - 1")

@@ -37,14 +37,10 @@ class Clusters:
 def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool) -> Clusters:
     """Cluster the nodes in one pass over the edges, after one that counts degrees.
 
-    A node starts in a cluster of its own. An edge between two clusters of at most ``max_volume`` moves its end in the
-    smaller one to the larger.
-
-    Args:
-        edges: The graph.
-        max_volume: Sum of degrees beyond which a cluster neither gains nor loses nodes.
-        strict: Compare the clusters without the two nodes themselves, and let none grow beyond ``max_volume``.
-        richest: Record each node's neighbour of highest degree.
+    A node starts in a cluster of its own. An edge between two clusters of at most ``max_volume``, a sum of degrees,
+    moves its end in the smaller one to the larger. With ``strict`` clusters are compared without the two nodes
+    themselves, and none grows beyond ``max_volume``. With ``richest`` each node's neighbour of highest degree is
+    recorded.
     """
     num_nodes = edges.num_nodes
     degree = count_degrees(edges)

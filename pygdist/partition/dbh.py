@@ -8,8 +8,8 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, count_degrees, placer, require
-from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut, marked
+from pygdist.partition._native import PlaceEdges, count_degrees, require
+from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
 __all__ = ["DBHPartitioner"]
 
@@ -30,4 +30,4 @@ class DBHPartitioner(EdgePartitioner):
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        return marked(cut, placer("place_dbh", count_degrees(edges), cut.num_parts, self.seed))
+        return cut.placer("place_dbh", count_degrees(edges), cut.num_parts, self.seed, adds=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, placer, require
-from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut, marked
+from pygdist.partition._native import PlaceEdges, require
+from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
 __all__ = ["GridPartitioner"]
 
@@ -32,4 +32,4 @@ class GridPartitioner(EdgePartitioner):
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
         rows = next(rows for rows in range(int(cut.num_parts**0.5), 0, -1) if cut.num_parts % rows == 0)
-        return marked(cut, placer("place_grid", rows, cut.num_parts // rows, self.seed))
+        return cut.placer("place_grid", rows, cut.num_parts // rows, self.seed, adds=True)

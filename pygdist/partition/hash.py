@@ -42,11 +42,9 @@ class HashPartitioner(Partitioner):
 
 
 def mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Hash keys by splitmix64 (Steele et al., OOPSLA 2014): every bit of the input affects every bit of the output.
+    """Hash uint64 keys by splitmix64 (Steele et al., OOPSLA 2014): every input bit affects every output bit.
 
-    Args:
-        values: Keys, uint64 of any shape.
-        seed: Start of the sequence that the keys index.
+    The sequence that the keys index starts at ``seed``.
     """
     step = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point

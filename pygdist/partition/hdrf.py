@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, placer, require
+from pygdist.partition._native import PlaceEdges, require
 from pygdist.partition.base import check_number
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
@@ -47,4 +47,4 @@ class HDRFPartitioner(BalancedEdgePartitioner):
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
         seen = np.zeros(edges.num_nodes, dtype=np.int32)
-        return placer("place_hdrf", cut.native(self.capacity(edges, cut.num_parts)), self.balance_weight, seen)
+        return cut.placer("place_hdrf", cut.native(self.capacity(edges, cut.num_parts)), self.balance_weight, seen)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, placer, require
+from pygdist.partition._native import PlaceEdges, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 __all__ = ["LibraPartitioner"]
@@ -31,4 +31,4 @@ class LibraPartitioner(BalancedEdgePartitioner):
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        return placer("place_libra", cut.native(self.capacity(edges, cut.num_parts)))
+        return cut.placer("place_libra", cut.native(self.capacity(edges, cut.num_parts)))

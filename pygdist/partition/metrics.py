@@ -70,9 +70,7 @@ class PartitionMetrics:
     def volume(self, width: int, *, itemsize: int = 4) -> int:
         """Return the bytes that cross between parts in the forward pass of a layer; the backward pass sends as many.
 
-        Args:
-            width: Values of a row in that layer.
-            itemsize: Bytes of a value.
+        A row has ``width`` values in that layer, of ``itemsize`` bytes each.
         """
         return int(self.rows.sum()) * width * itemsize
 
@@ -124,8 +122,8 @@ def measure(
         part: Owner of each node, integers of shape ``(N,)``.
         num_parts: Number of parts, P.
         train_mask: Training nodes, bool of shape ``(N,)``; none by default.
-        table_bytes: Memory for the table of nodes by parts that need them. If its ``N * P`` bytes are more, the stream
-            is read again for each group of parts that fits.
+        table_bytes: Memory for a table of ``N * P`` bytes; if it is less, the stream is read for one group of parts at
+            a time.
     """
     num_nodes = edges.num_nodes
     rows = np.zeros((num_parts, num_parts), dtype=np.int64)

@@ -20,9 +20,8 @@ def neighbour_lists(
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
     """Yield the neighbours of all nodes, in the order of the nodes; one pass to count, and one for each window.
 
-    Args:
-        edges: The graph, taken as undirected. A self-loop is listed twice, and so is an edge with its reverse.
-        window_ends: Edge ends in memory at a time, but at least those of one node.
+    The graph is taken as undirected: a self-loop is listed twice, and so is an edge with its reverse. Memory holds
+    ``window_ends`` edge ends at a time, but at least those of one node.
 
     Yields:
         The first node of a window; the beginning of each of its nodes' lists, int64 of shape ``(n + 1,)``; and the

@@ -18,20 +18,11 @@ __all__ = ["place_nodes"]
 def place_nodes(
     name: str, edges: EdgeStream, num_parts: int, *, balance: float, fennel: bool, alpha: float = 0, gamma: float = 0
 ) -> NDArray[np.int32]:
-    """Assign nodes in the order of their ids.
+    """Assign nodes in the order of their ids; return the part of each, int32 of shape ``(N,)``.
 
-    Args:
-        name: Name of the partitioner, for messages.
-        edges: The graph, taken as undirected.
-        num_parts: Number of parts.
-        balance: Most nodes of a part relative to the mean.
-        fennel: Subtract a cost of the part's size from its neighbours (Fennel); otherwise multiply the neighbours by
-            the share of the part that is free (LDG).
-        alpha: Weight of the cost.
-        gamma: Exponent of the cost.
-
-    Returns:
-        The part of each node; int32 of shape ``(N,)``.
+    The graph is taken as undirected. ``balance`` is the most nodes of a part relative to the mean. With ``fennel`` a
+    cost of the part's size, with weight ``alpha`` and exponent ``gamma``, is subtracted from its neighbours (Fennel).
+    Otherwise the neighbours are multiplied by the share of the part that is free (LDG).
     """
     check_num_parts(edges.num_nodes, num_parts)
     require(name, edges.num_nodes)

@@ -23,12 +23,8 @@ _MOST_NUMBERS = 16  # parts up to which every cell shows its number
 def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
     """Draw the rows that each part sends to each other part in one hop, as a heat map with numbers.
 
-    Args:
-        metrics: The measures of a partition, or the contents of ``meta.json``.
-        ax: The axes to draw on; those of a new figure by default.
-
-    Returns:
-        The axes; senders are rows, receivers are columns.
+    Senders are rows, receivers are columns. ``metrics`` may be the contents of ``meta.json``. The plot is drawn on
+    ``ax``, by default on the axes of a new figure, which are returned.
 
     Example:
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash")
@@ -55,14 +51,9 @@ def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | No
 
 
 def plot_load(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
-    """Draw the nodes, edges and halo rows of each part, as a share of all nodes or edges.
+    """Draw the nodes, edges and halo rows of each part as shares of all nodes or edges; the even share is dashed.
 
-    Args:
-        metrics: The measures of a partition, or the contents of ``meta.json``.
-        ax: The axes to draw on; those of a new figure by default.
-
-    Returns:
-        The axes, with a group of bars for each part. A dashed line marks the even share.
+    Arguments and result are those of :func:`plot_traffic`.
     """
     metrics = _metrics(metrics)
     ax = _axes(ax)

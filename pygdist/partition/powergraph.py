@@ -8,7 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, count_degrees, placer, require
+from pygdist.partition._native import PlaceEdges, count_degrees, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 __all__ = ["PowerGraphPartitioner"]
@@ -33,4 +33,4 @@ class PowerGraphPartitioner(BalancedEdgePartitioner):
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        return placer("place_powergraph", cut.native(self.capacity(edges, cut.num_parts)), count_degrees(edges))
+        return cut.placer("place_powergraph", cut.native(self.capacity(edges, cut.num_parts)), count_degrees(edges))

@@ -8,8 +8,8 @@ from typing import ClassVar
 from typing_extensions import override
 
 from pygdist.graph import EdgeStream
-from pygdist.partition._native import PlaceEdges, placer, require
-from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut, marked
+from pygdist.partition._native import PlaceEdges, require
+from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
 __all__ = ["RandomEdgePartitioner"]
 
@@ -29,4 +29,4 @@ class RandomEdgePartitioner(EdgePartitioner):
     @override
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
         require(self.name, edges.num_nodes)
-        return marked(cut, placer("place_random", cut.num_parts, self.seed))
+        return cut.placer("place_random", cut.num_parts, self.seed, adds=True)

@@ -42,7 +42,8 @@ class GraphBytes:
     @classmethod
     def of(cls, graph: WholeGraph) -> GraphBytes:
         """Measure a graph as it will be stored; duplicate edges that will be merged count separately."""
-        width = {name: _row_bytes(name, value) for name, value in graph.fields.items()}
+        fields = graph.fields.items()
+        width = {name: stored_type(name, value).itemsize * math.prod(value.shape[1:]) for name, value in fields}
         of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
         per_node = sum(width.values()) - of_edges + 16
         return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)
@@ -54,10 +55,8 @@ class GraphBytes:
     def largest(self, metrics: PartitionMetrics, *, with_rim: bool = False) -> int:
         """Return the bytes of the largest part with its halo of one hop.
 
-        Args:
-            metrics: The parts.
-            with_rim: For the placement *replicas*: add the edges into the halo. There are as many as cut edges; each
-                part is assumed to have a share in proportion to its halo. For more hops see :meth:`largest_around`.
+        ``with_rim`` adds the edges into the halo, for the placement *replicas*. There are as many as cut edges; each
+        part is assumed to have a share in proportion to its halo. For more hops see :meth:`largest_around`.
         """
         num_halo, num_edges = metrics.num_halo, metrics.num_edges.astype(float)
         rows = metrics.num_nodes * self.per_node + num_halo * self.per_halo
@@ -69,10 +68,7 @@ class GraphBytes:
     def largest_around(self, num_nodes: NDArray[np.int64], num_rows: NDArray[np.int64], num_edges: NDArray[Any]) -> int:
         """Return the bytes of the largest part in the placement *replicas*, with a halo of any number of hops.
 
-        Args:
-            num_nodes: Owned nodes of each part.
-            num_rows: All rows of each part, as :func:`surroundings` counts them.
-            num_edges: All edges of each part, likewise.
+        ``num_nodes`` are the owned nodes of each part; :func:`surroundings` counts all rows and edges.
         """
         rows = num_nodes * self.per_node + (num_rows - num_nodes) * self.per_halo + num_rows * _DEGREE_BYTES
         return int((rows + num_edges * self.per_edge).max())
@@ -81,7 +77,7 @@ class GraphBytes:
 def surroundings(
     edges: EdgeStream, part: NDArray[Any], num_parts: int, num_hops: int, *, table_bytes: int = _TABLE_BYTES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the rows and edges of each part with all rows within ``num_hops`` hops.
+    """Count the rows, also the owned ones, and the edges of each part with all rows within ``num_hops >= 1`` hops.
 
     Nothing is estimated: there is a pass over the edges for each hop, and one for the edges into the outermost rows,
     which are those from nearer rows, and self-loops (:class:`~pygdist.graph.surroundings.Surroundings`).
@@ -89,13 +85,10 @@ def surroundings(
     Args:
         edges: The graph.
         part: Owner of each node, integers of shape ``(N,)``.
-        num_parts: Number of parts, P.
-        num_hops: Number of hops, at least 1.
-        table_bytes: Memory for the tables of nodes by parts. If their ``2 N P`` bytes are more, the stream is read
-            again for each group of parts that fits.
-
-    Returns:
-        Rows, the owned ones included, and edges; int64 of shape ``(P,)``.
+        num_parts: Number of parts, P; both results are int64 of shape ``(P,)``.
+        num_hops: Number of hops.
+        table_bytes: Memory for tables of ``2 N P`` bytes; if it is less, the stream is read for one group of parts at a
+            time.
     """
     num_rows, num_edges = np.zeros((2, num_parts), dtype=np.int64)
     width = max(1, min(num_parts, table_bytes // max(2 * edges.num_nodes, 1)))
@@ -150,9 +143,7 @@ class DeviceMemory:
     def fewest(self, num_bytes: int, num_nodes: int) -> int:
         """Return the number of parts by the paper's rule: one for each device, or more if the graph needs more memory.
 
-        Args:
-            num_bytes: Bytes of the graph and its features.
-            num_nodes: Number of nodes.
+        ``num_bytes`` are those of the graph and its features.
 
         Raises:
             InputError: If there would be more parts than nodes.
@@ -176,9 +167,6 @@ class DeviceMemory:
             num_bytes: Bytes of the graph and its features.
             num_nodes: Number of nodes.
             largest_of: Partitions into a number of parts and returns the bytes of the largest.
-
-        Returns:
-            The number of parts.
 
         Raises:
             InputError: If none fits: halos have stopped shrinking, or there would be more parts than nodes.
@@ -207,7 +195,3 @@ class DeviceMemory:
 
     def _budget_text(self) -> str:
         return f"{self.budget / _GIB:.3g} GiB ({self.bytes / _GIB:.3g} GiB less {self.reserve:.0%} for training)"
-
-
-def _row_bytes(name: str, value: NDArray[Any]) -> int:
-    return int(stored_type(name, value).itemsize * math.prod(value.shape[1:]))

@@ -68,15 +68,9 @@ class SpringPartitioner(Partitioner):
 
 
 def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDArray[np.int32]:
-    """Assign clusters, the largest first, each to the part with the fewest nodes; then nodes without a cluster.
+    """Assign clusters, the largest first, each to the part with the fewest nodes; then nodes without a cluster (-1).
 
-    Args:
-        cluster: Cluster of each node, -1 for none; int32 of shape ``(N,)``.
-        num_clusters: Number of clusters.
-        num_parts: Number of parts.
-
-    Returns:
-        The part of each node; int32 of shape ``(N,)``.
+    ``cluster`` and the result, the part of each node, are int32 of shape ``(N,)``.
     """
     seen = cluster >= 0
     part_of_cluster = spread(np.bincount(cluster[seen], minlength=num_clusters), num_parts)

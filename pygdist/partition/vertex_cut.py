@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from pygdist.graph import EdgeStream
 from pygdist.native import NativePlacement, load
-from pygdist.partition._native import PlaceEdges, call
+from pygdist.partition._native import Argument, PlaceEdges, call
 from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number, check_seed
 from pygdist.partition.hash import mix
 
-__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut", "marked"]
+__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut"]
 
 _NODES_AT_A_TIME = 1 << 20
 
@@ -51,13 +51,21 @@ class VertexCut:
         """Describe it to the native library, which changes it in place; ``capacity`` is the most edges of a part."""
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
 
-    def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        """Add edges that are placed.
+    def placer(self, function: str, *arguments: Argument, adds: bool = False) -> PlaceEdges:
+        """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts.
 
-        Args:
-            chunk: Edges, of shape ``(2, k)``.
-            part: The part of each; int32 of shape ``(k,)``.
+        With ``adds`` it then adds the edges, for library functions that do not.
         """
+
+        def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+            call(function, chunk, *arguments, part)
+            if adds:
+                self.add(chunk, part)
+
+        return place
+
+    def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
+        """Add edges that are placed: a chunk ``(2, k)`` and the part of each edge, int32 of shape ``(k,)``."""
         if load() is not None:
             call("mark_replicas", chunk, self.native(0), part)
             return
@@ -80,11 +88,7 @@ class VertexCut:
         return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
-        """Draw an owner for each node among the parts that hold it, by a hash of its id; any part if it has no edges.
-
-        Returns:
-            int32 of shape ``(N,)``.
-        """
+        """Choose each node's owner, int32 ``(N,)``: a part that holds it (any if none does), by a hash of its id."""
         owner = np.empty(len(self.replicas), dtype=np.int32)
         for start in range(0, len(owner), _NODES_AT_A_TIME):
             rows = self.replicas[start : start + _NODES_AT_A_TIME]
@@ -130,20 +134,13 @@ class EdgePartitioner(Partitioner):
 
     @abstractmethod
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
-        """Return a function that places the edges, chunk by chunk.
+        """Return a function that places the edges chunk by chunk, and adds each to ``cut`` (:meth:`VertexCut.add`).
 
-        Args:
-            edges: The graph; may be read in any number of passes before the one that places.
-            cut: The vertex-cut, to which the function adds each chunk (:meth:`VertexCut.add`).
+        The edges may be read in any number of passes before the one that places.
         """
 
     def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
-        """Place all edges.
-
-        Args:
-            edges: The graph.
-            num_parts: Number of parts.
-            part: Array of integers, ``(E,)``, that receives the part of each edge; may be memory-mapped.
+        """Place all edges; ``part``, ``(E,)``, receives the part of each edge, and may be memory-mapped.
 
         Raises:
             InputError: If the graph cannot be divided into so many parts, or the method needs the native library and
@@ -192,13 +189,3 @@ class BalancedEdgePartitioner(EdgePartitioner):
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
         """Return the most edges of a part."""
         return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
-
-
-def marked(cut: VertexCut, place: PlaceEdges) -> PlaceEdges:
-    """Return a function that calls ``place`` and adds the edges to ``cut``."""
-
-    def placed(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        place(chunk, part)
-        cut.add(chunk, part)
-
-    return placed

@@ -7,12 +7,6 @@ from pygdist.sampler.neighbors import NeighborBatches
 from pygdist.sampler.saint import SaintEdgeBatches, SaintNodeBatches, SaintWalkBatches
 
 __all__ = [
-    "BatchLoader",
-    "CSRNeighborSampler",
-    "ClusterBatches",
-    "MiniBatches",
-    "NeighborBatches",
-    "SaintEdgeBatches",
-    "SaintNodeBatches",
-    "SaintWalkBatches",
-]
+    "BatchLoader", "CSRNeighborSampler", "ClusterBatches", "MiniBatches", "NeighborBatches", "SaintEdgeBatches",
+    "SaintNodeBatches", "SaintWalkBatches",
+]  # fmt: skip

@@ -40,11 +40,7 @@ class Sampled(NamedTuple):
 
 
 def require(what: str, csr: CSR, otherwise: str = "") -> None:
-    """Refuse to sample without the native library, or from a matrix that it does not take.
-
-    Raises:
-        InputError: If the library was not built, or the matrix is not square, has 2^31 rows, or is not on the CPU.
-    """
+    """Refuse to sample without the native library, or from a matrix that is not square, too large or on a GPU."""
     library.require(what, otherwise)
     if csr.num_rows != csr.num_cols or csr.num_rows >= 1 << 31:
         raise InputError(
@@ -55,11 +51,7 @@ def require(what: str, csr: CSR, otherwise: str = "") -> None:
 
 
 def sample(csr: CSR, seeds: Tensor, fan_out: Sequence[int], *, replace: bool, seed: int, epoch: int) -> Sampled:
-    """Sample the neighbourhood of ``seeds``.
-
-    Raises:
-        InputError: If a seed is repeated.
-    """
+    """Sample the neighbourhood of ``seeds``; refuse repeated ones."""
     call = _Call(csr, seeds, replace=replace, seed=seed, epoch=epoch)
     num_nodes, num_edges = [seeds.numel()], []
     for number, most in enumerate(fan_out):
@@ -74,11 +66,7 @@ def sample(csr: CSR, seeds: Tensor, fan_out: Sequence[int], *, replace: bool, se
 
 
 def induce(csr: CSR, nodes: Tensor) -> Sampled:
-    """Find the edges among ``nodes``.
-
-    Raises:
-        InputError: If a node is repeated.
-    """
+    """Find the edges among ``nodes``; refuse repeated ones."""
     call = _Call(csr, nodes, replace=False, seed=0, epoch=0)
     call.prepare(0, -1, grows=False)
     call.run("pygdist_induce")

@@ -28,16 +28,11 @@ _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 
 
 class BatchLoader:
-    """The mini-batches of an epoch; call :meth:`set_epoch`, then iterate once.
+    """The mini-batches of an epoch, from :meth:`MiniBatches.loader`; call :meth:`set_epoch`, then iterate once.
 
     Batches depend on the seed and the epoch alone, not on the number of workers or torch's random state, which does not
     change. Workers send nodes and edges; the main process adds the rows, which are much larger: with a worker that sent
     128 features per node, an epoch took five times as long as without workers.
-
-    Args:
-        part: See :meth:`MiniBatches.loader`.
-        batches: An iterable over nodes and edges, of known length.
-        epoch: The epoch that ``batches`` reads.
     """
 
     def __init__(self, part: Data, batches: Batches, epoch: SharedEpoch) -> None:
@@ -80,38 +75,25 @@ class MiniBatches(ABC):
         """Compute fields of a part that take long and are the same in every epoch; none by default.
 
         If several parts take turns in memory, the caller stores these fields and adds them to ``part`` when it comes
-        again: :meth:`loader` then uses them instead of computing them.
-
-        Args:
-            part: As for :meth:`loader`.
-            csr: As for :meth:`loader`.
-            seed: As for :meth:`loader`.
+        again: :meth:`loader` then uses them instead of computing them. Arguments and errors are those of
+        :meth:`loader`.
 
         Returns:
             Fields of ``part`` on the CPU, with a value for each row or edge.
-
-        Raises:
-            InputError: As :meth:`loader`.
         """
         return {}
 
     @abstractmethod
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
-        """Return the mini-batches of a part.
+        """Return the mini-batches of a part; none if it has no training node.
 
         Args:
-            part: Owned rows, then copies of others' rows: ``x``, ``train_mask`` (true on owned training nodes only),
-                and optionally ``y``, edge inputs in the caller's order of edges, and the fields of :meth:`precompute`.
+            part: Owned rows, then copies of others' rows: ``x`` :math:`(n, F)`, ``train_mask`` :math:`(n)` bool (true
+                on owned training nodes only), and optionally ``y`` :math:`(n)` or :math:`(n, C)`, edge inputs
+                :math:`(E, ...)` in the caller's order of edges, and the fields of :meth:`precompute`.
             csr: In-edges of these rows, as many rows as columns, on the CPU.
             seed: Seed of all random numbers.
             num_workers: Processes that make batches ahead; 0 makes each batch when it is needed.
-
-        Shapes:
-            ``x`` is :math:`(n, F)`, ``y`` :math:`(n)` or :math:`(n, C)`, ``train_mask`` :math:`(n)` bool, edge inputs
-            :math:`(E, ...)`.
-
-        Returns:
-            The batches; none if the part has no training node.
 
         Raises:
             InputError: If part and matrix do not fit, or a library is not installed.
@@ -119,25 +101,14 @@ class MiniBatches(ABC):
 
 
 def check_at_least(name: str, value: int, least: int = 1) -> int:
-    """Return the value, if it is at least ``least``.
-
-    Raises:
-        InputError: If it is less.
-    """
+    """Return the value; refuse one below ``least``."""
     if value < least:
         raise InputError(f"{name} is {value}, expected at least {least}")
     return value
 
 
 def check_part(part: Data, csr: CSR) -> Tensor:
-    """Check that a part and a matrix fit each other.
-
-    Returns:
-        The training nodes, as rows of the part, ascending.
-
-    Raises:
-        InputError: If the numbers of rows, edges or mask values differ.
-    """
+    """Refuse a part and a matrix that do not fit each other; return the rows of training nodes, ascending."""
     if not csr.num_rows == csr.num_cols == part.num_nodes:
         raise InputError(
             f"mini-batches: the part has {part.num_nodes} rows, the matrix of its in-edges is {csr.num_rows} by "
@@ -172,10 +143,7 @@ def _filled(batch: Data, part: Data) -> Data:
 class InducedBatches(Dataset[Data]):
     """The batches of an epoch by number, each with some nodes and all edges among them.
 
-    Args:
-        csr: In-edges of the part.
-        count: Number of batches.
-        nodes_of: Returns the nodes of a batch, ascending: owned rows first, as in the part.
+    ``nodes_of`` returns the nodes of a batch, ascending: owned rows first, as in the part.
     """
 
     def __init__(self, csr: CSR, count: int, nodes_of: Callable[[int], Tensor]) -> None:
@@ -192,11 +160,7 @@ class InducedBatches(Dataset[Data]):
 
 
 def load_all(batches: Dataset[Data], num_workers: int) -> DataLoader[Data]:
-    """Return a loader of ready-made batches, in their order.
-
-    Raises:
-        InputError: If ``num_workers`` is negative.
-    """
+    """Return a loader of ready-made batches, in their order."""
     check_at_least("num_workers", num_workers, 0)
     # a generator of its own: else the loader would draw its workers' seeds from torch's random state
     arguments = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "generator": torch.Generator()}

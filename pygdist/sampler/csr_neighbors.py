@@ -100,22 +100,14 @@ class CSRNeighborSampler(BaseSampler):
 
 
 def check_fan_out(name: str, fan_out: Sequence[int]) -> list[int]:
-    """Return the fan-outs as a list.
-
-    Raises:
-        InputError: If there is none, or one is 0 or below -1.
-    """
+    """Return the fan-outs as a list; refuse an empty one, and numbers that are 0 or below -1."""
     if not fan_out or any(most == 0 or most < -1 for most in fan_out):
         raise InputError(f"{name} is {list(fan_out)}, expected a number from 1 for each hop, or -1 for all neighbours")
     return list(fan_out)
 
 
 def check_seed(seed: int) -> int:
-    """Return the seed.
-
-    Raises:
-        InputError: If it is negative or does not fit 64 bits.
-    """
+    """Return the seed; refuse one that is negative or does not fit 64 bits."""
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed is {seed}, expected 0 to 2^64 - 1")
     return seed

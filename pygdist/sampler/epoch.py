@@ -8,11 +8,7 @@ __all__ = ["SharedEpoch"]
 
 
 class SharedEpoch:
-    """An epoch number in shared memory: workers that outlive an epoch see the next one.
-
-    Attributes:
-        number: The epoch, from 0.
-    """
+    """An epoch number in shared memory: workers that outlive an epoch see the next one."""
 
     def __init__(self) -> None:
         self._number = torch.zeros(1, dtype=torch.int64).share_memory_()

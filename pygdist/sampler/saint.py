@@ -118,15 +118,8 @@ class SaintEdgeBatches(_SaintBatches):
     """GraphSAINT's edge sampler: draws both ends of an edge from u to v with probability ~ 1/deg(u) + 1/deg(v).
 
     These are the out-degree of u and the in-degree of v. Each node has a self-loop, so nodes without other edges are
-    drawn too. It takes memory for the transposed matrix besides the graph.
-
-    Args:
-        batch_size: Edges that a subgraph draws, with replacement.
-        num_steps: Subgraphs in an epoch.
-        sample_coverage: Samples of each row, on average, from which the normalisation is estimated; 0 for none.
-
-    Raises:
-        InputError: If a number is below 1, or the coverage below 0.
+    drawn too. It takes memory for the transposed matrix besides the graph. Arguments are those of
+    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` edges.
     """
 
     @override
@@ -137,16 +130,11 @@ class SaintEdgeBatches(_SaintBatches):
 class SaintWalkBatches(_SaintBatches):
     """GraphSAINT's random-walk sampler: draws nodes uniformly, and those on a walk from each against the edges.
 
-    A walk goes where a layer's messages come from. It stays at a node without in-edges.
+    A walk goes where a layer's messages come from. It stays at a node without in-edges. Other arguments are those of
+    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` walks.
 
     Args:
         walk_length: Steps of a walk.
-        batch_size: Walks of a subgraph.
-        num_steps: Subgraphs in an epoch.
-        sample_coverage: Samples of each row, on average, from which the normalisation is estimated; 0 for none.
-
-    Raises:
-        InputError: If a number is below 1, or the coverage below 0.
     """
 
     def __init__(
@@ -163,16 +151,11 @@ class SaintWalkBatches(_SaintBatches):
 def norms(csr: CSR, draw: Draw, sample_coverage: int, *, num_train: int, seed: int) -> tuple[Tensor, Tensor]:
     """Estimate the weights of losses and of edges; see :mod:`pygdist.sampler.saint`.
 
-    Args:
-        csr: In-edges of the part.
-        draw: Draws the nodes of a subgraph.
-        sample_coverage: Draw subgraphs until they have this many times the rows of the part.
-        num_train: Training nodes of the part.
-        seed: Seed of the subgraphs.
+    Subgraphs are drawn until they have ``sample_coverage`` times the rows of the part, which has ``num_train`` training
+    nodes. Nodes and edges that were never sampled count as sampled once.
 
     Returns:
         ``node_norm`` of shape ``(n,)`` and ``edge_norm`` of shape ``(E,)`` in the caller's order of edges; float32.
-        Nodes and edges that were never sampled count as sampled once.
     """
     node_count = torch.zeros(csr.num_rows, dtype=torch.int64)
     edge_count = torch.zeros(csr.num_entries, dtype=torch.int32)

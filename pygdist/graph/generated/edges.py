@@ -91,9 +91,7 @@ class EdgeGenerator:
     ) -> NDArray[np.int64]:
         """Return the community of each node: int64 below ``num_communities``, of the shape of ``ids``.
 
-        Args:
-            ids: Ids of nodes, of any shape.
-            end: Their type, if sources and targets are of two types.
+        ``end`` tells the type of the nodes, if sources and targets are of two types.
         """
         return node_ranks(ids, self._nodes[end == "target"]) % self.num_communities
 
@@ -126,15 +124,7 @@ class EdgeGenerator:
 
 
 def node_ranks(ids: NDArray[np.integer], num_nodes: int) -> NDArray[np.int64]:
-    """Return the rank of each node in the power law of an :class:`EdgeGenerator`; rank 0 is drawn most often.
-
-    Args:
-        ids: Ids of nodes, of any shape.
-        num_nodes: Number of nodes of their type.
-
-    Returns:
-        int64 from 0 to ``num_nodes - 1``, of the shape of ``ids``.
-    """
+    """Return the rank of each node in the power law of an :class:`EdgeGenerator`, int64; rank 0 is drawn most often."""
     return ids.astype(np.int64) * pow(_step(num_nodes), -1, num_nodes) % num_nodes
 
 

@@ -17,6 +17,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,11 @@ from pygdist.graph.generated.graph import GraphGenerator
 from pygdist.graph.generated.nodes import NodeGenerator
 from pygdist.graph.streams.arrays import ArrayWriter, flush
 from pygdist.graph.streams.edge_file import EdgeWriter
-from pygdist.graph.streams.folder import exclusive, fresh_folder
+from pygdist.graph.streams.folder import write_once
 from pygdist.graph.streams.progress import Progress, enter_stage, watched
 from pygdist.graph.streams.stream import EdgeStream
 
 __all__ = ["FORMAT_VERSION", "read_description", "write_generated"]
-
-log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 
@@ -79,21 +78,20 @@ def write_generated(
     graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
     wanted = {"format_version": FORMAT_VERSION, **graph.arguments}
     folder = Path(folder)
-    try:
-        if _is_there(folder, wanted, overwrite):
-            log.info("%s exists already", folder)
-            return folder  # without the lock, which a read-only place does not allow
-        with exclusive(folder):
-            if _is_there(folder, wanted, overwrite):
-                return folder
-            _check_room(graph, folder)
-            with fresh_folder(folder, replace=overwrite) as temporary:
-                description = {**wanted, **_write(graph, temporary, progress)}
-                (temporary / "graph.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-                flush(temporary / "graph.json")
-            _is_there(folder, wanted, overwrite=False)  # without locks another writer may have been first
-    except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+
+    def write(place: Path) -> dict[str, Any]:
+        _check_room(graph, folder)
+        return wanted | _write(graph, place, progress)
+
+    write_once(
+        folder,
+        "graph.json",
+        partial(_existing, folder, wanted),
+        write,
+        kind="a generated graph",
+        overwrite=overwrite,
+        level=logging.INFO,
+    )
     return folder
 
 
@@ -118,24 +116,20 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
-def _is_there(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> bool:
-    """Return True if the wanted graph exists already, and False if the place may be written."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
-        return False
-    if not (folder / "graph.json").is_file():
-        raise InputError(f"{folder}: exists and is not a generated graph; remove it or choose another folder")
+def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """Return the description of a finished graph if it is the wanted one; ``None`` if it may be replaced."""
     try:
         description = read_description(folder)
     except InputError:
         if overwrite:
-            return False
+            return None
         raise
     differing = [f"{name} {description.get(name)}" for name, value in wanted.items() if description.get(name) != value]
     if differing and not overwrite:
         raise InputError(
             f"{folder}: holds another graph ({', '.join(differing)}); choose another folder, or overwrite it"
         )
-    return not differing
+    return None if differing else description
 
 
 def _check_room(graph: GraphGenerator, folder: Path) -> None:
@@ -183,9 +177,7 @@ def _write_edges(edges: EdgeGenerator, path: Path, figures: _EdgeFigures, progre
 def _write_nodes(nodes: NodeGenerator, place: Path, progress: Progress | None) -> None:
     with contextlib.ExitStack() as files, watched(progress, nodes.num_nodes if nodes.arrays else 0, "nodes") as advance:
         writers = {
-            name: files.enter_context(
-                ArrayWriter(place / f"{name}.npy", dtype, width=shape[1] if len(shape) == 2 else None)
-            )
+            name: files.enter_context(ArrayWriter(place / f"{name}.npy", dtype, row=shape[1:]))
             for name, (dtype, shape) in nodes.arrays.items()
         }
         for start in nodes.starts:

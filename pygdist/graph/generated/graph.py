@@ -37,7 +37,7 @@ class GraphGenerator:
     Args:
         name: A name in :data:`pygdist.graph.generated.published.PUBLISHED`.
         scale: Factor on the published numbers of nodes and edges.
-        seed: Seed.
+        seed: Seed, at least 0.
         features: Generate features.
 
     Attributes:
@@ -80,18 +80,11 @@ class GraphGenerator:
 def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> Data:
     """Generate the double of a homogeneous graph; ``load_graph(name, ...)`` calls this function.
 
-    Args:
-        name: ``reddit-like``, ``products-like`` or ``papers-like``.
-        scale: Factor on the published numbers of nodes and edges.
-        seed: Seed.
-        features: Generate features.
+    Arguments and errors are those of :class:`GraphGenerator`.
 
     Returns:
         ``edge_index`` (int64, in no order), ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
         ``val_mask``, ``test_mask``.
-
-    Raises:
-        InputError: If an argument is out of range.
     """
     graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
     ((nodes,), (edges,)) = graph.nodes.values(), graph.edges.values()
@@ -101,18 +94,11 @@ def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: boo
 def generate_hetero(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> HeteroData:
     """Generate the double of a heterogeneous graph; :func:`pygdist.graph.load_hetero` calls this function.
 
-    Args:
-        name: ``mag-like``.
-        scale: Factor on the published numbers of nodes and edges.
-        seed: Seed.
-        features: Generate features.
+    Arguments and errors are those of :class:`GraphGenerator`.
 
     Returns:
         ``num_nodes`` of each type of nodes, and the arrays of :func:`generate_data` that the type has; ``edge_index``
         of each type of edges.
-
-    Raises:
-        InputError: If an argument is out of range.
     """
     graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
     data = HeteroData()

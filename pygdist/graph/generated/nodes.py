@@ -24,16 +24,9 @@ class NodeGenerator:
     The class of a node is its community in every :class:`~pygdist.graph.EdgeGenerator` over as many nodes with one
     community per class. Features are a random unit vector for each class plus Gaussian noise. Training, validation and
     test nodes are drawn at random, in the exact numbers of ``facts``. All other nodes have features of their class, but
-    no label (-1).
-
-    Args:
-        facts: Numbers of nodes, features and classes, and the split.
-        features: Generate features.
-        seed: Seed; each type of nodes needs its own.
+    no label (-1). Each type of nodes needs its own seed.
 
     Attributes:
-        num_nodes: Number of nodes.
-        num_features: Width of their features; 0 without.
         arrays: Type and shape of each array: ``x`` (float32), ``y`` (int64), and masks (bool), as far as they exist.
     """
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
+from pygdist.graph.check import MASKS
 
-__all__ = ["both_directions", "power_law"]
+__all__ = ["power_law", "undirected"]
 
 _DRAWS = 400_000  # pairs per round; part of the graph's definition, since it fixes the order of random numbers
 
@@ -56,22 +56,21 @@ def power_law(
     rng = np.random.default_rng(seed)
     pairs = _draw_pairs(rng, num_nodes, num_edges // 2, exponent)
     fold = _split(rng, num_nodes)
-    return Data(
-        edge_index=both_directions(pairs, num_nodes),
-        x=torch.from_numpy(rng.random((num_nodes, num_features), dtype=np.float32)),
-        y=torch.from_numpy(rng.integers(0, num_classes, num_nodes)),
-        train_mask=torch.from_numpy(fold == 0),
-        val_mask=torch.from_numpy(fold == 1),
-        test_mask=torch.from_numpy(fold == 2),
-    )
+    x = rng.random((num_nodes, num_features), dtype=np.float32)
+    return undirected(pairs, x, rng.integers(0, num_classes, num_nodes), fold)
 
 
-def both_directions(pairs: NDArray[np.int64], num_nodes: int) -> Tensor:
-    """Turn different pairs ``low * num_nodes + high`` into edges both ways, sorted by target, then source."""
-    low, high = pairs // num_nodes, pairs % num_nodes
+def undirected(pairs: NDArray[np.int64], x: NDArray[np.float32], y: NDArray[np.int64], fold: NDArray[np.int8]) -> Data:
+    """Make a graph of different pairs ``low * num_nodes + high``: edges both ways, sorted by target, then source.
+
+    ``fold`` is 0, 1 or 2 for training, validation and test nodes.
+    """
+    low, high = np.divmod(pairs, len(y))
     source, target = np.concatenate([low, high]), np.concatenate([high, low])
-    order = np.argsort(target * num_nodes + source)
-    return torch.from_numpy(np.stack([source[order], target[order]]))
+    order = np.argsort(target * len(y) + source)
+    arrays = {"edge_index": np.stack([source[order], target[order]]), "x": x, "y": y}
+    arrays |= {name: fold == number for number, name in enumerate(MASKS)}
+    return Data(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def _draw_pairs(rng: np.random.Generator, num_nodes: int, num_pairs: int, exponent: float) -> NDArray[np.int64]:

@@ -6,15 +6,12 @@ on the communication between ranks.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.generated.power_law import both_directions
+from pygdist.graph.generated.power_law import undirected
 
 __all__ = ["degree_corrected_sbm"]
 
@@ -65,43 +62,22 @@ def degree_corrected_sbm(
     Raises:
         InputError: If an argument is out of range, or there are too few pairs of nodes for so many edges.
     """
-    _check(num_nodes, num_classes, avg_degree, homophily, power_law, split)
+    _require(1 <= num_classes <= num_nodes, f"num_classes is {num_classes}, expected 1 to num_nodes = {num_nodes}")
+    _require(avg_degree >= 0, f"avg_degree is {avg_degree}, expected at least 0")
+    _require(0 <= homophily <= 1, f"homophily is {homophily}, expected a share from 0 to 1")
+    _require(power_law > 2, f"power_law is {power_law}, expected an exponent above 2")
+    are_shares = len(split) == 3 and min(split) >= 0 and sum(split) <= 1 + 1e-9
+    _require(are_shares, f"split is {split}, expected three shares that sum to at most 1")
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.arange(num_nodes) % num_classes)
     theta = (np.arange(num_nodes) + 10.0) ** (-1.0 / (power_law - 1.0))  # the offset limits the few largest hubs
     pairs = _draw_pairs(rng, y, rng.permutation(theta), round(num_nodes * avg_degree / 2), homophily)
     x = _features(rng, y, num_classes, num_features, feature_noise)
-    train, val, test = _masks(rng, y, split, labels_per_class)
-    return Data(
-        edge_index=both_directions(pairs, num_nodes),
-        x=torch.from_numpy(x),
-        y=torch.from_numpy(y),
-        train_mask=torch.from_numpy(train),
-        val_mask=torch.from_numpy(val),
-        test_mask=torch.from_numpy(test),
-    )
+    return undirected(pairs, x, y, _folds(rng, y, split, labels_per_class))
 
 
-def _check(
-    num_nodes: int,
-    num_classes: int,
-    avg_degree: float,
-    homophily: float,
-    power_law: float,
-    split: tuple[float, float, float],
-) -> None:
-    problem = None
-    if not 1 <= num_classes <= num_nodes:
-        problem = f"num_classes is {num_classes}, expected 1 to num_nodes = {num_nodes}"
-    elif avg_degree < 0:
-        problem = f"avg_degree is {avg_degree}, expected at least 0"
-    elif not 0 <= homophily <= 1:
-        problem = f"homophily is {homophily}, expected a share from 0 to 1"
-    elif power_law <= 2:
-        problem = f"power_law is {power_law}, expected an exponent above 2"
-    elif len(split) != 3 or min(split) < 0 or sum(split) > 1 + 1e-9:
-        problem = f"split is {split}, expected three shares that sum to at most 1"
-    if problem:
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
         raise InputError(f"sbm: {problem}")
 
 
@@ -154,10 +130,10 @@ def _draw_pairs(
     raise InputError(f"sbm: {num_pairs} edges do not fit among {num_nodes} nodes; lower avg_degree or add nodes")
 
 
-def _masks(
+def _folds(
     rng: np.random.Generator, y: NDArray[np.int64], split: tuple[float, float, float], labels_per_class: int | None
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Draw training, validation and test masks that do not overlap."""
+) -> NDArray[np.int8]:
+    """Draw 0 for training, 1 for validation, 2 for test and 3 for all other nodes."""
     num_nodes = len(y)
     order = rng.permutation(num_nodes)
     if labels_per_class is None:
@@ -174,8 +150,6 @@ def _masks(
         rest = num_nodes - num_train
         num_val = round(rest * split[1] / max(split[1] + split[2], 1e-12))
         num_test = rest - num_val
-    bounds = np.cumsum([0, num_train, num_val, num_test])
-    masks = np.zeros((3, num_nodes), dtype=bool)
-    for mask, (first, last) in zip(masks, itertools.pairwise(bounds), strict=True):
-        mask[order[first:last]] = True
-    return masks[0], masks[1], masks[2]
+    fold = np.full(num_nodes, 3, dtype=np.int8)
+    fold[order[: num_train + num_val + num_test]] = np.repeat([0, 1, 2], [num_train, num_val, num_test])
+    return fold

@@ -18,11 +18,9 @@ __all__ = ["drop_duplicates", "drop_self_loops", "make_symmetric"]
 
 
 def drop_self_loops(fields: dict[str, Tensor], notes: list[str]) -> None:
-    """Remove the edges from a node to itself.
+    """Remove the edges from a node to itself, and append a note.
 
-    Args:
-        fields: ``edge_index`` of shape ``(2, E)``, and weights, attributes and types if they exist; changed in place.
-        notes: A note on the change is appended.
+    ``fields``, changed in place, are ``edge_index`` ``(2, E)``, and weights, attributes and types if they exist.
     """
     keep = fields["edge_index"][0] != fields["edge_index"][1]
     dropped = int((~keep).sum())
@@ -37,12 +35,7 @@ def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) 
     """Append the reverse of every edge whose reverse (of the same type) is missing, with its weight and attributes.
 
     Existing reverse edges keep their weights, so a symmetric graph does not change
-    (``torch_geometric.utils.to_undirected`` would double its summed weights).
-
-    Args:
-        fields: As in :func:`drop_self_loops`.
-        num_nodes: Number of nodes.
-        notes: A note on the change is appended.
+    (``torch_geometric.utils.to_undirected`` would double its summed weights). Arguments as in :func:`drop_self_loops`.
     """
     source, target = fields["edge_index"].numpy()
     present = np.unique(_keys(source, target, fields, num_nodes))
@@ -58,13 +51,7 @@ def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) 
 
 
 def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) -> None:
-    """Keep the first edge of each (source, target, type); sum weights, average attributes.
-
-    Args:
-        fields: As in :func:`drop_self_loops`.
-        num_nodes: Number of nodes.
-        notes: A note on the change is appended.
-    """
+    """Keep the first edge of each (source, target, type); sum weights, average attributes; append a note."""
     source, target = fields["edge_index"].numpy()
     keys = _keys(source, target, fields, num_nodes)
     order = np.argsort(keys, kind="stable")

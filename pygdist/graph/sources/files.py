@@ -96,11 +96,7 @@ class GraphFiles:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The files by field: ``edge_index``, ``x``, ``y``, ...
-
-        Raises:
-            InputError: If one is missing.
-        """
+        """The files by field: ``edge_index``, ``x``, ``y``, ...; ``InputError`` if one is missing."""
         edges = Path(self.edges)
         paths = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
         arguments = {"x": self.features, "y": self.labels}
@@ -218,9 +214,8 @@ class GraphFiles:
         enter_stage(progress, f"reading {path.name}")
         loops = 0
         place = scratch / "edges.npy"
-        with EdgeWriter(
-            place, np.int64 if num_nodes is None or num_nodes > np.iinfo(np.int32).max else np.int32
-        ) as out:
+        narrow = num_nodes is not None and num_nodes <= np.iinfo(np.int32).max
+        with EdgeWriter(place, np.int32 if narrow else np.int64) as out:
             for chunk in reader():
                 if self.remove_self_loops:
                     keep = chunk[0] != chunk[1]

@@ -113,14 +113,14 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     if name in GENERATORS:
         return _call(GENERATORS[name], args, name)
     if name in HETEROGENEOUS:
-        return _call(_double_of_types, {"name": name, **args}, name)
+        return _call(_of_types, {"name": name, **args}, name)
     if name.startswith("ogbn-"):
         return _load_ogb(name, args)
     if name in torch_geometric.datasets.__all__:  # before folders: PyG's own root is often called like the class
         return _call(getattr(torch_geometric.datasets, name), args, name)
     if Path(name).is_dir():
         if is_hetero_folder(name):
-            return _call(_folder_of_types, {"name": name, **args}, name)
+            return _call(_of_types, {"name": name, **args}, name)
         _no_arguments(args, f"folder {name}")
         return load_npy(name)
     if "." in name and os.sep not in name:
@@ -131,14 +131,8 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     )
 
 
-def _double_of_types(
-    name: str, scale: float = 1.0, seed: int = 0, features: bool = True, reverse: bool = False
-) -> Data:
+def _of_types(name: str, scale: float = 1.0, seed: int = 0, features: bool = True, reverse: bool = False) -> Data:
     return as_homogeneous(load_hetero(name, scale=scale, seed=seed, features=features), reverse=reverse, name=name)
-
-
-def _folder_of_types(name: str, reverse: bool = False) -> Data:
-    return as_homogeneous(load_hetero(name), reverse=reverse, name=name)
 
 
 def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:

@@ -28,23 +28,15 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.check import FIELDS, MASKS
 
 __all__ = ["array_paths", "load_npy", "pick_split", "read_array", "read_mask", "read_tensor", "save_npy"]
 
-FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
-_INDEX_FILES = {
-    "train_mask": ("train_idx",),
-    "val_mask": ("val_idx", "valid_idx"),
-    "test_mask": ("test_idx",),
-}
+_INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx"), "test_mask": ("test_idx",)}
 
 
 def load_npy(folder: str | Path) -> Data:
-    """Read a folder of ``.npy`` arrays.
-
-    Args:
-        folder: The folder; the module's docstring lists its files.
+    """Read a folder of ``.npy`` arrays; the module's docstring lists its files.
 
     Returns:
         The graph. Its tensors are backed by the files (copy on write: changing one never changes a file).
@@ -67,8 +59,7 @@ def load_npy(folder: str | Path) -> Data:
 def array_paths(folder: str | Path) -> dict[str, Path]:
     """Return the files of a folder by field; the file of a mask may hold ids.
 
-    Raises:
-        InputError: If ``edge_index.npy`` is missing, as in the folder of a heterogeneous graph.
+    A folder without ``edge_index.npy``, such as that of a heterogeneous graph, is refused.
     """
     folder = Path(folder)
     if not (folder / "edge_index.npy").is_file():
@@ -85,11 +76,7 @@ def array_paths(folder: str | Path) -> dict[str, Path]:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Read an array as a tensor, memory-mapped if its type allows it.
-
-    Raises:
-        InputError: If it is not a readable array of numbers.
-    """
+    """Read an array of numbers as a tensor, memory-mapped if its type allows it."""
     array = read_array(path)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
@@ -101,11 +88,7 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def read_mask(path: Path, num_nodes: int) -> Tensor:
-    """Read a mask from its file, or from a file of ids.
-
-    Raises:
-        InputError: If an id is not a node.
-    """
+    """Read a mask from its file, or from a file of ids; refuse an id that is not a node."""
     if path.stem.endswith("_mask"):
         return read_tensor(path)
     index = read_array(path)
@@ -124,9 +107,7 @@ def read_mask(path: Path, num_nodes: int) -> Tensor:
 def save_npy(data: Data, folder: str | Path) -> None:
     """Write the arrays of a graph that :func:`load_npy` reads; other attributes are left out.
 
-    Args:
-        data: The graph.
-        folder: Made if missing; files of the same names are overwritten.
+    The folder is made if missing; files of the same names are overwritten.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,11 +117,7 @@ def save_npy(data: Data, folder: str | Path) -> None:
 
 
 def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
-    """Map an array copy-on-write, or read-only, so that its pages can be released.
-
-    Raises:
-        InputError: If it is not a readable array.
-    """
+    """Map an array copy-on-write, or read-only, so that its pages can be released."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c" if writable else "r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -151,11 +128,7 @@ def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
 
 
 def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
-    """Return one column of masks that hold several splits, or a single mask as it is.
-
-    Raises:
-        InputError: If there is no such column.
-    """
+    """Return one column of masks that hold several splits, or a single mask as it is."""
     if mask.dim() != 2:
         return mask
     if not 0 <= split_index < mask.size(1):

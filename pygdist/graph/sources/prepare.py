@@ -17,15 +17,14 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS, check, is_multi_label, plain, rows_of
+from pygdist.graph.check import FIELDS, MASKS, check, is_multi_label, plain, rows_of
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 
-__all__ = ["check", "count_classes", "fingerprint", "labelled_nodes", "prepare", "prepare_nodes"]
+__all__ = ["count_classes", "fingerprint", "labelled_nodes", "prepare", "prepare_nodes"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SPLIT = (0.5, 0.25, 0.25)
-_FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 
 
 def prepare(
@@ -65,9 +64,9 @@ def prepare(
     check(data, num_classes=num_classes)
     notes: list[str] = []
     num_nodes = data["x"].size(0)
-    fields = {name: value for name in _FIELDS if isinstance(value := data.get(name), Tensor)}
+    fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
-    if left_out := sorted(set(data.keys()) - {*_FIELDS, "num_nodes", "num_classes"}):
+    if left_out := sorted(set(data.keys()) - {*FIELDS, "num_nodes", "num_classes"}):
         notes.append(f"left out unused attributes: {', '.join(left_out)}")
     _unify(fields, notes)
     if remove_self_loops:
@@ -92,12 +91,7 @@ def prepare_nodes(
 ) -> None:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
-    Args:
-        fields: ``y`` and masks, if they exist; changed in place.
-        num_nodes: Number of nodes.
-        split: Shares of the labelled nodes.
-        split_seed: Seed of the drawn split.
-        notes: A note on each change is appended.
+    ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended.
     """
     for name in MASKS:
         if name in fields:
@@ -122,16 +116,13 @@ def labelled_nodes(y: Tensor) -> Tensor:
 
 
 def fingerprint(data: Data) -> str:
-    """Hash a graph's content: names, types, shapes and bytes of the fields that pygdist uses.
-
-    Args:
-        data: A graph that :func:`prepare` returned.
+    """Hash a prepared graph's content: names, types, shapes and bytes of the fields that pygdist uses.
 
     Returns:
         32 hexadecimal digits; equal on every machine of the same byte order.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name in _FIELDS:
+    for name in FIELDS:
         value = data.get(name)
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())

@@ -47,12 +47,7 @@ class WholeGraph:
 
     @classmethod
     def from_data(
-        cls,
-        data: Data,
-        *,
-        num_classes: int | None = None,
-        notes: Sequence[str] = (),
-        progress: Progress | None = None,
+        cls, data: Data, *, num_classes: int | None = None, notes: Sequence[str] = (), progress: Progress | None = None
     ) -> WholeGraph:
         """Wrap a graph in memory, as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent."""
         names = ("x", "y", *MASKS, *EDGE_FIELDS)

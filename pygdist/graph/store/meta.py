@@ -42,6 +42,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ from pygdist.errors import InputError
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
-from pygdist.graph.streams.arrays import flush
-from pygdist.graph.streams.folder import exclusive, fresh_folder
+from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
 
 __all__ = [
@@ -94,13 +94,10 @@ def write_store(
         notes: Notes on preprocessing, one sentence each.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` if it was computed before.
-        figures: More entries for ``meta.json``.
+        figures: More entries for ``meta.json``, whose content is returned.
         num_hops: Number of hops that halos reach.
         placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
         overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
-
-    Returns:
-        The content of ``meta.json``.
 
     Raises:
         InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, the place holds
@@ -134,10 +131,7 @@ def build_store(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a store, unless it exists already.
-
-    The folder appears when it is complete. What a failed or killed process leaves cannot be mistaken for a store, and
-    the next writer of the same folder removes it.
+    """Write a store, unless it exists already, and return the content of its ``meta.json``.
 
     Args:
         folder: The store's place.
@@ -145,32 +139,20 @@ def build_store(
         build: Writes everything but ``meta.json`` into the folder it is called with, and returns the other entries.
         overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
 
-    Returns:
-        The content of ``meta.json``.
-
     Raises:
         InputError: If the place holds something else, or the disk refuses.
     """
     folder = Path(folder)
     wanted = json.loads(_canonical(wanted))
-    try:
-        if (existing := _existing(folder, wanted, overwrite)) is not None:
-            return existing  # without the lock, which a read-only place does not allow
-        with exclusive(folder):
-            if (existing := _existing(folder, wanted, overwrite)) is not None:
-                log.info("%s exists already", folder)
-                return existing
-            with fresh_folder(folder, replace=overwrite) as temporary:
-                meta: dict[str, Any] = {**build(temporary), "format_version": FORMAT_VERSION, **wanted}
-                meta["peak_rss_bytes"] = peak_rss_bytes()
-                meta["crc32"] = _checksum(meta)
-                (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-                flush(temporary / "meta.json")
-            log.info("wrote %d parts to %s", meta["num_parts"], folder)
-            # without locks another writer may have been first, so read what is there
-            return _existing(folder, wanted, overwrite=False) or meta
-    except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+
+    def write(place: Path) -> dict[str, Any]:
+        meta: dict[str, Any] = {**build(place), "format_version": FORMAT_VERSION, **wanted}
+        meta["peak_rss_bytes"] = peak_rss_bytes()
+        log.info("wrote %d parts to %s", meta["num_parts"], folder)
+        return meta | {"crc32": _checksum(meta)}
+
+    existing = partial(_existing, folder, wanted)
+    return write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite)
 
 
 def write_graph(
@@ -182,18 +164,10 @@ def write_graph(
     num_hops: int = 1,
     placement: str | None = None,
 ) -> dict[str, Any]:
-    """Write all parts of a graph.
+    """Write all parts of a graph into an empty folder; return the entries of ``meta.json`` that follow from them.
 
-    Args:
-        graph: The graph.
-        part: Owner of each node, int32 of shape ``(N,)``.
-        place: An empty folder.
-        num_parts: Number of parts.
-        num_hops: Number of hops that halos reach.
-        placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
-
-    Returns:
-        The entries of ``meta.json`` that follow from the graph and its parts.
+    ``part`` is the owner of each node, int32 of shape ``(N,)``. Halos reach ``num_hops``; by default the placement is
+    *nodes* for one hop and *replicas* for more.
 
     Raises:
         InputError: If ``num_hops`` and ``placement`` do not go together.
@@ -215,13 +189,8 @@ def write_graph(
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
     """Check the owner of each node, and return them as int32 of shape ``(N,)``.
 
-    Args:
-        part: Owner of each node.
-        num_nodes: Number of nodes, N.
-        num_parts: Number of parts.
-
     Raises:
-        InputError: If these are not ``N`` integers from 0 to ``num_parts - 1``.
+        InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
     """
     part = np.asarray(part)
     if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
@@ -233,9 +202,6 @@ def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
     """Read ``meta.json`` of a store.
-
-    Args:
-        folder: The store.
 
     Raises:
         InputError: If there is no finished store, or it has another format version.
@@ -275,7 +241,8 @@ def open_part(
         folder: The store.
         part: Number of the part.
         num_parts: World size of the run, to check that the store has as many parts.
-        verify: Read the files once and compare their checksums. Sizes, types and shapes are always compared.
+        verify: Read the files once and compare their checksums; not needed when a part is opened again. Sizes, types
+            and shapes are always compared.
         meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
@@ -302,14 +269,11 @@ def open_part(
 
 
 def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:
-    """Return the name of a store in a cache: a hash of the graph's content, the arguments and the format.
+    """Return the name of a store in a cache, 32 hexadecimal digits: a hash of the graph, the arguments and the format.
 
     Args:
         fingerprint: :func:`pygdist.graph.fingerprint` of the prepared graph.
         arguments: Everything else that the store depends on: method and its arguments, number of parts, placement.
-
-    Returns:
-        32 hexadecimal digits.
 
     Raises:
         InputError: If an argument cannot be expressed in JSON.
@@ -332,11 +296,7 @@ def _canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """Return ``meta.json`` of the finished store if it is the wanted one; ``None`` if the place may be written."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
-        return None
-    if not (folder / "meta.json").is_file():
-        raise InputError(f"{folder}: exists and is not a store of pygdist; remove it or choose another folder")
+    """Return ``meta.json`` of a finished store if it is the wanted one; ``None`` if it may be replaced."""
     if overwrite:
         return None
     meta = read_meta(folder)
@@ -344,5 +304,4 @@ def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[
         raise InputError(
             f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
         )
-    log.debug("%s exists already", folder)
     return meta

@@ -79,7 +79,6 @@ class NodeParts:
         num_parts: Number of parts; a part may own nothing.
 
     Attributes:
-        num_parts: Number of parts.
         narrow: The type of local ids: int32 if the ids of all nodes fit, else int64.
     """
 
@@ -111,10 +110,8 @@ class NodeParts:
     def topology(self, part: int, edges: Edges, *, merge: bool = False) -> Topology:
         """Return the edges of a part in local ids, and the rows at their ends.
 
-        Args:
-            part: The part.
-            edges: Returns its edges: sources, targets, and their positions in the whole graph, ascending.
-            merge: Keep the first edge of each source and target.
+        ``edges`` returns the part's edges: sources, targets, and their positions in the whole graph, ascending.
+        ``merge`` keeps the first edge of each source and target.
         """
         source, target, e_id = edges()  # called here, so that no caller holds what is deleted below
         owned, row = self.owned(part), self._position[target]
@@ -157,10 +154,7 @@ class NodeParts:
         return np.asarray(self._local[nodes])
 
     def owned_rows(self, nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each node at its owner, in the given order: what the owner sends to a part that lists it.
-
-        int64.
-        """
+        """Return the row of each node at its owner, in the given order, int64: the rows that an owner sends."""
         return self._position[nodes].astype(np.int64)
 
 

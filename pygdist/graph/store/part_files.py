@@ -25,11 +25,7 @@ _NODE_FIELDS = ("x", "y", *MASKS)
 
 
 def placement_of(num_hops: int, name: str | None = None) -> Placement:
-    """Return the placement of a store's parts.
-
-    Args:
-        num_hops: Number of hops that halos reach.
-        name: Its name; by default *nodes* for one hop and *replicas* for more.
+    """Return the placement of a store's parts; without a name *nodes* for one hop and *replicas* for more.
 
     Raises:
         InputError: If the name is not known, or the placement does not reach so far.
@@ -51,15 +47,7 @@ def placement_of(num_hops: int, name: str | None = None) -> Placement:
 def write_parts(
     graph: WholeGraph, part: NDArray[np.int32], folder: Path, num_parts: int, *, num_hops: int, placement: Placement
 ) -> dict[str, Any]:
-    """Write ``part_0``, ``part_1``, ... into a folder, one after the other.
-
-    Args:
-        graph: The graph.
-        part: Owner of each node, of shape ``(N,)``.
-        folder: An empty folder.
-        num_parts: Number of parts.
-        num_hops: Number of hops that halos reach.
-        placement: The content of a part.
+    """Write ``part_0``, ``part_1``, ... into an empty folder, one after the other; ``part`` is the owner of each node.
 
     Returns:
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
@@ -91,10 +79,8 @@ def write_parts(
 def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDArray[Any]:
     """Map one array copy-on-write, after checking it against ``meta.json``.
 
-    Args:
-        path: The file.
-        expected: Its ``bytes``, ``crc32``, ``dtype`` and ``shape`` when it was written.
-        verify: Read the whole file and compare its checksum.
+    ``expected`` are its ``bytes``, ``crc32``, ``dtype`` and ``shape`` when it was written. ``verify`` reads the whole
+    file and compares the checksum.
 
     Raises:
         InputError: If the file is missing or differs.

@@ -44,20 +44,10 @@ def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hop
 def _write_surroundings(
     parts: NodeParts, part: int, folders: Sequence[Path], num_hops: int, in_degree: NDArray[np.float64]
 ) -> tuple[dict[str, Any], Ids]:
-    """Write the arrays of one part beside those of *nodes*.
+    """Write the arrays of one part beside those of *nodes*; describe each file, and count rows by hop and owner.
 
     Rows are owned, then by hop; a node is listed at the first hop that reaches it. Rows of the last hop, the rim, have
     the in-edges that begin at rows of fewer hops, and their self-loops; the other rows have all their in-edges.
-
-    Args:
-        parts: The owners.
-        part: The part to write.
-        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
-        num_hops: Number of hops around the owned nodes, at least 1.
-        in_degree: The result of :func:`_write_in_degrees`.
-
-    Returns:
-        A description of each file, and the number of rows by hop and owner, of shape ``(num_hops, num_parts)``.
     """
     folder = folders[part]
     n_id, indptr = _array(folder, "n_id"), _array(folder, "indptr")
@@ -108,19 +98,9 @@ def _edges_of_rim(
 def _write_in_degrees(
     parts: NodeParts, folders: Sequence[Path], path: Path, *, weight: NDArray[Any] | None, dtype: DTypeLike
 ) -> NDArray[np.float64]:
-    """Count and sum the in-edges of each node, for degree normalisation; one part after the other.
+    """Write the ``in_degree`` of every node (:mod:`pygdist.graph.store.meta`) to ``path``, part by part, and map it.
 
-    Args:
-        parts: The owners.
-        folders: The folder of each part, with the arrays of its :class:`~pygdist.graph.store.nodes.Topology`.
-        path: The file to write. It must exist as long as the result is used.
-        weight: Weight of each edge of the whole graph; ``None`` if it has none.
-        dtype: The type of weights in a store.
-
-    Returns:
-        For each node its number of in-edges and of self-loops; with weights also the sum of all weights, the sum of the
-        self-loops' weights, and the weight of the last self-loop or 0. Of shape ``(N, 5)`` or ``(N, 2)``, mapped from
-        the file.
+    The file must exist as long as the result is used. ``weight`` belongs to the edges of the whole graph.
     """
     width = 2 if weight is None else 5
     in_degree = np.lib.format.open_memmap(path, "w+", np.float64, (len(parts.owner), width))

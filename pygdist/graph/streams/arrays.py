@@ -7,7 +7,6 @@ import mmap
 import os
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -21,57 +20,39 @@ _BLOCK_BYTES = 1 << 24
 def write_rows(
     path: Path, source: NDArray[Any], rows: NDArray[Any] | None = None, *, dtype: np.dtype[Any] | None = None
 ) -> dict[str, Any]:
-    """Write ``source[rows]`` as ``.npy``, a block of rows at a time, and flush it to disk.
-
-    Args:
-        path: The file.
-        source: The array to take rows from, in memory or memory-mapped.
-        rows: Positions of the rows to write; all if ``None``.
-        dtype: Type to write; that of ``source`` by default.
+    """Write ``source[rows]`` (by default all rows) as ``.npy``, a block of rows at a time, and flush it to disk.
 
     Returns:
         ``bytes``, ``crc32``, ``dtype`` and ``shape``, which a reader can check the file against.
     """
-    count = len(source) if rows is None else len(rows)
-    shape = (count, *source.shape[1:])
     step = max(1, _BLOCK_BYTES // max(1, source[:1].nbytes))
-    dtype = source.dtype if dtype is None else dtype
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, count, step):
-            stop = start + step
-            block = source[start:stop] if rows is None else source[rows[start:stop]]
-            file.write(np.ascontiguousarray(block, dtype=dtype).data)
+    with ArrayWriter(path, source.dtype if dtype is None else dtype, row=source.shape[1:]) as out:
+        for start in range(0, len(source) if rows is None else len(rows), step):
+            block = slice(start, start + step)
+            out.append(source[block if rows is None else rows[block]])
             forget_pages(source)
-    return _described(path, dtype, shape)
+    return out.described()
 
 
 class ArrayWriter:
-    """Writes an array whose length is not known in advance: numbers, pairs, or rows.
+    """Writes an array whose length is not known in advance: blocks ``(k, *row)``, or pairs.
 
-    Args:
-        path: The file.
-        dtype: Type of the numbers.
-        pairs: Each block is ``(2, k)``, and the array ``(2, n)`` with the two of a pair side by side.
-        width: Each block is ``(k, width)``, and the array ``(n, width)``.
+    With ``pairs`` each block is ``(2, k)``, and the array ``(2, n)`` with the two of a pair side by side.
 
     Attributes:
-        count: Numbers, pairs or rows written so far.
+        count: Rows or pairs written so far.
     """
 
-    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False, width: int | None = None) -> None:
+    def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False, row: tuple[int, ...] = ()) -> None:
         self.count = 0
-        self._path, self._dtype, self._pairs, self._width = path, np.dtype(dtype), pairs, width
+        self._path, self._dtype, self._pairs, self._row = path, np.dtype(dtype), pairs, row
         self._file = path.open("wb")
         self._file.write(bytes(len(self._header())))  # no header yet, so that a half-written file is not readable
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
                 self._file.seek(0)
@@ -85,12 +66,12 @@ class ArrayWriter:
 
     def described(self) -> dict[str, Any]:
         """Flush the file and describe it, as :func:`write_rows` does; call it after the ``with`` block."""
-        return _described(self._path, self._dtype, self._shape())
+        flush(self._path)
+        size, kind = self._path.stat().st_size, str(self._dtype)
+        return {"bytes": size, "crc32": checksum(self._path), "dtype": kind, "shape": list(self._shape())}
 
     def _shape(self) -> tuple[int, ...]:
-        if self._pairs:
-            return 2, self.count
-        return (self.count,) if self._width is None else (self.count, self._width)
+        return (2, self.count) if self._pairs else (self.count, *self._row)
 
     def _header(self) -> bytes:
         # numpy pads it such that its length does not depend on the count
@@ -98,11 +79,6 @@ class ArrayWriter:
         header = {"descr": self._dtype.str, "fortran_order": self._pairs, "shape": self._shape()}
         np.lib.format.write_array_header_1_0(text, header)
         return text.getvalue()
-
-
-def _described(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    flush(path)
-    return {"bytes": path.stat().st_size, "crc32": checksum(path), "dtype": str(dtype), "shape": list(shape)}
 
 
 def forget_pages(array: NDArray[Any]) -> None:

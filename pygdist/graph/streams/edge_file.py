@@ -21,8 +21,7 @@ __all__ = ["EdgeFile", "EdgeWriter"]
 class EdgeFile:
     """An integer array of shape ``(2, E)`` or ``(E, 2)`` on disk, of any integer type, in either order.
 
-    Args:
-        path: The file. An array of shape ``(2, 2)`` is taken as ``(2, E)``, PyG's layout.
+    An array of shape ``(2, 2)`` is taken as ``(2, E)``, PyG's layout.
 
     Attributes:
         path: The file.
@@ -46,11 +45,7 @@ class EdgeFile:
             raise InputError(f"{path}: is truncated, it has {size} bytes instead of {expected}")
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous.
-
-        Raises:
-            InputError: If they cannot be read.
-        """
+        """Return edges ``start`` to ``stop - 1``; int64 of shape ``(2, stop - start)``, C-contiguous."""
         count = stop - start
         if self._in_pairs:
             ends = self._numbers(2 * start, 2 * count).reshape(count, 2).T
@@ -75,10 +70,6 @@ class EdgeFile:
 
 class EdgeWriter(ArrayWriter):
     """Writes chunks of edges to a file of shape ``(2, E)``; E need not be known in advance.
-
-    Args:
-        path: The file.
-        dtype: Type of the ids.
 
     Example:
         >>> with EdgeWriter("edges.npy", np.int32) as writer:

@@ -21,13 +21,7 @@ _NAMES = (("source", "target"), ("src", "dst"), ("from", "to"))
 def read_parquet(
     path: Path, *, num_nodes: int | None = None, progress: Progress | None = None
 ) -> Iterator[NDArray[np.int64]]:
-    """Read a Parquet file once.
-
-    Args:
-        path: The file. Edges are the columns named ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``),
-            else the first two.
-        num_nodes: Number of nodes, if it is known.
-        progress: Shows how far the file has been read.
+    """Read the columns ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``), else the first two, once.
 
     Yields:
         Chunks of edges, int64 of shape ``(2, k)``.

@@ -35,13 +35,7 @@ _MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 def read_text(
     path: Path, *, num_nodes: int | None = None, block_bytes: int = _BLOCK_BYTES, progress: Progress | None = None
 ) -> Iterator[NDArray[np.int64]]:
-    """Read a text file once.
-
-    Args:
-        path: The file; compressed if its name ends in ``.gz``.
-        num_nodes: Number of nodes, if it is known.
-        block_bytes: Bytes of text in memory at a time; no line may be longer.
-        progress: Shows how far the file has been read.
+    """Read a text file once, ``block_bytes`` of text at a time; no line may be longer.
 
     Yields:
         Chunks of edges, int64 of shape ``(2, k)``, each valid until the next one is read.

@@ -12,16 +12,19 @@ import contextlib
 import errno
 import fcntl
 import glob
+import json
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import flush
 
-__all__ = ["exclusive", "fresh_folder"]
+__all__ = ["exclusive", "fresh_folder", "write_once"]
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +33,48 @@ _REPLACED = "-old"  # suffix of a folder that is being replaced
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
+def write_once(
+    folder: Path,
+    name: str,
+    existing: Callable[[bool], dict[str, Any] | None],
+    write: Callable[[Path], dict[str, Any]],
+    *,
+    kind: str,
+    overwrite: bool,
+    level: int = logging.DEBUG,
+) -> dict[str, Any]:
+    """Write a folder with a JSON file ``name`` unless it exists; return the content of that file.
+
+    ``existing`` is called with ``overwrite`` if the file exists: it returns its content, ``None`` if the folder may be
+    replaced, or raises if it is not the wanted one. ``write`` fills an empty folder with all else and returns the
+    content. Messages call such a folder ``kind``; that it exists is logged at ``level``.
+    """
+
+    def there(overwrite: bool) -> dict[str, Any] | None:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):  # rename fills an empty folder, too
+            return None
+        if not (folder / name).is_file():
+            raise InputError(f"{folder}: exists and is not {kind}; remove it or choose another folder")
+        return existing(overwrite)
+
+    try:
+        if (content := there(overwrite)) is None:  # without the lock, which a read-only place does not allow
+            with exclusive(folder):
+                if (content := there(overwrite)) is None:
+                    with fresh_folder(folder, replace=overwrite) as temporary:
+                        content = write(temporary)
+                        (temporary / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                        flush(temporary / name)
+                    return there(False) or content  # without locks another writer may have been first
+        log.log(level, "%s exists already", folder)
+        return content
+    except OSError as error:
+        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+
+
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Make this process the only writer of a folder, and remove what killed writers left beside it.
-
-    Args:
-        folder: The finished folder's place; its parent is created.
-    """
+    """Make this process the only writer of a folder, and remove what killed writers left beside it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
     descriptor = _lock(path, folder)
@@ -59,14 +97,10 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` when the block ends, and is removed if it raises.
+    """Yield an empty temporary folder that becomes ``folder`` when the block ends, and is removed if it raises.
 
-    Args:
-        folder: The finished folder's place. A folder that another process put there meanwhile stays.
-        replace: Replace a folder that is already there; it is removed once the new one is in place.
-
-    Yields:
-        The temporary folder, empty.
+    A folder that another process put there meanwhile stays. With ``replace`` the new folder takes the place of one that
+    is already there, which is then removed.
     """
     temporary = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex}"
     old = temporary.with_name(temporary.name + _REPLACED)

@@ -21,12 +21,7 @@ def largest_id(edges: EdgeStream) -> int:
 
 
 def distinct_ids(edges: EdgeStream, largest: int) -> NDArray[np.int64]:
-    """Return the ids that occur, ascending; int64. One pass.
-
-    Args:
-        edges: The stream.
-        largest: The largest id, from :func:`largest_id`.
-    """
+    """Return the ids that occur, ascending; int64. One pass; ``largest`` is the :func:`largest_id`."""
     if largest < _TABLE_IDS:
         seen = np.zeros(largest + 1, dtype=bool)
         for chunk in edges.chunks():
@@ -42,11 +37,6 @@ def distinct_ids(edges: EdgeStream, largest: int) -> NDArray[np.int64]:
 
 
 def renumbered(chunk: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a chunk of edges in new numbers.
-
-    Args:
-        chunk: Ids, all of which occur in ``ids``.
-        ids: Ascending; the number of an id is its position.
-    """
+    """Return a chunk of edges in new numbers: the number of an id is its position in ``ids``, which ascend."""
     sorted_ids, place = np.unique(chunk, return_inverse=True)  # looked up in the order of memory
     return np.searchsorted(ids, sorted_ids)[place].reshape(chunk.shape)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -38,11 +39,9 @@ class Progress:
         self.stage = ""
         self._console = console or Console(stderr=True)
 
-    @contextlib.contextmanager
-    def watch(self, total: int, unit: str) -> Iterator[Advance]:
+    def watch(self, total: int, unit: str) -> AbstractContextManager[Advance]:
         """Show one pass over ``total`` items."""
-        with (self._bar if self._console.is_terminal else self._lines)(total, unit) as advance:
-            yield advance
+        return (self._bar if self._console.is_terminal else self._lines)(total, unit)
 
     @contextlib.contextmanager
     def _bar(self, total: int, unit: str) -> Iterator[Advance]:
@@ -75,14 +74,9 @@ class Progress:
             )
 
 
-@contextlib.contextmanager
-def watched(progress: Progress | None, total: int, unit: str = "edges") -> Iterator[Advance]:
+def watched(progress: Progress | None, total: int, unit: str = "edges") -> AbstractContextManager[Advance]:
     """Show a pass, if there is a ``progress``."""
-    if progress is None:
-        yield lambda done: None
-    else:
-        with progress.watch(total, unit) as advance:
-            yield advance
+    return contextlib.nullcontext(lambda done: None) if progress is None else progress.watch(total, unit)
 
 
 def enter_stage(progress: Progress | None, stage: str) -> None:

@@ -13,15 +13,10 @@ __all__ = ["grouped"]
 
 
 def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Group positions by their key, in ascending order within a group.
-
-    Args:
-        key: Integers from 0 to ``num_groups - 1``, of shape ``(n,)``.
-        num_groups: Number of groups, below 2^31.
+    """Group positions by their key, 0 to ``num_groups - 1`` (below 2^31), in ascending order within a group.
 
     Returns:
-        The start of each group, int64 of shape ``(num_groups + 1,)``, and the positions, of shape ``(n,)`` and int32
-        if they fit.
+        The start of each group, int64 of shape ``(num_groups + 1,)``, and the positions, int32 if they fit.
 
     Example:
         >>> grouped(np.array([1, 0, 1]), 2)

@@ -7,7 +7,6 @@ while writing, and the edges of one part while reading.
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,7 @@ __all__ = ["Spill"]
 
 
 class Spill:
-    """Edges grouped by the owner of their target.
-
-    Args:
-        path: The file to write; it is removed when the ``with`` block ends.
-        edges: The graph.
-        part: Owner of each node, of shape ``(N,)``.
-        num_parts: Number of parts.
-    """
+    """Edges in a file, grouped by the part of their target; the file is removed when the ``with`` block ends."""
 
     def __init__(self, path: Path, edges: EdgeStream, part: NDArray[Any], num_parts: int) -> None:
         self.path = path
@@ -47,9 +39,7 @@ class Spill:
     def __enter__(self) -> Spill:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.path.unlink(missing_ok=True)
 
     def num_edges_of(self, part: int) -> int:

@@ -44,10 +44,7 @@ class EdgeStream:
         progress: Shows every pass.
 
     Attributes:
-        num_nodes: Number of nodes.
         num_edges: Number of directed edges, duplicates and self-loops included.
-        chunk_edges: Largest number of edges in a chunk.
-        progress: Shows every pass.
 
     Example:
         >>> edges = EdgeStream(np.array([[0, 1, 2], [1, 2, 0]]), num_nodes=3, chunk_edges=2)
@@ -77,13 +74,7 @@ class EdgeStream:
 
     @classmethod
     def from_data(cls, data: Data, *, chunk_edges: int = _CHUNK_EDGES, progress: Progress | None = None) -> EdgeStream:
-        """Stream ``data.edge_index`` without copying it.
-
-        Args:
-            data: A graph on the CPU, as :func:`pygdist.graph.prepare` returns it.
-            chunk_edges: Largest number of edges in a chunk.
-            progress: Shows every pass.
-        """
+        """Stream ``data.edge_index``, on the CPU, without copying it."""
         assert data.edge_index is not None
         assert data.num_nodes is not None
         edge_index, num_nodes = data.edge_index.numpy(), int(data.num_nodes)
