@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 
 from pygdist.errors import InputError, LostRankError
 
-__all__ = ["main"]
-
 _HELP = """\
 Train unmodified PyTorch Geometric models on graphs that are split across processes.
 

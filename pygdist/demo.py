@@ -34,8 +34,6 @@ from pygdist.graph import load_graph
 from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
 from pygdist.memory.machine import peak_rss_bytes
 
-__all__ = ["Run", "compare", "largest_difference", "main", "train_with_pyg", "train_with_pygdist"]
-
 HIDDEN, LEARNING_RATE, WEIGHT_DECAY = 64, 0.01, 5e-4
 _TOLERANCE = 1e-3  # of losses in float32: Adam divides by small numbers, so rounding grows along the run
 _WARM_UP = 3  # epochs that are not timed: memory is allocated, degrees and transposes are computed

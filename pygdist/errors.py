@@ -5,8 +5,6 @@ The command line prints each as one line on standard error (:mod:`pygdist.cli`).
 
 from __future__ import annotations
 
-__all__ = ["InputError", "LostRankError"]
-
 
 class InputError(ValueError):
     """A mistake in the user's input. The message names the file, field, option or layer, and says what to do.

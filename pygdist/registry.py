@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from pygdist.errors import InputError
 
-__all__ = ["Registry", "import_path"]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from pygdist.hops.kept import Kept
 from pygdist.hops.savings import Savings
 from pygdist.registry import Registry
 
-__all__ = ["Abilities", "Backend", "Placement", "backends", "names_of", "resolve_backend"]
-
 Placement = Literal["nodes", "replicas"]
 T = TypeVar("T")
 

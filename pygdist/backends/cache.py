@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pygdist.backends.recomputing.backend import RecomputingBackend
 
-__all__ = ["CacheBackend"]
-
 
 class CacheBackend(RecomputingBackend):
     """Hold and compute the in-neighbourhood of L hops (DepCache; NeutronStar, SIGMOD 2022, Sec. 2.2, Algorithm 2)."""

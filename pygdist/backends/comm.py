@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, WireDtype, norms_refused
 from pygdist.hops.fused_attention import Unscored, defers_scores
 from pygdist.hops.hop import Deferred, Hop
-
-__all__ = ["CommBackend"]
 
 
 class CommBackend(Backend):
@@ -39,7 +37,7 @@ class CommBackend(Backend):
     """
 
     name = "comm"
-    per_graph = ("_fetcher", "_halo")
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_halo")
     _fetcher: Fetcher | None = None
     _halo: Arrival | None = None
 

@@ -27,8 +27,6 @@ from pygdist.backends.recomputing.backend import Probe, RecomputingBackend
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
 
-__all__ = ["HybridBackend"]
-
 log = logging.getLogger(__name__)
 
 _FACTORS = (0.5, 1.0, 2.0)  # overlap hides a part of what rows cost to fetch, congestion adds to it

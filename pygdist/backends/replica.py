@@ -34,8 +34,6 @@ from pygdist.hops.layer import layer_name
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
 
-__all__ = ["ReplicaBackend"]
-
 _WEIGHTED = Slot[Adjacency]("with the graph's weights")
 
 

@@ -11,8 +11,6 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.hop import Hop
 
-__all__ = ["SingleBackend"]
-
 
 class SingleBackend(Backend):
     """Run every hop on the rows that are here: there is no other rank."""

@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,6 @@ from pygdist.hops.layer import hooked, layer_name
 from pygdist.memory.overflow import beyond_memory
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 
-__all__ = ["TensorBackend"]
-
 
 class TensorBackend(Backend):
     """Slice the columns of all nodes (tensor parallelism; NeutronTP, PVLDB 2024, Sec. 3 and 4.1.1).
@@ -109,7 +107,7 @@ class TensorBackend(Backend):
 
     name = "tensor"
     abilities = Abilities(mixes_columns=False)
-    per_graph = ("_all", "_shared", "_fetcher", "_slices", "_splits")
+    per_graph: ClassVar[tuple[str, ...]] = ("_all", "_shared", "_fetcher", "_slices", "_splits")
     _all: AllNodes | None = None
     _shared: EdgeTensors | None = None
     _fetcher: Fetcher | None = None

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["Buffers"]
-
 
 class Buffers:
     """One buffer for each use, as large as the largest exchange needs.

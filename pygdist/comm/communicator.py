@@ -25,8 +25,6 @@ from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
 from pygdist.errors import InputError
 
-__all__ = ["Communicator", "describe_rows"]
-
 
 class Communicator(Transport):
     """The other ranks, as a backend sees them: fetch rows, return gradients, sum, gather and agree.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DDP_OPTIONS", "ddp_loss_scale"]
-
 # torch renamed the option
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"

@@ -13,8 +13,6 @@ from torch import Tensor
 from pygdist.comm.communicator import Communicator
 from pygdist.comm.plan import ExchangePlan
 
-__all__ = ["NodeDirectory"]
-
 
 class NodeDirectory:
     """Plans the exchange of rows of any nodes, by their global ids; every rank makes each call.

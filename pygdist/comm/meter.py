@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Traffic", "TrafficMeter"]
-
 
 @dataclass
 class Traffic:

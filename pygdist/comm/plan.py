@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["ExchangePlan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:

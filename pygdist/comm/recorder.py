@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Recorder", "Span", "recorded"]
-
 
 @dataclass(frozen=True)
 class Span:

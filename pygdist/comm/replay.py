@@ -21,8 +21,6 @@ from pygdist.comm.communicator import Communicator
 from pygdist.comm.plan import ExchangePlan
 from pygdist.errors import InputError
 
-__all__ = ["PartCommunicator", "Postponed", "run_parts"]
-
 
 class Postponed(Exception):
     """Stops a part whose exchange needs rows that other parts have yet to compute."""

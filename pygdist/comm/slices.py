@@ -29,8 +29,6 @@ from pygdist.comm.communicator import Communicator, describe_rows
 from pygdist.comm.transfer import as_bytes
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["columns_of", "gather_columns", "share_rows", "split_and_share", "split_columns", "with_phantom_column"]
-
 
 def columns_of(width: int, rank: int, world_size: int) -> slice:
     """Return the columns that a rank holds: as even as can be; with fewer columns than ranks, some hold none.

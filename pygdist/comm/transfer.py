@@ -20,8 +20,6 @@ from torch import Tensor
 from pygdist.comm.recorder import Span, recorded
 from pygdist.comm.transport import Transport
 
-__all__ = ["Message", "Transfer", "as_bytes", "message_rows"]
-
 _AHEAD = 2  # messages on their way at once: ranks are not quite at the same pace, and no link should wait for them
 
 

@@ -21,8 +21,6 @@ from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
 
-__all__ = ["Courier", "Transport"]
-
 _LABEL_BYTES = 128
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
 

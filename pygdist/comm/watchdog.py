@@ -17,8 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["FINISHED", "LOST_A_NEIGHBOUR", "Place", "Watchdog"]
-
 log = logging.getLogger(__name__)
 
 _NO_STORE = "the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"

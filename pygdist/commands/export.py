@@ -15,8 +15,6 @@ from torch import Tensor
 from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
 
-__all__ = ["export", "read_checkpoint", "run"]
-
 _PREFIX = "model."
 # torch.load raises any of these for a file of another kind
 _UNREADABLE = (LookupError, AttributeError, RuntimeError, EOFError, ValueError, TypeError, OSError, pickle.PickleError)

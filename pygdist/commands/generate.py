@@ -13,8 +13,6 @@ from rich.table import Table
 
 from pygdist.commands.messages import Parser
 
-__all__ = ["generate", "run"]
-
 
 def generate(
     name: str,

@@ -16,8 +16,6 @@ from typing_extensions import override
 
 from pygdist.errors import InputError
 
-__all__ = ["ArgumentParser", "Parser", "one_line", "options_of", "shorten"]
-
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")

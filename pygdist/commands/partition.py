@@ -17,8 +17,6 @@ from rich.table import Table
 from pygdist.commands.messages import Parser
 from pygdist.errors import InputError
 
-__all__ = ["Graph", "Parts", "partition", "run"]
-
 _SOURCES = ("dataset", "dataset_args", "input")
 _MOST_ROWS = 32
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from pygdist.commands.messages import ArgumentParser
 from pygdist.report import write_report
 
-__all__ = ["run"]
-
 
 def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`pygdist.report.write_report`."""

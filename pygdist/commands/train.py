@@ -28,8 +28,6 @@ from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, 
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.report.description import read_yaml
 
-__all__ = ["GraphCLI", "run"]
-
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())

@@ -27,8 +27,6 @@ from pygdist.routing import distribute
 from pygdist.testing import Difference, RankPool, Step, without_dropout
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 
-__all__ = ["run", "verify"]
-
 log = logging.getLogger(__name__)
 
 Reference = Literal["auto", "pyg", "single"]

@@ -16,8 +16,6 @@ from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, edge_softmax, gat, spmm, transpose
 from pygdist.kernels.csr import pointers
 
-__all__ = ["Adjacency", "Reduce", "Score", "Slot"]
-
 T = TypeVar("T")
 
 Reduce = Literal["sum", "add", "mean", "max", "min"]

@@ -15,8 +15,6 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
-__all__ = ["EDGE_FIELDS", "FIELDS", "MASKS", "check", "check_fields", "is_multi_label", "plain", "rows_of"]
-
 MASKS = ("train_mask", "val_mask", "test_mask")
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["blind_to", "fixable", "identity_of", "version_of"]
-
 
 def version_of(tensor: Tensor | None) -> int:
     """Return the number of in-place changes of a tensor; those of inference tensors are not counted."""

@@ -17,8 +17,6 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.self_loops import is_self_loop, keep_entries
 from pygdist.graph.shard import Shard
 
-__all__ = ["corrupted_sources", "drawn", "hold_out", "known_pairs", "supervised"]
-
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _TRIES = 20

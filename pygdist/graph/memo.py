@@ -11,8 +11,6 @@ from torch_geometric import EdgeIndex
 
 from pygdist.graph.identity import fixable, identity_of
 
-__all__ = ["Memo"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph.shard import Shard
 from pygdist.kernels.csr import narrowest
 
-__all__ = ["Neighbourhood", "fetch_plan", "in_neighbourhood", "ranges"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhood:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pygdist.kernels import CSR
 
-__all__ = ["insert_self_loops", "is_self_loop", "keep_entries"]
-
 
 def is_self_loop(csr: CSR) -> Tensor:
     """Return a mask of the entries that lead from a row to itself, ``(E,)`` bool."""

@@ -17,8 +17,6 @@ from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, is_plain, rows_and_edges
 
-__all__ = ["Shard"]
-
 
 class Shard:
     r"""One rank's rows, their in-edges, and the plan to fetch halo rows (placement *nodes*).

@@ -13,8 +13,6 @@ from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.kernels.csr import CSR, narrowest
 
-__all__ = ["Surroundings", "as_tensor", "first_hop", "floats_unlike", "is_plain", "rows_and_edges"]
-
 
 class Surroundings:
     r"""All rows of a part under the placement *replicas*, and the edges among them (CATGNN, Sec. 4.2).

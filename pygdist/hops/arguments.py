@@ -13,8 +13,6 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
 
-__all__ = ["each_tensor", "first_rows", "mapped", "node_dim", "tensors_of", "with_rows"]
-
 
 def mapped(
     forward: Callable[..., Any],

@@ -40,8 +40,6 @@ from pygdist.hops.reads import read_names
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
 
-__all__ = ["Blocks", "destination_blocks"]
-
 log = logging.getLogger(__name__)
 
 _PROBES = ((61, 7), (127, 11))  # edges and destinations of two small hops; no width equals both

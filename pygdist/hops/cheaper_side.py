@@ -35,8 +35,6 @@ from pygdist.graph import Adjacency
 from pygdist.hops.kept import Kept
 from pygdist.hops.layer import hooked, hooked_module, is_linear, stand_in
 
-__all__ = ["cheaper_forward"]
-
 Forward = Callable[..., Tensor]
 
 

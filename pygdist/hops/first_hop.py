@@ -30,9 +30,6 @@ from pygdist.hops.host import Host
 from pygdist.hops.layer import hooked, layer_name
 from pygdist.nn.relations import of_relation
 
-__all__ = ["FirstHop"]
-
-
 _Inputs: TypeAlias = tuple[Tensor | None, ...]
 """Rows, weights, the weights that the edges carry, and the edges."""
 

@@ -32,18 +32,6 @@ from pygdist.hops.host import Host
 from pygdist.hops.layer import hooked, is_linear, stand_in, writes_hops
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
-__all__ = [
-    "UNSEEN",
-    "TransformerParts",
-    "Unscored",
-    "Unweighted",
-    "attention_forward",
-    "attention_kernel",
-    "defers_scores",
-    "summed_as_they_arrive",
-    "transformer_parts",
-]
-
 UNSEEN = "_weights_are_unseen"
 """Attribute of a stand-in whose edge weights nothing but its sum reads; see :attr:`Hop.weights_unseen`."""
 

@@ -31,20 +31,6 @@ from pygdist.hops.layer import (
     writes_hops,
 )  # fmt: skip
 
-__all__ = [
-    "Deferred",
-    "Ends",
-    "Hop",
-    "Kernel",
-    "Runs",
-    "each_end",
-    "ends_of",
-    "is_pair",
-    "source_of",
-    "target_of",
-    "with_passed_rows",
-]
-
 Kernel: TypeAlias = Callable[..., Tensor]
 """Called as ``kernel(layer, adjacency, **arguments)`` with the hop's arguments, source rows included."""
 

@@ -10,8 +10,6 @@ from pygdist.graph import Shard
 from pygdist.hops.savings import Savings
 from pygdist.nn.norms import Ranks
 
-__all__ = ["Host"]
-
 
 class Host(Ranks, Protocol):
     """Needs of hops that :class:`~pygdist.backends.Backend` meets."""

@@ -19,8 +19,6 @@ from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.relations import KeptRelations
 from pygdist.nn.self_loops import KeptSelfLoops
 
-__all__ = ["Kept"]
-
 
 class Kept:
     """Holds what one backend keeps, and runs hops with it.

@@ -18,34 +18,6 @@ from torch_geometric.nn import GCNConv, GINConv, GINEConv, GraphConv, Linear, Me
 
 from pygdist.nn.norms import GLOBAL_NORMS
 
-__all__ = [
-    "BASE",
-    "CACHES",
-    "arguments_of_messages",
-    "asked_arguments",
-    "calls_by_name",
-    "computes_fewer",
-    "forget_local_state",
-    "fused_arguments",
-    "having",
-    "hooked",
-    "is_linear",
-    "layer_name",
-    "neighbour_arguments",
-    "norms_over_edges",
-    "options_of",
-    "put_local_propagate_back",
-    "rebound",
-    "relations_in_turn",
-    "routed_names",
-    "stand_in",
-    "stood_in_for",
-    "takes_fused",
-    "undecomposed",
-    "writes_hops",
-    "written_hop",
-]
-
 BASE = "_pygdist_base"
 """Attribute of a class that stands for a layer's: the layer's own class."""
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from pygdist.hops.layer import having
 
-__all__ = ["leaves_of", "read_names", "tensors_read"]
-
 
 @functools.lru_cache(maxsize=256)
 def read_names(layer_class: Any, methods: tuple[str, ...]) -> frozenset[str]:

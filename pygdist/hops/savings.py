@@ -9,8 +9,6 @@ import torch
 
 from pygdist.errors import InputError
 
-__all__ = ["Savings"]
-
 _MIB = 2**20
 _BLOCK_BYTES = 256 * _MIB  # smaller blocks are faster, as they stay in the cache, until there are very many
 

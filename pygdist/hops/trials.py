@@ -12,8 +12,6 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.hops.layer import hooked, hooks_of, own_class
 
-__all__ = ["TrialCache"]
-
 T = TypeVar("T")
 
 

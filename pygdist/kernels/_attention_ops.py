@@ -24,8 +24,6 @@ from pygdist.kernels._operator import MATRIX, TRANSPOSED, kernels_for, operator
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transposed_from
 
-__all__ = ["edge_softmax_op", "gat_op", "gatv2_scores_op"]
-
 _TERMS = "Tensor? source, Tensor? target, Tensor? edge, float slope"
 _GATV2 = "Tensor source, Tensor target, Tensor attention, float slope"
 _GAT = "Tensor x, Tensor source, Tensor target, float slope"

@@ -15,8 +15,6 @@ from torch import Tensor
 from pygdist.kernels import _native, _torch
 from pygdist.native import library
 
-__all__ = ["MATRIX", "TRANSPOSED", "kernels_for", "operator"]
-
 MATRIX = "Tensor indptr, Tensor index"
 TRANSPOSED = "Tensor? transposed_indptr=None, Tensor? transposed_index=None, Tensor? transposed_perm=None"
 

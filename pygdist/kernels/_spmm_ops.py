@@ -26,8 +26,6 @@ from pygdist.kernels._operator import MATRIX, TRANSPOSED, kernels_for, operator
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transposed_from
 
-__all__ = ["sddmm_op", "spmm_into_op", "spmm_op"]
-
 _EXTREMUM = "Tensor x, Tensor? weight, Tensor? perm, str op, Tensor out, Tensor grad"
 
 

@@ -27,8 +27,6 @@ from pygdist.kernels._attention_ops import edge_softmax_op, gat_op, gatv2_scores
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import Transposed, transposed_tensors
 
-__all__ = ["edge_softmax", "gat", "gatv2_scores"]
-
 
 def edge_softmax(
     csr: CSR,

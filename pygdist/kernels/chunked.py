@@ -20,11 +20,6 @@ from pygdist.kernels.csr import CSR
 from pygdist.kernels.spmm import spmm
 from pygdist.native import library
 
-__all__ = [
-    "BLOCK", "GatPart", "SoftmaxPart", "column_blocks", "extremum_grad", "gat_ends", "gat_grad", "gat_part",
-    "merge_softmax", "softmax_part", "spmm_into", "tie_counts",
-]  # fmt: skip
-
 BLOCK = 1 << 16
 """Columns that 16 bits can number."""
 _OFTEN = 16  # entries of a row in a block, on average, from which blocks are worth it

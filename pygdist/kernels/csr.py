@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pygdist.native import NativeCsr
 
-__all__ = ["CSR", "narrowest"]
-
 _INT32_MAX = 2**31 - 1
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from pygdist.kernels._spmm_ops import sddmm_op, spmm_op
 from pygdist.kernels.csr import CSR
 
-__all__ = ["EdgeOp", "Reduce", "Transposed", "sddmm", "spmm", "transposed_tensors"]
-
 Reduce: TypeAlias = Literal["sum", "mean", "max", "min"]
 EdgeOp: TypeAlias = Literal["mul", "add", "sub", "div"]
 Transposed: TypeAlias = CSR | Callable[[], CSR] | None

@@ -12,8 +12,6 @@ from pygdist.kernels import _native
 from pygdist.kernels.csr import CSR, narrowest
 from pygdist.native import library
 
-__all__ = ["transpose", "transposed_from"]
-
 Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 

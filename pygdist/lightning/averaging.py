@@ -30,8 +30,6 @@ from pygdist.lightning.optimizer_states import State, by_parameter, copied, gath
 from pygdist.lightning.part_models import OptimizerState, PartModels
 from pygdist.lightning.strategies import GraphDDPStrategy
 
-__all__ = ["FOR_CHECKPOINT", "FOR_VALIDATION", "ModelAveragingStrategy"]
-
 SyncUnit: TypeAlias = Literal["epoch", "step"]
 
 _SAVED = "model_averaging"  # in a checkpoint

@@ -15,8 +15,6 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.to_rank_zero import to_rank_zero
 
-__all__ = ["gathered", "scatter"]
-
 
 def gathered(backend: Backend, shard: Shard, communicator: Communicator) -> dict[str, Any] | None:
     """Return the backend's state for a checkpoint, on rank 0; ``None`` on other ranks. All ranks make the call.

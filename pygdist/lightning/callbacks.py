@@ -24,8 +24,6 @@ from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
 from pygdist.memory.machine import peak_rss_bytes
 
-__all__ = ["ExchangeMonitor", "PredictionWriter"]
-
 _RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 
 

@@ -19,8 +19,6 @@ from pygdist.backends import Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 
-__all__ = ["check_accumulation", "check_averaging", "check_limits", "check_strategy", "say_what_is_sent"]
-
 
 def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
     """Refuse to accumulate gradients; an epoch has ``several_steps`` with mini-batches or several parts on a rank."""

@@ -18,8 +18,6 @@ from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import call_model
 from pygdist.nn.loss import labelled, node_losses, summed_loss
 
-__all__ = ["NodeClassifier", "run_model"]
-
 Stage = Literal["train", "val", "test"]
 
 _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"

@@ -28,8 +28,6 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
 
-__all__ = ["GraphDataModule"]
-
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
 
 DEFAULT_CACHE = Path("~/.cache/pygdist")

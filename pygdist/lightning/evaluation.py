@@ -23,8 +23,6 @@ from pygdist.graph import Shard
 from pygdist.memory.overflow import writable
 from pygdist.routing import distribute, undistribute
 
-__all__ = ["WholeGraphEvaluation"]
-
 _PLAIN = (bool, int, float, str)
 
 

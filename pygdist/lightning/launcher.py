@@ -25,8 +25,6 @@ from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
 
-__all__ = ["GraphLauncher", "ProcessLauncher"]
-
 log = logging.getLogger(__name__)
 
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died

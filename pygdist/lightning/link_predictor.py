@@ -24,8 +24,6 @@ from pygdist.lightning.module import GraphModule
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
 
-__all__ = ["HitsAtK", "LinkPredictor"]
-
 Stage = Literal["train", "val", "test"]
 _NO_EDGES = {
     "train": "the graph has no edges to learn from",

@@ -25,8 +25,6 @@ from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.routing import distribute, undistribute
 
-__all__ = ["GraphModule"]
-
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 

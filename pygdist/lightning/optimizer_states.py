@@ -24,8 +24,6 @@ from pygdist.comm.transfer import as_bytes
 from pygdist.errors import InputError
 from pygdist.lightning.to_rank_zero import to_rank_zero
 
-__all__ = ["State", "StateByNumber", "average", "by_number", "by_parameter", "copied", "gathered", "pack", "unpack"]
-
 State: TypeAlias = Any  # a defaultdict, which torch's optimisers make and expect: tensors and numbers by parameter
 StateByNumber: TypeAlias = dict[int, dict[str, Any]]  # parameters are named by their places in the optimiser
 

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from pygdist.comm import Communicator
 from pygdist.lightning.optimizer_states import State, average, by_number, by_parameter
 
-__all__ = ["OptimizerState", "PartModels", "tensors_of"]
-
 OptimizerState: TypeAlias = Literal["local", "average", "reset"]
 
 

@@ -21,8 +21,6 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.sampler import BatchLoader
 
-__all__ = ["FullGraphLoader", "PartBatch", "PartLoader", "Resumable", "sampled_graph"]
-
 
 class PartBatch:
     """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing.

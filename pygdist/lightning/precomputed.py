@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Precomputed"]
-
 
 class Precomputed:
     """Tensors of each part by name, in a temporary folder inside ``folder``, until :meth:`close`."""

@@ -28,8 +28,6 @@ from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.memory.machine import keep_freed_memory
 
-__all__ = ["GraphDDPStrategy"]
-
 log = logging.getLogger(__name__)
 
 # from messages of gloo and nccl when the other end is gone or silent

@@ -18,8 +18,6 @@ from pygdist.comm import Communicator, Recorder, Span
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
 
-__all__ = ["Timeline", "clock_offset"]
-
 _COLOURS = {  # in the order of drawing: later kinds may cover earlier ones
     "travel": "0.6", "compute": "C0", "aggregate": "C9", "pack": "C1", "send": "C2", "wait": "C3", "unpack": "C5",
     "reduce": "C4",

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pygdist.comm import Communicator
 
-__all__ = ["to_rank_zero"]
-
 
 def to_rank_zero(
     tensors: Sequence[Tensor], communicator: Communicator, *, label: str

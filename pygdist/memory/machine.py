@@ -8,8 +8,6 @@ import resource
 import sys
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "memory_bytes", "peak_rss_bytes"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of malloc.h

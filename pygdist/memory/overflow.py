@@ -17,8 +17,6 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 
-__all__ = ["Overflow", "beyond_memory", "writable"]
-
 log = logging.getLogger(__name__)
 
 _TRAVEL_SHARE = 8  # a rank sends 1 / 8 of the budget at a time; as much arrives, and two such pieces may travel

@@ -22,11 +22,6 @@ from pygdist.errors import InputError
 if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
-__all__ = [
-    "ABI_VERSION", "LIBRARY_NAME", "Isa", "NativeCsr", "NativeDependencies", "NativeEdges", "NativeHop",
-    "NativePlacement", "NativeText", "Status", "load", "require", "set_isa",
-]  # fmt: skip
-
 LIBRARY_NAME = "libpygdist_native.so"
 ABI_VERSION = 14
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""

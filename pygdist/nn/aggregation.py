@@ -15,8 +15,6 @@ from torch_geometric.nn.aggr import Aggregation
 
 from pygdist.nn.norms import Ranks
 
-__all__ = ["padded_aggregation", "pads"]
-
 
 def pads(cls: type[nn.Module]) -> bool:
     """Tell if ``cls`` is an aggregation whose result depends on the length of the padded rows."""

@@ -26,8 +26,6 @@ from torch_geometric.utils import add_self_loops, remove_self_loops, softmax, sp
 
 from pygdist.errors import InputError
 
-__all__ = ["AttentionPropagation", "Decoupled", "Propagation", "decouple"]
-
 
 class Propagation(MessagePassing):
     r"""Hops in a row, without anything between them that mixes columns.

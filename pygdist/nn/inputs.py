@@ -12,8 +12,6 @@ from torch_geometric.nn import MessagePassing
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
 
-__all__ = ["call_encoder", "call_model", "edge_inputs", "fill_in_sizes", "row_lookup"]
-
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     """Return edge weights, attributes and types of ``graph`` (a ``Data`` or ``Shard``) that ``model.forward`` takes."""

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from pygdist.errors import InputError
 
-__all__ = ["labelled", "node_losses", "summed_loss"]
-
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
     """Remove unlabelled nodes from ``mask``: label -1, or a row of NaN in a label matrix; ``(n,)`` bool."""

@@ -16,8 +16,6 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from pygdist.errors import InputError
 
-__all__ = ["NGNN"]
-
 Conv = Literal["gcn", "sage", "gat"]
 _CONVS = {"gcn": GCNConv, "sage": SAGEConv, "gat": GATConv}
 

@@ -17,8 +17,6 @@ from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entri
 from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
 
-__all__ = ["GlobalGCNNorm"]
-
 _MOST_KEPT = 64  # results
 
 

@@ -17,8 +17,6 @@ from torch_geometric.nn import norm as pyg
 
 from pygdist.errors import InputError
 
-__all__ = ["GLOBAL_NORMS", "Ranks"]
-
 
 class Ranks(Protocol):
     """The part of a backend that norms and degree normalisation use."""

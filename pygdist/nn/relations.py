@@ -20,8 +20,6 @@ from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import keep_entries
 from pygdist.kernels import CSR
 
-__all__ = ["KeptRelations", "of_relation"]
-
 _OF_RELATION = Slot[bool]("picked for a relation")
 _RELATIONS = Slot[Memo[Adjacency]]("edges of each relation")
 _MOST_KEPT = 1024  # relations

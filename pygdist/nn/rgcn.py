@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import RGCNConv
 
-__all__ = ["RGCN"]
-
 
 class RGCN(nn.Module):
     """A stack of ``RGCNConv`` for graphs with relations.

@@ -19,8 +19,6 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 
-__all__ = ["KeptSelfLoops"]
-
 _MOST_KEPT = 16  # results
 
 

@@ -18,8 +18,6 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.native import NativeEdges, library
 
-__all__ = ["Argument", "PlaceEdges", "call", "count_degrees", "require"]
-
 Argument: TypeAlias = NDArray[Any] | ctypes.Structure | ctypes.c_int32 | float | None
 PlaceEdges: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int32]], None]
 """Writes the part of each edge of a chunk ``(2, k)`` into an array ``(k,)``; called in the order of the stream."""

@@ -18,11 +18,6 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.registry import Registry
 
-__all__ = [
-    "Assignment", "Partitioner", "check_num_parts", "check_number", "check_seed", "partitioner_names",
-    "resolve_partitioner",
-]  # fmt: skip
-
 _REGISTRY: Registry[Partitioner] = Registry("partitioner")
 
 

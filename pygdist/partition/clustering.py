@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from pygdist.graph import EdgeStream
 from pygdist.partition._native import call, count_degrees
 
-__all__ = ["Clusters", "cluster", "spread"]
-
 
 @dataclass(kw_only=True)
 class Clusters:

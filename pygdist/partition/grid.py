@@ -11,8 +11,6 @@ from pygdist.graph import EdgeStream
 from pygdist.partition._native import PlaceEdges, require
 from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
-__all__ = ["GridPartitioner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GridPartitioner(EdgePartitioner):

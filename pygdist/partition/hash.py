@@ -12,8 +12,6 @@ from typing_extensions import override
 from pygdist.graph import EdgeStream
 from pygdist.partition.base import Partitioner, check_num_parts, check_seed
 
-__all__ = ["HashPartitioner", "mix"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HashPartitioner(Partitioner):

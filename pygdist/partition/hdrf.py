@@ -13,8 +13,6 @@ from pygdist.partition._native import PlaceEdges, require
 from pygdist.partition.base import check_number
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
-__all__ = ["HDRFPartitioner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HDRFPartitioner(BalancedEdgePartitioner):

@@ -13,8 +13,6 @@ from pygdist.graph import EdgeStream
 from pygdist.partition.base import Partitioner, check_number
 from pygdist.partition.node_stream import place_nodes
 
-__all__ = ["LDGPartitioner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LDGPartitioner(Partitioner):

@@ -11,8 +11,6 @@ from pygdist.graph import EdgeStream
 from pygdist.partition._native import PlaceEdges, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
-__all__ = ["LibraPartitioner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LibraPartitioner(BalancedEdgePartitioner):

@@ -18,8 +18,6 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.partition.base import Partitioner, check_num_parts
 
-__all__ = ["MetisPartitioner", "metis_libraries"]
-
 Library = Literal["auto", "pyg_lib", "torch_sparse", "pymetis"]
 Indices = NDArray[np.int64]
 

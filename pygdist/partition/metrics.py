@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from pygdist.graph import EdgeStream
 
-__all__ = ["PartitionMetrics", "measure"]
-
 _TABLE_BYTES = 1 << 28
 
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from pygdist.graph import EdgeStream
 from pygdist.partition._native import call, count_degrees
 
-__all__ = ["neighbour_lists"]
-
 _WINDOW_ENDS = 1 << 27  # edge ends at a time: 512 MiB
 
 

@@ -12,8 +12,6 @@ from pygdist.partition._native import call, require
 from pygdist.partition.base import check_num_parts
 from pygdist.partition.neighbours import neighbour_lists
 
-__all__ = ["place_nodes"]
-
 
 def place_nodes(
     name: str, edges: EdgeStream, num_parts: int, *, balance: float, fennel: bool, alpha: float = 0, gamma: float = 0

@@ -15,8 +15,6 @@ from pygdist.partition.metrics import PartitionMetrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_load", "plot_traffic"]
-
 _MOST_NUMBERS = 16  # parts up to which every cell shows its number
 
 

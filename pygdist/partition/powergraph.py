@@ -11,8 +11,6 @@ from pygdist.graph import EdgeStream
 from pygdist.partition._native import PlaceEdges, count_degrees, require
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
-__all__ = ["PowerGraphPartitioner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PowerGraphPartitioner(BalancedEdgePartitioner):

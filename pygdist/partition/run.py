@@ -25,8 +25,6 @@ from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
 
-__all__ = ["partition_graph"]
-
 log = logging.getLogger(__name__)
 
 _GIB = 2**30

@@ -15,8 +15,6 @@ from pygdist.graph import EdgeStream, WholeGraph
 from pygdist.graph.sources.whole import stored_type
 from pygdist.partition.metrics import PartitionMetrics
 
-__all__ = ["DeviceMemory", "GraphBytes", "surroundings"]
-
 _GIB = 2**30
 _TABLE_BYTES = 1 << 28
 _DEGREE_BYTES = 5 * 8  # of a row of `in_degree`

@@ -16,8 +16,6 @@ from pygdist.partition._native import call, require
 from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number
 from pygdist.partition.clustering import cluster, spread
 
-__all__ = ["SpringPartitioner"]
-
 _SHARE_OF_A_PART = 0.25
 
 

@@ -19,8 +19,6 @@ from pygdist.partition.base import check_number
 from pygdist.partition.clustering import cluster, spread
 from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
-__all__ = ["TwoPSLPartitioner"]
-
 _IN_MEMORY_BYTES = 1 << 27
 
 

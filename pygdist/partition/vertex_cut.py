@@ -21,8 +21,6 @@ from pygdist.partition._native import Argument, PlaceEdges, call
 from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number, check_seed
 from pygdist.partition.hash import mix
 
-__all__ = ["BalancedEdgePartitioner", "EdgePartitioner", "PlaceEdges", "VertexCut"]
-
 _NODES_AT_A_TIME = 1 << 20
 
 

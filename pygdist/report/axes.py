@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-__all__ = ["align", "tick_logs"]
-
 #: Largest ratio of the maxima of two figures with equal axes; beyond it, the smaller figure could hardly be read.
 _ALIKE, _ALIKE_LOG = 4.0, 100.0
 _PAD = 0.06

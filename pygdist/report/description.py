@@ -15,8 +15,6 @@ import yaml
 
 from pygdist.errors import InputError
 
-__all__ = ["Experiment", "Kind", "Mean", "Plot", "Published", "is_description", "read_description", "read_yaml"]
-
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
 T = TypeVar("T")

@@ -13,8 +13,6 @@ from pygdist.errors import InputError
 from pygdist.report.description import Experiment, is_description, read_description
 from pygdist.report.values import Row, read_csv
 
-__all__ = ["Outcome", "Results", "find_results"]
-
 _RANKS = ".ranks.csv"
 _OTHER_FILES = ".files"  # ending of folders for other files of a script
 

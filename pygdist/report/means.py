@@ -10,8 +10,6 @@ from pygdist.errors import InputError
 from pygdist.report.description import Mean
 from pygdist.report.values import Row, number
 
-__all__ = ["RUNS", "averaged"]
-
 RUNS = "runs"  # column with the number of runs that a row is the mean of
 
 

@@ -26,8 +26,6 @@ from pygdist.report.tables import KEPT_APART, MACHINE, Table, main_columns, make
 from pygdist.report.timelines import read_timeline
 from pygdist.report.values import Row, number, together
 
-__all__ = ["Report", "make_report", "write_report"]
-
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent

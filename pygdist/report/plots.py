@@ -16,8 +16,6 @@ from pygdist.report.axes import align, tick_logs
 from pygdist.report.description import Plot
 from pygdist.report.values import Row, is_same, measured, number, shown, spoken, together
 
-__all__ = ["COLOURS", "Drawn", "Figure", "Palette", "base_trace", "draw"]
-
 Figure = dict[str, Any]
 
 #: Colours of middle lightness, visible on white and on black.

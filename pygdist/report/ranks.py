@@ -12,8 +12,6 @@ from pygdist.errors import InputError
 from pygdist.report.plots import COLOURS, Figure, base_trace
 from pygdist.report.values import Row, measured, shown, spoken
 
-__all__ = ["Load", "load_per_rank"]
-
 COLUMNS = ("compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib")
 _FEW = 4
 _SECONDS = ("compute_s", "exchange_s")

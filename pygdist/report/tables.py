@@ -11,8 +11,6 @@ from pygdist.errors import InputError
 from pygdist.report.description import Experiment
 from pygdist.report.values import Row, number, shown, spoken
 
-__all__ = ["KEPT_APART", "MACHINE", "Cell", "Column", "Line", "Table", "main_columns", "make_table", "rerun_command"]
-
 KEPT_APART = {"commit", "date", "json", "note", "timeline"}  # never results; they are shown with the settings
 #: Columns that describe the machine: no results, even in a table of one row.
 MACHINE = {

@@ -13,8 +13,6 @@ from pygdist.errors import InputError
 from pygdist.report.plots import COLOURS, Figure, base_trace
 from pygdist.report.values import shown
 
-__all__ = ["KINDS", "Timeline", "read_timeline"]
-
 #: Kinds of spans in the order and colours of the pictures that training writes; later ones cover earlier ones.
 KINDS = {
     "travel": "#999999", "compute": COLOURS[0], "aggregate": COLOURS[9], "pack": COLOURS[1], "send": COLOURS[2],

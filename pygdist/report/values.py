@@ -10,8 +10,6 @@ from pathlib import Path
 
 from pygdist.errors import InputError
 
-__all__ = ["Row", "is_same", "measured", "number", "read_csv", "shown", "spoken", "together"]
-
 Row = dict[str, str]
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _WHOLE = re.compile(r"[+-]?\d{1,15}")

@@ -50,8 +50,6 @@ from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.refusals import refusals
 
-__all__ = ["distribute", "undistribute"]
-
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 

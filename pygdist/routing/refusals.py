@@ -11,8 +11,6 @@ from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend
 
-__all__ = ["REFUSED_LAYERS", "refusals"]
-
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
     "ChebConv": "scales its Laplacian by a maximum over all edges",

@@ -16,8 +16,6 @@ from pygdist.errors import InputError
 from pygdist.kernels import CSR
 from pygdist.native import NativeHop, Status, library
 
-__all__ = ["Sampled", "induce", "require", "sample"]
-
 
 class Sampled(NamedTuple):
     """A sampled or induced subgraph; all tensors are int64.

@@ -21,8 +21,6 @@ from pygdist.kernels import CSR
 from pygdist.sampler import _native
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["BatchLoader", "InducedBatches", "MiniBatches", "check_at_least", "check_part", "load_all"]
-
 _ROW_FIELDS = ("x", "y", "train_mask", "node_norm", "in_degree")
 _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 

@@ -20,8 +20,6 @@ from pygdist.sampler.base import BatchLoader, InducedBatches, MiniBatches, check
 from pygdist.sampler.csr_neighbors import check_seed
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["ClusterBatches"]
-
 
 class ClusterBatches(MiniBatches):
     """Batches of several clusters, drawn anew in each epoch, with all edges among their nodes (Cluster-GCN, Sec. 3.2).

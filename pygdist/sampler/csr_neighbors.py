@@ -19,8 +19,6 @@ from pygdist.kernels import CSR
 from pygdist.sampler import _native
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["CSRNeighborSampler", "check_fan_out", "check_seed"]
-
 
 class CSRNeighborSampler(BaseSampler):
     r"""Samples in-neighbours hop by hop, uniformly (GraphSAGE, Hamilton et al. 2017; CATGNN, Sec. 3.3).

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SharedEpoch"]
-
 
 class SharedEpoch:
     """An epoch number in shared memory: workers that outlive an epoch see the next one."""

@@ -23,8 +23,6 @@ from pygdist.sampler.base import BatchLoader, MiniBatches, check_at_least, check
 from pygdist.sampler.csr_neighbors import CSRNeighborSampler, check_fan_out, check_seed
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["NeighborBatches"]
-
 Library = Literal["auto", "native", "pyg"]
 
 

@@ -35,8 +35,6 @@ from pygdist.sampler.base import BatchLoader, InducedBatches, MiniBatches, check
 from pygdist.sampler.csr_neighbors import check_seed
 from pygdist.sampler.epoch import SharedEpoch
 
-__all__ = ["SaintEdgeBatches", "SaintNodeBatches", "SaintWalkBatches", "norms"]
-
 Nodes: TypeAlias = NDArray[np.int64]
 Draw: TypeAlias = Callable[[np.random.Generator], Nodes]
 """Draws the nodes of a subgraph; a node may come several times."""

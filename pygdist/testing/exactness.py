@@ -40,16 +40,6 @@ from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import HIDDEN, LAYERS, build
 from pygdist.testing.ranks import RankPool
 
-__all__ = [
-    "Difference",
-    "Step",
-    "assert_exact",
-    "distributed_step",
-    "largest_differences",
-    "reference_step",
-    "supported_layers",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-__all__ = ["GRAPHS", "random_graph"]
-
 
 def random_graph(
     kind: str = "directed", *, num_nodes: int = 37, num_features: int = 5, num_classes: int = 3, seed: int = 0

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankPool", "run_ranks"]
-
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 
 

@@ -15,8 +15,6 @@ from pygdist.errors import InputError
 from pygdist.routing.refusals import REFUSED_LAYERS
 from pygdist.testing.layers import LAYERS, LayerCase
 
-__all__ = ["BLOCKS", "layers_table", "main", "norms_list", "refused_table", "update"]
-
 _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

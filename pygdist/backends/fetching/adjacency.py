@@ -24,8 +24,6 @@ from pygdist.graph.memo import Memo
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, spmm_into, tie_counts
 
-__all__ = ["SOURCE_GROUPS", "ArrivingAdjacency"]
-
 SOURCE_GROUPS = Slot[Memo[SourceGroups]]("source groups")
 """Where the shard's edges keep their source groups, by the pieces in which rows arrive."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pygdist.comm import ExchangePlan, message_rows
 
-__all__ = ["Arrival"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:

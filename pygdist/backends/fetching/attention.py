@@ -18,8 +18,6 @@ from pygdist.graph.adjacency import Score
 from pygdist.kernels import sddmm, spmm
 from pygdist.kernels.chunked import gat_ends, gat_grad, gat_part, merge_softmax, softmax_part
 
-__all__ = ["attend", "attend_by"]
-
 
 def attend(
     x: Tensor, source: Tensor, target: Tensor, groups: SourceGroups, exchange: Exchange, negative_slope: float

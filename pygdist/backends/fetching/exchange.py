@@ -20,8 +20,6 @@ from pygdist.comm import Communicator, Message, Transfer, describe_rows, message
 from pygdist.comm.recorder import recorded
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["ArrivedGroup", "Exchange", "Gradients"]
-
 GradientOf: TypeAlias = Callable[[int, Message | None, SourceGroup, Any, Tensor | None], Tensor]
 """Called with the piece, the message (``None`` for own rows), the group, its rows if they are needed, and memory.
 

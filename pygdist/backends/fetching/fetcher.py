@@ -30,8 +30,6 @@ from pygdist.hops.hop import Hop, source_of
 from pygdist.hops.layer import norms_over_edges
 from pygdist.memory.overflow import Overflow, writable
 
-__all__ = ["FetchOptions", "Fetcher", "HopRows", "WireDtype", "norms_refused"]
-
 _GIB = 2**30
 _DENSE = 32  # edges for each node
 _MOST_MESSAGES, _ROWS_OF_A_MESSAGE = 4, 1024

@@ -21,8 +21,6 @@ from pygdist.kernels import CSR, transpose
 from pygdist.kernels.csr import narrowest, pointers
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["EdgeMemory", "SourceGroup", "SourceGroups", "group_by_source"]
-
 _EDGES_AT_A_TIME = 1 << 20  # to sort
 
 

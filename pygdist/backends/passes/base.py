@@ -10,8 +10,6 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.hops.hop import Deferred, Hop
 
-__all__ = ["Forward", "Pass"]
-
 Forward = Callable[..., Any]
 """A layer's ``forward``, called as ``forward(layer, *args, **kwargs)``."""
 

@@ -12,8 +12,6 @@ from pygdist.backends.passes.edge_norm import EdgeNorm
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import options_of
 
-__all__ = ["BatchPass"]
-
 
 class BatchPass:
     """A forward pass over a mini-batch.

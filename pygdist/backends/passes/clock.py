@@ -15,8 +15,6 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.hops.hop import each_end
 
-__all__ = ["Clock", "running_s", "wall_s"]
-
 
 class Clock:
     """Separates the time that a model spends in each hop from the time between hops, forward and backward.

@@ -22,8 +22,6 @@ from pygdist.graph.self_loops import is_self_loop
 from pygdist.hops.hop import Hop
 from pygdist.kernels import CSR
 
-__all__ = ["EDGE_NORM", "EdgeNorm", "in_degree_facts", "in_degrees"]
-
 
 @dataclass(frozen=True)
 class EdgeNorm:

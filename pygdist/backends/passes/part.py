@@ -30,8 +30,6 @@ from pygdist.hops.fused_attention import Unscored, defers_scores
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import computes_fewer, layer_name
 
-__all__ = ["PartPass"]
-
 _LEADING = Slot[Memo[Adjacency]]("edges of later hops")
 
 

@@ -24,8 +24,6 @@ from pygdist.hops.fused_attention import defers_scores
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.kernels import CSR
 
-__all__ = ["Attempt", "Call", "Kind", "ModelFacts", "Rehearsal", "Rehearse", "look_at", "within"]
-
 log = logging.getLogger(__name__)
 
 _COUNTED_ON = 2  # rows

@@ -11,8 +11,6 @@ from pygdist.backends.fetching.arrival import Arrival
 from pygdist.graph import Adjacency
 from pygdist.kernels import CSR
 
-__all__ = ["Rows", "in_order", "leading"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:

@@ -15,8 +15,6 @@ from pygdist.backends.planning.network import Network
 from pygdist.comm import Communicator
 from pygdist.native import load
 
-__all__ = ["EpochCosts", "Expected", "computed_shares", "expected_epoch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCosts:

@@ -15,8 +15,6 @@ from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood
 from pygdist.native import NativeDependencies, require
 
-__all__ = ["Costs", "Halo", "greedy_choice"]
-
 _GIB = 2**30
 _COPIES = 3  # of a replica's row: itself, its gradient and what the layer keeps for the backward pass
 # both orders of the edges, with a value of eight bytes in each, and the edge's value here and at its owner

@@ -24,8 +24,6 @@ from pygdist.graph import Adjacency
 from pygdist.hops.arguments import tensors_of
 from pygdist.kernels import CSR, spmm
 
-__all__ = ["HopCosts", "Timed", "time_hops"]
-
 _FEW_ROWS, _FEW_EDGES = 8, 64  # a pass on these takes as long as one takes at least, however small the graph
 _FIRST_ROWS, _FIRST_EDGES = 300, 6_000  # of the first part that a model is timed on
 # The last part has as many rows as take so long, and all edges into them: a hop takes some time for each row, however

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from pygdist.comm import Communicator
 
-__all__ = ["Plan", "load_plan", "plan_key", "save_plan", "structure_of"]
-
 log = logging.getLogger(__name__)
 
 _VERSION = 7

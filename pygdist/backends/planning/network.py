@@ -13,8 +13,6 @@ from torch import Tensor
 from pygdist.backends.passes.clock import wall_s
 from pygdist.comm import Communicator, ExchangePlan
 
-__all__ = ["Network", "probe_exchange", "probe_reduce"]
-
 _WIDTH = 32  # of the rows that travel while the network is measured
 _FIRST_ROWS = 256  # for each pair of ranks; four times as many each time, until an exchange takes long enough
 _LONG_ENOUGH_S = 0.03  # token buckets and the kernel's buffers hide the rate of a link for the first milliseconds

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import layer_name
-
-__all__ = ["Probe", "RecomputingBackend"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class RecomputingBackend(Backend):
     """
 
     abilities = Abilities(reruns_layers=False)
-    per_graph = ("_fetcher", "_graph", "_pass")
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass")
     _fetcher: Fetcher | None = None
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now

@@ -21,8 +21,6 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped
 
-__all__ = ["ModelInputs", "kinds_of"]
-
 
 def kinds_of(
     model: nn.Module,

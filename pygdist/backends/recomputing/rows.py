@@ -22,8 +22,6 @@ from pygdist.graph.neighbourhood import Neighbourhood, fetch_plan, ranges
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
 
-__all__ = ["make_rows", "replicas_of"]
-
 
 def replicas_of(around: Neighbourhood, num_owned: int, chosen: list[Tensor]) -> list[Tensor]:
     """Find all replicas that follow from a choice: those chosen, and those that their rows are computed from.

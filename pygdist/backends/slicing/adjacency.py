@@ -27,8 +27,6 @@ from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, transpose
 
-__all__ = ["SlicedAdjacency", "SlicedEdges", "sum_of_slices"]
-
 _TRANSPOSED, _WEIGHTS_BACK = Slot[CSR]("transposed, spilled"), Slot[Memo[Tensor]]("weights by source, spilled")
 _SHARES = Slot[dict[torch.dtype, Tensor]]("one over in-degrees")
 _CHUNKS, _LARGE = 4, 4 << 20  # by default, for slices of so many bytes: smaller ones travel in no time

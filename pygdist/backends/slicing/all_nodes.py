@@ -24,8 +24,6 @@ from pygdist.kernels.csr import narrowest
 from pygdist.memory.overflow import Overflow
 from pygdist.nn.relations import of_relation
 
-__all__ = ["AHEAD", "AllNodes", "SliceLayout", "Topology"]
-
 AHEAD = 2  # pieces of one tensor that are under way at once
 
 

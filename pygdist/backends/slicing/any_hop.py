@@ -36,8 +36,6 @@ from pygdist.hops.hop import Ends, Hop, ends_of, is_pair
 from pygdist.hops.layer import arguments_of_messages, asked_arguments, having, hooked
 from pygdist.hops.reads import read_names
 
-__all__ = ["SlicedRun", "gather_result"]
-
 
 def gather_result(
     layer: MessagePassing, out: Tensor, width: int, layout: SliceLayout, *, label: str, fold: int = 1

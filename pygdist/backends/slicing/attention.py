@@ -29,16 +29,6 @@ from pygdist.graph import Adjacency
 from pygdist.kernels import edge_softmax, spmm
 from pygdist.nn.decoupled import AttentionPropagation
 
-__all__ = [
-    "attention_in_chunks",
-    "propagate_attention",
-    "scores_are_fewer",
-    "split_with_scores",
-    "split_with_weights",
-    "sum_of_values",
-    "weights_of_scores",
-]
-
 _MOST_PAIRED = 16 << 20  # bytes of all edges' weights, of which a message for each rank holds a copy
 
 

@@ -12,8 +12,6 @@ from pygdist.comm import Communicator
 from pygdist.graph import Shard
 from pygdist.memory.overflow import Overflow, writable
 
-__all__ = ["ModelSizes", "device_of", "overflow_of"]
-
 _GIB = 2**30
 _NO_SHAPE = nn.UninitializedParameter
 _INDEX_COPIES = 5  # of each edge: source and weight, forward and backward, and the place of the weight

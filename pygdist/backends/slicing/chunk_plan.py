@@ -23,8 +23,6 @@ from pygdist.kernels import CSR
 from pygdist.kernels.chunked import column_blocks
 from pygdist.memory.overflow import Overflow
 
-__all__ = ["Chunk", "ChunkBytes", "ChunkPlan", "Piece", "Positions", "Queue", "chunks_within", "length_of", "plan_for"]
-
 Positions = slice | Tensor
 """Some rows of one rank, by their positions among the rows of all ranks."""
 Piece = tuple[Positions, ...]

@@ -30,8 +30,6 @@ from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 
-__all__ = ["ChunkCost", "hop_in_chunks", "repeated"]
-
 _EDGE_BYTES = 24  # of an edge in a chunk beside its rows of inputs: by source too, and its number
 _LIST_BYTES = 32  # of an edge that a layer's own messages read: both ends, once more where they are looked up
 _MESSAGES = 16  # copies of a row for each edge there: its source's, and those of softmax aggregation, both ways

@@ -22,8 +22,6 @@ from pygdist.graph import Adjacency
 from pygdist.hops.reads import leaves_of
 from pygdist.kernels import CSR
 
-__all__ = ["ChunkFunction", "ChunkInput", "ChunkRows", "ChunkedRun", "rows_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkInput:

@@ -27,8 +27,6 @@ from pygdist.hops.trials import TrialCache
 
 log = logging.getLogger(__name__)
 
-__all__ = ["TRIED_WITH", "ArgumentKind", "Columns", "acts_on_columns", "advice", "columns_of_hops", "read_ends"]
-
 TRIED_WITH = ("x", "edge_index", "edge_weight", "edge_type", "edge_attr", "x_0")
 """Arguments of a layer's ``forward`` that a trial may pass."""
 

@@ -21,8 +21,6 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import is_self_loop
 
-__all__ = ["EdgeReader", "EdgeTensors"]
-
 
 @dataclass(frozen=True)
 class EdgeReader:

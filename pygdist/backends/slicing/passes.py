@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pygdist.hops.hop import Hop
 
-__all__ = ["SlicesPass"]
-
 
 @dataclass(frozen=True)
 class SlicesPass:

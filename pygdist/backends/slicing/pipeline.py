@@ -23,8 +23,6 @@ from pygdist.backends.slicing.chunk_plan import Piece, Positions, Queue, length_
 from pygdist.comm import Transfer, describe_rows
 from pygdist.comm.recorder import recorded
 
-__all__ = ["GatherPipeline", "Shipment", "SplitPipeline"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shipment:

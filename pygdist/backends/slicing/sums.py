@@ -21,8 +21,6 @@ from pygdist.comm.recorder import Recorder, recorded
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import spmm_into
 
-__all__ = ["Rounds", "aggregate_slices"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:

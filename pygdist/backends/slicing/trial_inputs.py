@@ -15,8 +15,6 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.hops.layer import CACHES, own_class
 
-__all__ = ["ANY_WIDTH", "guesses", "likely_widths", "plain_copy", "propagates", "sizes_of"]
-
 ANY_WIDTH = 7  # of rows, for a layer that takes any
 _NODES, _EDGES = 6, 17  # at least so many
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 
-__all__ = ["EdgeGenerator", "node_ranks"]
-
 _BLOCK_EDGES = 1 << 18
 _MOST_NODES = 3_000_000_000  # ids are products below N * N, which int64 must hold
 

@@ -34,8 +34,6 @@ from pygdist.graph.streams.folder import write_once
 from pygdist.graph.streams.progress import Progress, enter_stage, watched
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["FORMAT_VERSION", "read_description", "write_generated"]
-
 FORMAT_VERSION = 1
 
 _COUNTED_TARGETS = 1 << 16

@@ -14,8 +14,6 @@ from pygdist.graph.generated.edges import EdgeGenerator
 from pygdist.graph.generated.nodes import NodeGenerator
 from pygdist.graph.generated.published import PUBLISHED, RelationFacts, published_graph
 
-__all__ = ["HETEROGENEOUS", "HOMOGENEOUS", "GraphGenerator", "generate_data", "generate_hetero"]
-
 HOMOGENEOUS = tuple(name for name, graph in PUBLISHED.items() if not graph.is_heterogeneous)
 HETEROGENEOUS = tuple(name for name, graph in PUBLISHED.items() if graph.is_heterogeneous)
 

@@ -11,8 +11,6 @@ from pygdist.graph.check import MASKS
 from pygdist.graph.generated.edges import node_ranks
 from pygdist.graph.generated.published import NodeFacts
 
-__all__ = ["NodeGenerator"]
-
 _BLOCK_NODES = 1 << 13  # part of a graph's definition, since each block has its own random numbers
 # numpy pads seeds with zeros: these tags keep the seeds of different uses apart
 _FEATURES, _CENTRES, _SPLIT = 0x66656174, 0x63656E74, 0x73706C74

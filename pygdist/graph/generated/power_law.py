@@ -14,8 +14,6 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS
 
-__all__ = ["power_law", "undirected"]
-
 _DRAWS = 400_000  # pairs per round; part of the graph's definition, since it fixes the order of random numbers
 
 

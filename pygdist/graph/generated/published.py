@@ -35,8 +35,6 @@ from types import MappingProxyType
 
 from pygdist.errors import InputError
 
-__all__ = ["PUBLISHED", "NodeFacts", "PublishedGraph", "RelationFacts", "published_graph"]
-
 _FEWEST_NODES = 4  # of each type
 
 

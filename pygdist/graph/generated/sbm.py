@@ -13,8 +13,6 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.generated.power_law import undirected
 
-__all__ = ["degree_corrected_sbm"]
-
 _MAX_ROUNDS = 200  # each round draws as many pairs as are still missing; graphs with room for them need a handful
 
 

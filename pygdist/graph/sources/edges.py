@@ -14,8 +14,6 @@ from torch import Tensor
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
 
-__all__ = ["drop_duplicates", "drop_self_loops", "make_symmetric"]
-
 
 def drop_self_loops(fields: dict[str, Tensor], notes: list[str]) -> None:
     """Remove the edges from a node to itself, and append a note.

@@ -30,8 +30,6 @@ from pygdist.graph.streams.numbering import distinct_ids, largest_id, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["GraphFiles"]
-
 log = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_NODE = 16

@@ -15,8 +15,6 @@ from pygdist.graph.generated.files import read_description
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_hetero
 from pygdist.graph.sources.npy import read_tensor
 
-__all__ = ["is_hetero_folder", "load_hetero"]
-
 _BLOCK_EDGES = 1 << 20
 
 

@@ -12,8 +12,6 @@ from torch_geometric.data import Data, HeteroData
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS
 
-__all__ = ["as_homogeneous"]
-
 
 def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dataset") -> Data:
     r"""Merge all nodes and edges of a heterogeneous graph into one graph.

@@ -33,8 +33,6 @@ from pygdist.graph.sources.homogeneous import as_homogeneous
 from pygdist.graph.sources.npy import load_npy, pick_split
 from pygdist.registry import import_path
 
-__all__ = ["GENERATORS", "load_graph", "register_generator"]
-
 GENERATORS: dict[str, Callable[..., Any]] = {
     "sbm": degree_corrected_sbm,
     "power-law": power_law,

@@ -30,8 +30,6 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.check import FIELDS, MASKS
 
-__all__ = ["array_paths", "load_npy", "pick_split", "read_array", "read_mask", "read_tensor", "save_npy"]
-
 _INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx"), "test_mask": ("test_idx",)}
 
 

@@ -20,8 +20,6 @@ from pygdist.errors import InputError
 from pygdist.graph.check import FIELDS, MASKS, check, is_multi_label, plain, rows_of
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 
-__all__ = ["count_classes", "fingerprint", "labelled_nodes", "prepare", "prepare_nodes"]
-
 log = logging.getLogger(__name__)
 
 DEFAULT_SPLIT = (0.5, 0.25, 0.25)

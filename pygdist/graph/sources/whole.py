@@ -18,8 +18,6 @@ from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.progress import Progress
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["WholeGraph", "stored_type"]
-
 _BLOCK_ROWS = 1 << 14
 
 

@@ -57,10 +57,6 @@ from pygdist.graph.store.part_files import open_array, placement_of, write_parts
 from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
 
-__all__ = [
-    "FORMAT_VERSION", "build_store", "check_part", "open_part", "read_meta", "store_key", "write_graph", "write_store",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3

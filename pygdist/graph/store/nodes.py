@@ -21,8 +21,6 @@ from pygdist.graph.streams.progress import enter_stage, watched
 from pygdist.graph.streams.sorting import grouped
 from pygdist.graph.streams.spill import Spill
 
-__all__ = ["NODES", "NodeParts", "Placement", "Topology"]
-
 _INT32_MAX = np.iinfo(np.int32).max
 
 Edges = Callable[[], tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]]

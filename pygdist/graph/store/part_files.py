@@ -16,8 +16,6 @@ from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
 from pygdist.graph.streams.arrays import checksum, forget_pages, write_rows
 
-__all__ = ["PLACEMENTS", "open_array", "placement_of", "write_parts"]
-
 PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
 

@@ -18,8 +18,6 @@ from pygdist.graph.sources.whole import WholeGraph, stored_type
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.streams.arrays import ArrayWriter, forget_pages, write_rows
 
-__all__ = ["REPLICAS"]
-
 _BLOCK_EDGES = 1 << 20
 _SUFFIX = ".extended"  # of files that replace those of nodes once every part has read these
 

@@ -12,8 +12,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["ArrayWriter", "checksum", "flush", "forget_pages", "write_rows"]
-
 _BLOCK_BYTES = 1 << 24
 
 

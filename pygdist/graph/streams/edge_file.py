@@ -15,8 +15,6 @@ from numpy.typing import DTypeLike, NDArray
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import ArrayWriter
 
-__all__ = ["EdgeFile", "EdgeWriter"]
-
 
 class EdgeFile:
     """An integer array of shape ``(2, E)`` or ``(E, 2)`` on disk, of any integer type, in either order.

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.streams.progress import Progress, watched
 
-__all__ = ["read_parquet"]
-
 _BATCH_EDGES = 1 << 20
 _NAMES = (("source", "target"), ("src", "dst"), ("from", "to"))
 

@@ -23,8 +23,6 @@ from pygdist.errors import InputError
 from pygdist.graph.streams.progress import Progress, watched
 from pygdist.native import NativeText, Status, require
 
-__all__ = ["TEXT_SUFFIXES", "read_text"]
-
 log = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".txt", ".csv", ".tsv", ".edges", ".el")

@@ -24,8 +24,6 @@ from typing import Any
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import flush
 
-__all__ = ["exclusive", "fresh_folder", "write_once"]
-
 log = logging.getLogger(__name__)
 
 _LAST_FILES = ("meta.json", "graph.json")  # a folder that has one is finished

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["distinct_ids", "largest_id", "renumbered"]
-
 _TABLE_IDS = 1 << 30  # below, a byte for each possible id takes less memory than sorting
 
 

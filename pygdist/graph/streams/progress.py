@@ -14,8 +14,6 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 from typing_extensions import override
 
-__all__ = ["Advance", "Progress", "enter_stage", "watched"]
-
 log = logging.getLogger(__name__)
 
 _WORTH_A_LINE_S = 5.0

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from pygdist.native import load
 
-__all__ = ["grouped"]
-
 
 def grouped(key: NDArray[Any], num_groups: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Group positions by their key, 0 to ``num_groups - 1`` (below 2^31), in ascending order within a group.

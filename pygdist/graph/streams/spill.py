@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from pygdist.graph.streams.sorting import grouped
 from pygdist.graph.streams.stream import EdgeStream
 
-__all__ = ["Spill"]
-
 
 class Spill:
     """Edges in a file, grouped by the part of their target; the file is removed when the ``with`` block ends."""

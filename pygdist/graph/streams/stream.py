@@ -16,8 +16,6 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.streams.progress import Progress, watched
 
-__all__ = ["EdgeSource", "EdgeStream"]
-
 _CHUNK_EDGES = 1 << 20  # 16 MiB of int64: small beside any graph, large beside the cost of a Python call
 
 
