@@ -225,10 +225,15 @@ def stood_in_for(layer: MessagePassing) -> MessagePassing:
     return original
 
 
+def methods_of(cls: type) -> list[types.FunctionType]:
+    """The methods of a class and of its bases; not those of ``nn.Module``, which know nothing of PyG."""
+    bases = (base for base in cls.__mro__ if base not in (nn.Module, object))
+    return [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+
+
 def calls_by_name(cls: type, replacements: Replacements) -> bool:
     """True if a method of ``cls`` or of its bases calls one of PyG's functions in ``replacements``."""
-    functions = (value for base in cls.__mro__ for value in vars(base).values())
-    return any(isinstance(one, types.FunctionType) and _uses(one, replacements) for one in functions)
+    return any(_uses(method, replacements) for method in methods_of(cls))
 
 
 def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import types
-
 from torch import nn
 from torch_geometric.nn import EGConv, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend
+from pygdist.hops.layer import methods_of
 
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
@@ -83,11 +82,10 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
 def _readouts(cls: type[nn.Module]) -> list[str]:
     """PyG's readouts over all nodes that the code of a class calls by name."""
     names = set()
-    for function in (value for base in cls.__mro__ for value in vars(base).values()):
-        if isinstance(function, types.FunctionType):
-            for name in _READOUTS:
-                readout = getattr(glob, name)
-                # by its own name, or as an attribute of a module
-                if name in function.__code__.co_names and function.__globals__.get(name, readout) is readout:
-                    names.add(name)
+    for method in methods_of(cls):
+        for name in set(_READOUTS).intersection(method.__code__.co_names):
+            readout = getattr(glob, name)
+            # by its own name, or as an attribute of a module
+            if method.__globals__.get(name, readout) is readout:
+                names.add(name)
     return sorted(name for name in names if not hasattr(cls, name))
