@@ -198,7 +198,7 @@ class Watchdog:
         places = []
         for rank in range(self.world_size):
             answered, exists = self._ask(self._store.check, [f"beat/{rank}"])
-            raw = b"0|0|start"  # a rank that has not reported yet
+            raw = b"0|0|an unknown place (it has not reported yet)"
             if exists:  # get() of a missing key would block
                 answered, raw = self._ask(self._store.get, f"beat/{rank}")
             if not answered:

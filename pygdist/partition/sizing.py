@@ -146,6 +146,8 @@ class DeviceMemory:
         Raises:
             InputError: If there would be more parts than nodes.
         """
+        if self.devices > num_nodes:
+            raise InputError(f"devices is {self.devices}, but the graph has {num_nodes} nodes; use fewer devices")
         num_parts = max(self.devices, math.ceil(num_bytes / self.budget))
         if num_parts > num_nodes:
             raise InputError(

@@ -57,10 +57,10 @@ def measured(row: Row, column: str, path: Path) -> float | None:
         InputError: If the cell holds a word; names the file and the column.
     """
     text = row.get(column, "")
-    value = number(text)
-    if value is None and text.lower().lstrip("+-") not in ("", "nan", "inf", "infinity"):
-        raise InputError(f"{path}: column '{column}' holds {text!r}, which is no number")
-    return value
+    if not _NUMBER.fullmatch(text) and text.lower().lstrip("+-") not in ("", "nan", "inf", "infinity"):
+        remedy = "write a number or nan, or leave the cell empty"
+        raise InputError(f"{path}: column '{column}' holds {text!r}, which is no number; {remedy}")
+    return number(text)
 
 
 def is_same(text: str, other: str) -> bool:

@@ -51,6 +51,8 @@ def test_the_papers_rule_comes_first() -> None:
     assert MEMORY.fewest(701, 1000) == 8
     with pytest.raises(InputError, match="no number of parts fits"):
         MEMORY.fewest(701, 7)
+    with pytest.raises(InputError, match="devices is 2, but the graph has 1 nodes; use fewer devices"):
+        MEMORY.fewest(10, 1)
 
 
 @pytest.mark.parametrize(("largest_of", "most"), [(lambda parts: 120.0, 1000), (lambda parts: 101 + 9 / parts, 5)])

@@ -92,6 +92,7 @@ def sizes_of(layer: MessagePassing) -> tuple[int, int]:
     tensors = [*layer.parameters(), *layer.buffers(), *(value for value in inside if isinstance(value, Tensor))]
     taken = {size for one in tensors for size in one.shape} | {value for value in inside if isinstance(value, int)}
     nodes = next(number for number in itertools.count(_NODES) if number not in taken)
+    taken.add(nodes)
     edges = next(number for number in itertools.count(_EDGES) if taken.isdisjoint(range(number, number + nodes + 1)))
     return nodes, edges
 
