@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-_NO_STORE = "the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"
+_NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
+_NOBODY = "no other rank is lost or late: look at the network, and at the first error in the logs of the ranks"
 _ANSWER_S = 10.0  # a store that takes longer will not answer
 # farewells of ranks that did not cause the failure
 FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
@@ -135,7 +136,7 @@ class Watchdog:
                 lost.append(f"rank {rank} is lost (last seen in {text})")
             elif farewell is None and exchange < self.place.exchange:
                 late.append(f"rank {rank} is late, at {text}")
-        return "; ".join(lost or left or late) or "every other rank is alive or left on its own account"
+        return "; ".join(lost or left or late) or _NOBODY
 
     def _run(self) -> None:
         looked = time.monotonic()
@@ -176,7 +177,7 @@ class Watchdog:
         if places is None:
             return
         behind = [
-            f"rank {rank} is at {text}"
+            f"rank {rank} is behind, at {text}"
             for rank, (_, text, exchange) in enumerate(places)
             if rank != self.rank and exchange < place.exchange
         ]

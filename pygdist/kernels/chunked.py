@@ -42,8 +42,8 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *,
         raise ValueError("out must be contiguous: it is written in place")
     if out.shape != (csr.num_rows, x.shape[1]) or x.shape[0] != csr.num_cols or out.dtype != x.dtype:
         raise ValueError(
-            f"a matrix of {csr.num_rows} by {csr.num_cols} takes x {tuple(x.shape)} {x.dtype} to "
-            f"({csr.num_rows}, {x.shape[1]}), got out {tuple(out.shape)} {out.dtype}"
+            f"x must have {csr.num_cols} rows, and out the shape ({csr.num_rows}, {x.shape[1]}) and the dtype of x; "
+            f"got x {tuple(x.shape)} {x.dtype}, out {tuple(out.shape)} {out.dtype}"
         )
     spmm_into_op(out, csr.indptr, csr.index, x, weight, onto)
 

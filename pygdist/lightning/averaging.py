@@ -155,7 +155,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if self._num_parts > self.world_size and self.sync_unit == "step" and in_batches:  # on all ranks
             raise InputError(
                 f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained in turn, each for a "
-                "whole epoch of mini-batches; average by epochs, or use a rank for each part"
+                "whole epoch of mini-batches; set sync_unit=epoch, or use a rank for each part"
             )
         check_limits(self._trainer, self._num_parts, self.world_size)
         assert self.lightning_module is not None
@@ -290,7 +290,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             return Communicator()
         if self._ended and not self._trainer.interrupted:
             return Communicator(dist.group.WORLD)  # all ranks are there: Lightning waits for them after the file
-        rank_zero_warn("the run has failed: the checkpoint has the optimisers' state of the parts of rank 0 alone")
+        rank_zero_warn(
+            "the run has failed or was interrupted: the checkpoint has the optimisers' state of the parts of rank 0 "
+            "alone; resume from an earlier checkpoint to have that of all parts"
+        )
         return Communicator()
 
     @override
@@ -303,14 +306,14 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if saved["num_parts"] != len(weights):
             rank_zero_info(
                 f"the checkpoint has optimiser states of {saved['num_parts']} parts, but there are {len(weights)} now: "
-                "each begins with that of one of them"
+                "all begin with the same one of these states"
             )
             return
         lacking = [str(part) for part, weight in enumerate(weights) if weight and str(part) not in saved["states"]]
         if lacking:
             rank_zero_warn(
-                f"the checkpoint lacks the optimisers' state of the parts {', '.join(lacking)}, as the run had failed: "
-                "each begins with that of another part"
+                f"the checkpoint lacks the optimisers' state of the parts {', '.join(lacking)}, as the run had failed "
+                "or was interrupted: these begin with that of a part of rank 0; an earlier checkpoint may have all"
             )
 
     @classmethod

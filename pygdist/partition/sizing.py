@@ -151,8 +151,8 @@ class DeviceMemory:
         num_parts = max(self.devices, math.ceil(num_bytes / self.budget))
         if num_parts > num_nodes:
             raise InputError(
-                f"parts: the graph takes {num_bytes / _GIB:.3g} GiB in {num_nodes} nodes; no number of parts fits "
-                f"{self._budget_text()}; use devices with more memory, or a smaller reserve"
+                f"parts: the graph takes {num_bytes / _GIB:.3g} GiB, more than {num_nodes} parts (one for each node) "
+                f"hold in {self._budget_text()} each; use devices with more memory, or a smaller reserve"
             )
         return num_parts
 

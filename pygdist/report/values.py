@@ -35,10 +35,11 @@ def read_csv(path: Path) -> tuple[list[str], list[Row]]:
         raise InputError(f"{path}: is empty; its first line must name the columns")
     if len(set(header)) < len(header):
         repeated = next(name for name in header if header.count(name) > 1)
-        raise InputError(f"{path}: two columns are called '{repeated}'")
+        raise InputError(f"{path}: two columns are called '{repeated}'; rename one")
     for position, line in enumerate(lines, start=1):
         if len(line) != len(header):
-            raise InputError(f"{path}: row {position} has {len(line)} cells, expected {len(header)}")
+            place = f"data row {position} (without the header and empty lines)"
+            raise InputError(f"{path}: {place} has {len(line)} cells, expected {len(header)}")
     return header, [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pygdist.comm import Watchdog
 
 WORLD_SIZE = 4
-ALIVE = "every other rank is alive or left on its own account"
+ALIVE = "no other rank is lost or late: look at the network"
 LATE = "rank 3 is late, at epoch 0, exchange 0 (before the first exchange)"
 
 
@@ -104,4 +104,4 @@ def test_a_store_that_is_gone_is_a_loss() -> None:
     del server
     assert found.heard.wait(60)
     watching.close()
-    assert found == ["the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"]
+    assert found == ["the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"]

@@ -203,7 +203,7 @@ def test_mistakes(description: dict[str, Any], words: str, write: Write) -> None
 
 
 FILES = {
-    "ragged": ("one.csv", "a,b\n1\n", r"row 1 has 1 cells, expected 2"),
+    "ragged": ("one.csv", "a,b\n1\n", r"data row 1 \(.*\) has 1 cells, expected 2"),
     "twice": ("one.csv", "a,a\n1,2\n", r"two columns are called 'a'"),
     "nothing": ("one.csv", "", r"is empty; its first line must name the columns"),
     "no rank": ("epochs.ranks.csv", "setting,compute_s,exchange_s\na,1,1\n", r"there is no column 'rank'"),

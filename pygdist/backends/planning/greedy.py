@@ -112,7 +112,7 @@ def greedy_choice(
     """
     if share == 1 and memory_gib is None:
         return halo.choice(True)
-    native = require("choosing which rows to compute", ", or use a backend that makes no choice")
+    native = require("choosing which rows to compute", ", or use a backend that fetches or computes all rows")
     # by level: features are level 0, which has no edges
     levels = (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch), (*halo.widths, 0))
     row_s, edge_s, fetch_s, widths = (torch.tensor(values, dtype=torch.float64) for values in levels)
@@ -128,5 +128,5 @@ def greedy_choice(
         share=-1.0 if share is None else share,
     )
     if native.pygdist_choose_dependencies(ctypes.byref(dependencies), computed.data_ptr()) != 0:
-        raise MemoryError("out of memory while choosing which rows to compute: use more ranks, or cache_ratio=0")
+        raise MemoryError("out of memory choosing rows: use more ranks, or cache_ratio=0, which reads only one hop")
     return halo.choice(computed.bool())
