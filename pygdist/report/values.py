@@ -105,6 +105,6 @@ def spoken(column: str) -> str:
 
 
 def together(row: Row, columns: Sequence[str], *, named: Collection[str] = ()) -> str:
-    """Join the cells of several columns into one name, without empty ones; ``named`` columns add their names."""
+    """Join the cells of several columns, but empty ones; put the column's name before cells of ``named`` columns."""
     parts = ((column, shown(row.get(column, ""), group=False)) for column in columns)
     return ", ".join(f"{spoken(column)} {text}" if column in named else text for column, text in parts if text)
