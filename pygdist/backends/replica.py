@@ -165,7 +165,8 @@ class ReplicaBackend(RecomputingBackend):
             self._warned.add(name)
             warnings.warn(
                 f"{name} runs without GraphSAINT's normalisation of sums over neighbours, which exists for sums and "
-                "means of rows, and for layers that take edge_weight and add or average",
+                "means of rows, and for layers that take edge_weight and add or average; use such a layer, or accept "
+                "the bias of the sampling",
                 stacklevel=2,
             )
 

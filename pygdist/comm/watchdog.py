@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-_NO_STORE = "the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"
+_NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
+_NOBODY = "no other rank is lost or late: look at the network, and at the first error in the logs of the ranks"
 _ANSWER_S = 10.0  # a store that takes longer will not answer
 # farewells of ranks that did not cause the failure
 FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
@@ -32,7 +33,7 @@ class Place:
     epoch: int = 0
     exchange: int = 0
     label: str = "before the first exchange"
-    waiting: bool = False
+    waiting: bool = False  # True while the exchange runs
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
@@ -47,11 +48,11 @@ class Watchdog:
         world_size: Number of ranks.
         warn_after_s: Seconds in one exchange after which the log names the late ranks, once per exchange.
         beat_s: Seconds between heartbeats.
-        lost_after_s: Seconds of silence after which a rank that has exchanged something counts as lost, or the store
-            as gone.
-        on_lost: Called once, from the watchdog's thread, with a text that names the lost ranks. It is for losses that
-            close no connection (nccl, a machine that froze): the main thread then waits in a call that no exception
-            reaches.
+        lost_after_s: Seconds of silence after which a rank that has begun its first exchange counts as lost, or the
+            store as gone.
+        on_lost: Called from a thread of the watchdog, with a text that names lost ranks or says that the store does not
+            answer; it should end the process, or it may be called again. It is for losses that close no connection
+            (nccl, a machine that froze): the main thread then waits in a call that no exception reaches.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class Watchdog:
             self._ask(self._store.set, f"left/{self.rank}", farewell)
 
     def diagnose(self) -> str:
-        """Name the ranks that made an exchange fail; takes three heartbeats.
+        """Name the ranks that made an exchange fail; waits for three heartbeats.
 
         Returns:
             One clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost (last
             seen in epoch 3, exchange 7 (...))"``. If none is lost: one for each rank that left for a reason of its own.
-            If none left: one for each rank that has finished or is late.
+            If none left: one for each rank that has finished or is late. Otherwise a clause that says where to look.
         """
         before = self._read_all()
         # a wait, not a poll: a live rank beats at least twice in this time
@@ -135,7 +136,7 @@ class Watchdog:
                 lost.append(f"rank {rank} is lost (last seen in {text})")
             elif farewell is None and exchange < self.place.exchange:
                 late.append(f"rank {rank} is late, at {text}")
-        return "; ".join(lost or left or late) or "every other rank is alive or left on its own account"
+        return "; ".join(lost or left or late) or _NOBODY
 
     def _run(self) -> None:
         looked = time.monotonic()
@@ -161,7 +162,7 @@ class Watchdog:
                 return
 
     def _silent(self) -> list[str]:
-        """Return a clause for each rank whose heartbeat stopped without a farewell after its first exchange."""
+        """Return a clause for each rank that has begun its first exchange and fell silent without a farewell."""
         now, lost = time.monotonic(), []
         for rank, (beats, text, exchange) in enumerate(self._read_all() or ()):
             last_beats, since = self._heard.get(rank, (-1, now))
@@ -176,7 +177,7 @@ class Watchdog:
         if places is None:
             return
         behind = [
-            f"rank {rank} is at {text}"
+            f"rank {rank} is behind, at {text}"
             for rank, (_, text, exchange) in enumerate(places)
             if rank != self.rank and exchange < place.exchange
         ]
@@ -198,7 +199,7 @@ class Watchdog:
         places = []
         for rank in range(self.world_size):
             answered, exists = self._ask(self._store.check, [f"beat/{rank}"])
-            raw = b"0|0|start"  # a rank that has not reported yet
+            raw = b"0|0|an unknown place (it has not reported yet)"
             if exists:  # get() of a missing key would block
                 answered, raw = self._ask(self._store.get, f"beat/{rank}")
             if not answered:

@@ -34,7 +34,7 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     """
     out = Path(out)
     if out.suffix not in (".pt", ".pth", ".safetensors"):
-        raise InputError(f"{out}: unknown format '{out.suffix}'; name the file .pt or .safetensors")
+        raise InputError(f"{out}: unknown format '{out.suffix}'; end the name in .pt or .safetensors")
     state = read_checkpoint(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:

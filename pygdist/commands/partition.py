@@ -114,7 +114,7 @@ class Parts:
             options = {name: getattr(self, name) for name in ("devices", "device_memory", "reserve")}
             _refuse(options, "goes with --parts=auto")
         elif self.device_memory is None or not 0 < self.device_memory < math.inf:
-            raise InputError("--parts=auto needs --device_memory, in GiB, and --devices if there is more than one")
+            raise InputError("--parts=auto needs --device_memory (GiB, above 0), and --devices if there are several")
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Parts:
 def _refuse(options: Mapping[str, Any], reason: str) -> None:
     for name, value in options.items():
         if value is not None:
-            raise InputError(f"--{name} {reason}")
+            raise InputError(f"--{name} {reason}; leave it out")
 
 
 def partition(graph: Graph, parts: Parts) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class GraphCLI(LightningCLI):
         path = Path(self._get(self.config_init, "predictions").path)
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InputError(f"--predictions.path: {path} cannot be written")
+            raise InputError(f"--predictions.path: {path} cannot be written; name a file in a writable folder")
 
     def predict(self, **arguments: Any) -> None:
         """Predict, and keep no predictions in memory: they are in the file that ``--predictions.path`` names."""

@@ -10,25 +10,25 @@ import torch
 from pygdist.errors import InputError
 
 _MIB = 2**20
-_BLOCK_BYTES = 256 * _MIB  # smaller blocks are faster, as they stay in the cache, until there are very many
+_BLOCK_BYTES = 256 * _MIB  # a small block stays in the cache and is faster; very many blocks are slower
 
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
-    """Shortcuts to take. All are on by default. None changes a result.
+    """Shortcuts to take. All are on by default, and no shortcut changes a result.
 
     Attributes:
         first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again. Its
             halo rows are then fetched only once.
-        first_hop_mib: Memory that one rank may use for that, in MiB; ``None`` stands for a quarter of the memory that
-            is free when the model is distributed. A result that does not fit is computed in every pass.
+        first_hop_mib: Memory of one rank for these results, in MiB. ``None``: a quarter of the memory free at the first
+            result; on a CPU, divided by the number of ranks. A result that does not fit is computed in every pass.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
         fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`, which has first
             derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
             A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.
-            ``None`` stands for 256 MiB, or a quarter of the free memory if that is less; 0 turns blocks off.
+            ``None``: 256 MiB, or a quarter of the free memory (on a CPU, divided by the ranks) if less; 0: no blocks.
 
     Raises:
         InputError: If a limit is negative.

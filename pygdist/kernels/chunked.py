@@ -1,7 +1,7 @@
 """Kernels for some of the edges at a time, and the rules that merge their results; for use inside autograd functions.
 
-Nothing here has gradients. Matrices have no ``perm``: edge values are in the order of the entries, ``(E, 1)``. Rows are
-contiguous and of one dtype.
+Nothing here has gradients. ``perm`` is not used: edge values are in the order of the entries, ``(E, 1)`` or ``(E, H)``.
+Rows are contiguous and of one dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _OFTEN = 16  # entries of a row in a block, on average, from which blocks are wo
 _AT_A_TIME = 1 << 18  # entries sorted into blocks at a time
 
 GatPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""For some edges of each row: the result, the same over positive scores only, and three numbers for each head."""
+"""For some edges of each row: the result, the same over positive scores only, and by head the largest score, one over
+the sum of exponentials, and the weight of positive scores."""
 
 SoftmaxPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """For some edges of each row, by head: the sum weighted by exponentials, the largest score, the sum of exponentials."""
@@ -42,17 +43,17 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None = None, *,
         raise ValueError("out must be contiguous: it is written in place")
     if out.shape != (csr.num_rows, x.shape[1]) or x.shape[0] != csr.num_cols or out.dtype != x.dtype:
         raise ValueError(
-            f"a matrix of {csr.num_rows} by {csr.num_cols} takes x {tuple(x.shape)} {x.dtype} to "
-            f"({csr.num_rows}, {x.shape[1]}), got out {tuple(out.shape)} {out.dtype}"
+            f"x must have {csr.num_cols} rows, and out the shape ({csr.num_rows}, {x.shape[1]}) and the dtype of x; "
+            f"got x {tuple(x.shape)} {x.dtype}, out {tuple(out.shape)} {out.dtype}"
         )
     spmm_into_op(out, csr.indptr, csr.index, x, weight, onto)
 
 
 def column_blocks(csr: CSR) -> tuple[CSR, ...]:
-    r"""Split a matrix into blocks of 65,536 columns, whose numbers take 2 bytes each: half as much to read.
+    r"""Split a matrix into blocks of 65,536 columns, whose column numbers take 2 bytes each: half as much to read.
 
-    Block *b* multiplies the rows from :math:`65536 b` on. Use the blocks only with :func:`spmm_into` without weights:
-    the first one writes the sums and the others add to them.
+    Block *b* multiplies the rows of ``x`` from :math:`65536 b` on. Use the blocks only with :func:`spmm_into` without
+    weights: the first one writes the sums and the others add to them.
 
     Returns:
         The blocks, or the matrix itself if they would not be faster: without the native library, or if rows have few
@@ -88,10 +89,10 @@ def _rows_at_a_time(csr: CSR) -> Iterator[tuple[int, int]]:
 
 
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:
-    """Count the entries of each row that attain its maximum or minimum ``out``, ``(N, F)``, for each value."""
+    """Count, for each value of ``out`` (extrema of rows, ``(N, F)``), the entries of its row that attain it."""
     op = "copy" if weight is None else "mul"
     share = kernels_for(x).share_ties(csr.unpermuted(), x, weight, op, out, torch.ones_like(out))
-    # an extremum of 0 has one share more; if no entry attains it, the share is 1 / 0
+    # share_ties counts one entry more where out is 0, and gives 1 / 0 where no entry attains out
     return torch.where(share.isinf(), 0, (1 / share).round() - (out == 0).to(out.dtype))
 
 
@@ -113,7 +114,7 @@ def gat_part(csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, 
 
 
 def gat_ends(target: Tensor, slope: float, whole: GatPart, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what :func:`gat_grad` needs of each row, and the gradient of ``target``, from that of ``whole``."""
+    """Compute the row values that :func:`gat_grad` reads, and the gradient of ``target``, from that of the result."""
     ends: tuple[Tensor, Tensor] = kernels_for(grad).gat_ends(target, slope, *whole, grad)
     return ends
 

@@ -1,8 +1,8 @@
 """``model_averaging``: ranks train local models and average them at intervals (CATGNN, Sec. 3.3).
 
 No gradient is exchanged. Between two averages each part has a model and optimiser states of its own
-(:mod:`~pygdist.lightning.part_models`). Scripts, callbacks and checkpoints see one model: the average, wherever it is
-validated, saved or left behind after the run.
+(:mod:`~pygdist.lightning.part_models`). Scripts, callbacks and checkpoints see one model, the average: in validation,
+in checkpoints and after the run.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ SyncUnit: TypeAlias = Literal["epoch", "step"]
 _SAVED = "model_averaging"  # in a checkpoint
 
 FOR_VALIDATION, FOR_CHECKPOINT = "models for validation", "models for a checkpoint"
-"""Labels, where traffic is counted and recorded, of averages with which training does not go on."""
+"""Labels of the traffic of averages that training does not continue from."""
 
 
 class ModelAveragingStrategy(GraphDDPStrategy):
     """Averages models over parts, weighted by their training nodes (CATGNN, Sec. 3.3); no gradient is exchanged.
 
     ``--trainer.strategy=model_averaging`` averages after every epoch. Parameters and buffers (statistics of norms) are
-    averaged. With plain SGD, one step between averages, and parts that hold all that the model sees, the result is that
-    of averaging gradients.
+    averaged. With plain SGD, one step between averages, and parts that hold all that the model sees, the result equals
+    that of averaged gradients.
 
     A rank may have several parts (``GraphDataModule(num_parts=...)``). They start from the same average and are
     averaged with all others, with the same result as one rank for each. A rank trains all its parts in every epoch,
     whatever ``sync_every`` is, so validation, checkpoints and schedules by epochs mean the same on any number of ranks.
     Dropout is seeded by part and epoch, whichever rank has the part.
 
-    The averaged model is validated, saved in checkpoints and left behind after the run. If a validation or a checkpoint
-    falls between two averages, an average is made for it, once for both, and training goes on without it; set
-    ``check_val_every_n_epoch`` to ``sync_every`` to save that. A run that is resumed from such a checkpoint starts from
-    that average. If it is resumed within an epoch, it goes on with the parts, or mini-batches, that remain.
+    A validation or checkpoint between two averages makes an extra average, one for both; training continues from the
+    parts' own models. ``check_val_every_n_epoch=sync_every`` avoids the extra average. A run resumed from such a
+    checkpoint starts from its average. If resumed within an epoch, it goes on with the remaining parts or mini-batches.
 
     Args:
         sync_every: Average after so many epochs, or steps.
@@ -103,7 +102,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._steps = 0
         self._equal = True  # no step was made since the last average
         self._shown_average: list[Tensor] | None = None  # made for a validation or a checkpoint; until the next step
-        self._hidden: list[Tensor] | None = None  # the model whose place in the module that average takes meanwhile
+        self._hidden: list[Tensor] | None = None  # the module's own model while the shown average is in the module
         self._restored: Mapping[str, Any] | None = None
         self._ended = False  # training ended without error: all ranks are there, and their models are equal
         self._seed, self._drawn_for = 0, (-1, -1)  # the run's seed; the part and epoch that dropout is seeded for
@@ -155,12 +154,12 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if self._num_parts > self.world_size and self.sync_unit == "step" and in_batches:  # on all ranks
             raise InputError(
                 f"sync_unit=step: {self._num_parts} parts on {self.world_size} ranks are trained in turn, each for a "
-                "whole epoch of mini-batches; average by epochs, or use a rank for each part"
+                "whole epoch of mini-batches; set sync_unit=epoch, or use a rank for each part"
             )
         check_limits(self._trainer, self._num_parts, self.world_size)
         assert self.lightning_module is not None
         states = {part: self._first_states(part) for part in shares}
-        self._restored = None  # it holds the states of all parts
+        self._restored = None  # free the states of all parts
         self._models = PartModels(self.lightning_module, self.optimizers, shares, states)
         self._seed = int(self.broadcast(torch.initial_seed()))
         devices = [self.root_device] if self.root_device.type == "cuda" else []
@@ -186,7 +185,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         return out
 
     def finish(self) -> None:
-        """Leave the average of all models behind; all ranks make the call."""
+        """Replace all models by their average, the result of the run; all ranks make the call."""
         if not self._equal:
             self._average()
         self._random.close()
@@ -290,7 +289,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
             return Communicator()
         if self._ended and not self._trainer.interrupted:
             return Communicator(dist.group.WORLD)  # all ranks are there: Lightning waits for them after the file
-        rank_zero_warn("the run has failed: the checkpoint has the optimisers' state of the parts of rank 0 alone")
+        rank_zero_warn(
+            "the run has failed or was interrupted: the checkpoint has the optimisers' state of the parts of rank 0 "
+            "alone; resume from an earlier checkpoint to have that of all parts"
+        )
         return Communicator()
 
     @override
@@ -303,14 +305,14 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if saved["num_parts"] != len(weights):
             rank_zero_info(
                 f"the checkpoint has optimiser states of {saved['num_parts']} parts, but there are {len(weights)} now: "
-                "each begins with that of one of them"
+                "all begin with the same one of these states"
             )
             return
         lacking = [str(part) for part, weight in enumerate(weights) if weight and str(part) not in saved["states"]]
         if lacking:
             rank_zero_warn(
-                f"the checkpoint lacks the optimisers' state of the parts {', '.join(lacking)}, as the run had failed: "
-                "each begins with that of another part"
+                f"the checkpoint lacks the optimisers' state of the parts {', '.join(lacking)}, as the run had failed "
+                "or was interrupted: these begin with that of a part of rank 0; an earlier checkpoint may have all"
             )
 
     @classmethod

@@ -104,8 +104,7 @@ def check_num_parts(num_nodes: int, num_parts: int) -> None:
     """Refuse fewer than one part, and more parts than nodes."""
     if not 1 <= num_parts <= num_nodes:
         raise InputError(
-            f"num_parts is {num_parts}, but the graph has {num_nodes} nodes: expected 1 to {num_nodes}; "
-            "use fewer parts (ranks)"
+            f"num_parts is {num_parts}, but the graph has {num_nodes} nodes: expected 1 to {num_nodes} parts (ranks)"
         )
 
 

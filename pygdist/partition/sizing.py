@@ -19,7 +19,7 @@ _GIB = 2**30
 _TABLE_BYTES = 1 << 28
 _DEGREE_BYTES = 5 * 8  # of a row of `in_degree`
 _LEAST_GROWTH = 1.25  # of the number of parts from one try to the next
-# more parts do not help if the excess stays above this share of the excess before, so many times in a row
+# give up after _PATIENCE tries in a row that each leave more than _LEAST_GAIN of the excess over the budget
 _LEAST_GAIN, _PATIENCE = 0.9, 3
 
 
@@ -53,8 +53,8 @@ class GraphBytes:
     def largest(self, metrics: PartitionMetrics, *, with_rim: bool = False) -> int:
         """Return the bytes of the largest part with its halo of one hop.
 
-        ``with_rim`` adds the edges into the halo, for the placement *replicas*. There are as many as cut edges; each
-        part is assumed to have a share in proportion to its halo. For more hops see :meth:`largest_around`.
+        ``with_rim`` adds in-degrees and edges into the halo, for the placement *replicas*. These edges are estimated:
+        as many as cut edges, shared out by the size of halos. For more hops see :meth:`largest_around`.
         """
         num_halo, num_edges = metrics.num_halo, metrics.num_edges.astype(float)
         rows = metrics.num_nodes * self.per_node + num_halo * self.per_halo
@@ -75,10 +75,10 @@ class GraphBytes:
 def surroundings(
     edges: EdgeStream, part: NDArray[Any], num_parts: int, num_hops: int, *, table_bytes: int = _TABLE_BYTES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the rows, also the owned ones, and the edges of each part with all rows within ``num_hops >= 1`` hops.
+    """Count the rows (owned ones included) and edges of each part with its surroundings of ``num_hops >= 1`` hops.
 
-    Nothing is estimated: there is a pass over the edges for each hop, and one for the edges into the outermost rows,
-    which are those from nearer rows, and self-loops (:class:`~pygdist.graph.surroundings.Surroundings`).
+    The counts are exact: a pass over the edges for each hop finds the rows, and one more counts the edges. Into
+    outermost rows, only edges from nearer rows and self-loops count (``Surroundings`` has no others).
 
     Args:
         edges: The graph.
@@ -130,7 +130,7 @@ class DeviceMemory:
         if self.devices < 1 or self.bytes < 1 or not 0 <= self.reserve < 1:
             raise InputError(
                 f"devices is {self.devices}, their memory {self.bytes} bytes, reserve {self.reserve}; expected at "
-                "least 1 device, memory above 0 and a share from 0 to below 1"
+                "least 1 device, memory above 0, and reserve from 0 to below 1"
             )
 
     @property
@@ -146,16 +146,18 @@ class DeviceMemory:
         Raises:
             InputError: If there would be more parts than nodes.
         """
+        if self.devices > num_nodes:
+            raise InputError(f"devices is {self.devices}, but the graph has {num_nodes} nodes; use fewer devices")
         num_parts = max(self.devices, math.ceil(num_bytes / self.budget))
         if num_parts > num_nodes:
             raise InputError(
-                f"parts: the graph takes {num_bytes / _GIB:.3g} GiB in {num_nodes} nodes; no number of parts fits "
-                f"{self._budget_text()}; use devices with more memory, or a smaller reserve"
+                f"parts: the graph takes {num_bytes / _GIB:.3g} GiB, more than {num_nodes} parts (one for each node) "
+                f"hold in {self._budget_text()} each; use devices with more memory, or a smaller reserve"
             )
         return num_parts
 
     def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
-        """Find the fewest parts of which the largest fits with its halo; that takes a partition for each number tried.
+        """Find the fewest parts of which the largest fits with its halo; each number tried takes a partition.
 
         The number grows from that of the paper's rule, at most twofold at a time, until the parts fit. Then the fewest
         is found by bisection between the last two numbers. If the largest part does not shrink with each added part, a

@@ -35,10 +35,11 @@ def read_csv(path: Path) -> tuple[list[str], list[Row]]:
         raise InputError(f"{path}: is empty; its first line must name the columns")
     if len(set(header)) < len(header):
         repeated = next(name for name in header if header.count(name) > 1)
-        raise InputError(f"{path}: two columns are called '{repeated}'")
+        raise InputError(f"{path}: two columns are called '{repeated}'; rename one")
     for position, line in enumerate(lines, start=1):
         if len(line) != len(header):
-            raise InputError(f"{path}: row {position} has {len(line)} cells, expected {len(header)}")
+            place = f"data row {position} (without the header and empty lines)"
+            raise InputError(f"{path}: {place} has {len(line)} cells, expected {len(header)}")
     return header, [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
 
 
@@ -57,10 +58,10 @@ def measured(row: Row, column: str, path: Path) -> float | None:
         InputError: If the cell holds a word; names the file and the column.
     """
     text = row.get(column, "")
-    value = number(text)
-    if value is None and text.lower().lstrip("+-") not in ("", "nan", "inf", "infinity"):
-        raise InputError(f"{path}: column '{column}' holds {text!r}, which is no number")
-    return value
+    if not _NUMBER.fullmatch(text) and text.lower().lstrip("+-") not in ("", "nan", "inf", "infinity"):
+        remedy = "write a number or nan, or leave the cell empty"
+        raise InputError(f"{path}: column '{column}' holds {text!r}, which is no number; {remedy}")
+    return number(text)
 
 
 def is_same(text: str, other: str) -> bool:
@@ -104,6 +105,6 @@ def spoken(column: str) -> str:
 
 
 def together(row: Row, columns: Sequence[str], *, named: Collection[str] = ()) -> str:
-    """Join the cells of several columns into one name, without empty ones; ``named`` columns add their names."""
+    """Join the cells of several columns, but empty ones; put the column's name before cells of ``named`` columns."""
     parts = ((column, shown(row.get(column, ""), group=False)) for column in columns)
     return ", ".join(f"{spoken(column)} {text}" if column in named else text for column, text in parts if text)

@@ -233,7 +233,7 @@ def test_a_long_wait_names_who_is_behind(pool: RankPool) -> None:
     assert len(waited) == 1
     assert "rank 0 has waited" in waited[0]
     assert "epoch 4, exchange 1 (norm statistics" in waited[0]
-    assert "rank 1 is at epoch 0, exchange 0 (before the first exchange)" in waited[0]
+    assert "rank 1 is behind, at epoch 0, exchange 0 (before the first exchange)" in waited[0]
 
 
 def test_one_process_exchanges_nothing() -> None:

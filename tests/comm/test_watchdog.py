@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pygdist.comm import Watchdog
 
 WORLD_SIZE = 4
-ALIVE = "every other rank is alive or left on its own account"
+ALIVE = "no other rank is lost or late: look at the network"
 LATE = "rank 3 is late, at epoch 0, exchange 0 (before the first exchange)"
 
 
@@ -90,6 +90,12 @@ def test_silence_before_the_first_exchange_or_after_a_farewell_is_none() -> None
     watching.close()
 
 
+def test_a_rank_that_never_reported_has_no_known_place() -> None:
+    watching = Watchdog(dist.HashStore(), 0, 2, beat_s=0.05)
+    assert watching.diagnose() == "rank 1 is lost (last seen in an unknown place (it has not reported yet))"
+    watching.close()
+
+
 def test_a_store_that_is_gone_is_a_loss() -> None:
     found = Silence()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -98,4 +104,4 @@ def test_a_store_that_is_gone_is_a_loss() -> None:
     del server
     assert found.heard.wait(60)
     watching.close()
-    assert found == ["the rendezvous store is gone: it ran on rank 0 (or in the launcher), which is lost"]
+    assert found == ["the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"]

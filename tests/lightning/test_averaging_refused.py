@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "batches-in-turn-by-steps": (
         3,
         {"averaging": {"sync_unit": "step"}, "batches": NeighborBatches([4, 4], 8)},
-        ["sync_unit=step: 3 parts on 2 ranks", "average by epochs"],
+        ["sync_unit=step: 3 parts on 2 ranks", "set sync_unit=epoch"],
     ),
     "parts-left-out": (
         4,

@@ -49,8 +49,10 @@ def test_the_fewest(largest_of: Callable[[int], float], expected: int) -> None:
 def test_the_papers_rule_comes_first() -> None:
     assert MEMORY.fewest(10, 1000) == 2  # one for each device
     assert MEMORY.fewest(701, 1000) == 8
-    with pytest.raises(InputError, match="no number of parts fits"):
+    with pytest.raises(InputError, match=r"more than 7 parts \(one for each node\) hold in"):
         MEMORY.fewest(701, 7)
+    with pytest.raises(InputError, match="devices is 2, but the graph has 1 nodes; use fewer devices"):
+        MEMORY.fewest(10, 1)
 
 
 @pytest.mark.parametrize(("largest_of", "most"), [(lambda parts: 120.0, 1000), (lambda parts: 101 + 9 / parts, 5)])

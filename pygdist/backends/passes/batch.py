@@ -18,12 +18,12 @@ class BatchPass:
 
     Args:
         num_rows: Nodes of the batch.
-        norm: Weights that make up for how its edges were sampled; ``None`` if nothing does.
+        norm: Weights that correct for the sampling of the edges; ``None`` for no correction.
         in_weights: True if the edge weights that the model passes to its layers hold the norm.
-        without_norm: Called with a layer whose hop cannot be made up for.
+        without_norm: Called with a layer whose hop the norm cannot correct.
     """
 
-    alone = False
+    alone = False  # sums and maxima over ranks are left to the backend
 
     def __init__(
         self,
@@ -43,13 +43,14 @@ class BatchPass:
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a layer; one that takes edge weights and is given none gets the norm."""
+        """Run a layer. A sum or mean that takes edge weights and gets none gets the norm as weights."""
         options, before = {"cached": False}, self._in_weights  # the next batch is another graph
         if self.norm is not None:
             args, kwargs, norm_alone = self.norm.to_layer(layer, forward, args, kwargs)
             self._in_weights |= norm_alone
             if norm_alone:
-                options["improved"] = False  # PyG's self-loops count twice only beside weights
+                # without edge weights PyG ignores ``improved``: the norm, passed as weights, must not switch it on
+                options["improved"] = False
         try:
             with options_of(layer, **options):
                 return forward(layer, *args, **kwargs)
@@ -57,7 +58,7 @@ class BatchPass:
             self._in_weights = before
 
     def propagate(self, hop: Hop) -> Tensor:
-        """Run a hop, weighted by the norm where that makes up for the sampling."""
+        """Run a hop, weighted by the norm where that corrects for the sampling."""
         if self.norm is not None:
             hop, made_up = self.norm.on(hop, in_weights=self._in_weights)
             if not made_up:

@@ -17,16 +17,16 @@ from pygdist.native import NativeDependencies, require
 
 _GIB = 2**30
 _COPIES = 3  # of a replica's row: itself, its gradient and what the layer keeps for the backward pass
-# both orders of the edges, with a value of eight bytes in each, and the edge's value here and at its owner
+# two orders of the edges: 2 numbers of 4 bytes and a value of 8 each; and 8 bytes of value here and at the owner
 _BYTES_PER_EDGE = 4 * 4 + 2 * 8 + 2 * 8
 
 
 @dataclass(frozen=True)
 class Halo:
-    """The halo rows of a rank, each of which a hop reads and the rank computes or fetches.
+    """The halo rows of a rank. Each hop reads them, and the rank computes or fetches each.
 
     Attributes:
-        around: The nodes around the rank: owned nodes first, then halo rows, then the nodes that these read.
+        around: The nodes around the rank: owned nodes first, then halo rows, then further nodes by hop.
         num_owned: Owned nodes.
         num_halo: Halo rows.
         widths: Values of a source row that each hop reads.
@@ -43,20 +43,20 @@ class Halo:
         return slice(self.num_owned, self.num_owned + self.num_halo)
 
     def choice(self, computed: Tensor | bool) -> Tensor:
-        """A choice in the form that :func:`~pygdist.backends.recomputing.rows.replicas_of` takes.
+        """Spread a choice over all rows of ``around``: for each hop a row, the mask that ``replicas_of`` takes.
 
         Args:
-            computed: ``(hops, num_halo)``, true for the halo rows that the rank computes for the hop; or one for all.
+            computed: ``(hops, num_halo)``, True for halo rows that the rank computes for the hop; or one bool for all.
 
         Returns:
-            ``(hops, N)`` bool, over all rows of ``around``; false but for halo rows.
+            ``(hops, N)`` bool, over all rows of ``around``; False outside the halo rows.
         """
         chosen = torch.zeros(len(self.widths), self.around.n_id.numel(), dtype=torch.bool)
         chosen[:, self.rows] = computed
         return chosen
 
     def native(self, **costs: Any) -> NativeDependencies:
-        """These rows and edges for the native library, which reads their memory while this object lives."""
+        """Give rows, edges and ``costs`` to the native library, which reads their memory: keep this object alive."""
         return NativeDependencies(
             num_rows=self.around.n_id.numel(),
             num_owned=self.num_owned,
@@ -104,7 +104,8 @@ def greedy_choice(
         halo: The rows to choose from.
         costs: Seconds to compute and to fetch them.
         value_bytes: Bytes of one value of a row.
-        share: Compute this share of the halo rows for each hop, the cheapest, whatever fetching them would cost.
+        share: Compute this share of the halo rows for each hop, the cheapest, whatever fetching them would cost; less
+            if ``memory_gib`` is full.
         memory_gib: Most memory that replicas and their edges may take (Eq. 3); no limit by default.
 
     Returns:
@@ -112,7 +113,7 @@ def greedy_choice(
     """
     if share == 1 and memory_gib is None:
         return halo.choice(True)
-    native = require("choosing which rows to compute", ", or use a backend that makes no choice")
+    native = require("choosing which rows to compute", ", or use a backend that fetches or computes all rows")
     # by level: features are level 0, which has no edges
     levels = (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch), (*halo.widths, 0))
     row_s, edge_s, fetch_s, widths = (torch.tensor(values, dtype=torch.float64) for values in levels)
@@ -128,5 +129,5 @@ def greedy_choice(
         share=-1.0 if share is None else share,
     )
     if native.pygdist_choose_dependencies(ctypes.byref(dependencies), computed.data_ptr()) != 0:
-        raise MemoryError("out of memory while choosing which rows to compute: use more ranks, or cache_ratio=0")
+        raise MemoryError("out of memory choosing rows: use more ranks, or cache_ratio=0, which reads only one hop")
     return halo.choice(computed.bool())

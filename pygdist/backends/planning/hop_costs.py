@@ -1,8 +1,8 @@
 """Measures what a model's hops cost: trains it on some of each rank's rows and edges (NeutronStar, Sec. 3).
 
-The paper's T_v and T_e are seconds per value, equal in all layers. Here a forward and backward pass is timed in and
-between hops, so that each hop has its own: a layer of 600 features costs more than its width says, and a hop whose
-result is kept (:class:`~pygdist.backends.Savings`) costs nothing.
+The paper's T_v and T_e are seconds per value, equal in all layers. Here each hop, and each step between hops, is timed
+and has costs of its own: a layer of 600 features costs more than its width says, and a hop whose result is kept
+(:class:`~pygdist.backends.Savings`) costs nothing.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pygdist.graph import Adjacency
 from pygdist.hops.arguments import tensors_of
 from pygdist.kernels import CSR, spmm
 
-_FEW_ROWS, _FEW_EDGES = 8, 64  # a pass on these takes as long as one takes at least, however small the graph
+_FEW_ROWS, _FEW_EDGES = 8, 64  # a pass on so few takes the fixed time of any pass
 _FIRST_ROWS, _FIRST_EDGES = 300, 6_000  # of the first part that a model is timed on
-# The last part has as many rows as take so long, and all edges into them: a hop takes some time for each row, however
-# few edges go into it, and less time for an edge where there are many. If edges take longer, the part has fewer rows.
+# The last part has as many rows as run for _ROWS_S, and about all edges into them: where rows have more edges, a hop
+# takes less time for each edge. If these edges run for more than _EDGES_S, the part has fewer rows.
 _ROWS_S, _EDGES_S = 0.03, 0.06
 _LEAST_ROWS, _MOST_ROWS, _MOST_EDGES = 2_000, 30_000, 1_000_000
-# Rows that stay in the processor's cache from one operation to the next cost less than those of a graph. So the part
-# has at least so many bytes of them, but at most a share of the rank's rows: each pass costs that share of an epoch.
+# Rows that stay in the processor's cache cost less than those of a graph. So the part has at least _FAR_BYTES of rows,
+# or _MOST_SHARE of the rank's rows if that is less (a pass costs that share of an epoch), within the limits above.
 _FAR_BYTES, _MOST_SHARE = 4 << 20, 0.4
-_ROUNDS, _ROUND_S = 3, 0.05  # in each round all ranks make passes for so long, without waiting for each other
+_ROUNDS, _ROUND_S = 3, 0.05  # in each round all ranks make passes for _ROUND_S seconds, without waiting for each other
 _FIRST_ROUND_S, _FEW_ROUND_S = 0.03, 0.02
 _LEAST_S = 1e-9
 _READ_EDGES, _MOST_COLUMNS, _TIMES = 100_000, 128, 2  # of the product that compares near and far reads
-_OFTEN = 8  # edges for each source, from which on kernels go slab by slab (dispatch.cpp)
+_OFTEN = 8  # from so many edges for each source on, kernels go slab by slab (worth_slabs in dispatch.cpp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class HopCosts:
     """Seconds that rows and edges cost in each hop, forward and backward together.
 
     Attributes:
-        row: ``row[l]`` for each row between hop ``l`` (0 for the start) and the next (the end).
+        row: ``row[l]`` for each row from hop ``l`` (the start for 0) to the next hop (the end after the last).
         edge: ``edge[l - 1]`` for each edge in hop ``l``.
         fetch: ``fetch[l - 1]`` for each row that is fetched for hop ``l``.
     """
@@ -63,8 +63,8 @@ class Timed:
         row: Seconds of a row before the first hop, after it, and so on.
         edge: Seconds of an edge in each hop; 0 if the result of the hop is kept.
         fixed: Seconds of a pass that do not depend on the numbers of rows and edges.
-        contention: Seconds that a second of work takes, at least 1: ranks may have to share a processor.
-        exchanges: Exchanges that each hop makes, that of its rows and those before it.
+        contention: Wall-clock seconds of a second of work, at least 1; more where ranks share a processor.
+        exchanges: Exchanges of each hop: one of its rows, and those of each ``edge_updater`` before it.
         passes: Passes in which rows travel for each hop: forward, and backward if they need a gradient.
     """
 
@@ -77,7 +77,7 @@ class Timed:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Timed:
-        """The object whose ``dataclasses.asdict`` went through JSON, which makes lists of tuples."""
+        """Rebuild the object from ``dataclasses.asdict`` after JSON, which turns tuples into lists."""
         values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in saved.items()}
         return cls(**values)
 
@@ -91,10 +91,9 @@ class _Average:
         edges: Edges of it.
         between: Seconds between hops, one more than there are hops.
         inside: Seconds in each hop.
-        first_edge_s: Seconds of an edge in the first pass, which computes what is kept, on the slowest rank.
+        first_edge_s: Seconds of an edge on the slowest rank, in the first pass: only it runs hops with a kept result.
         contention: See :class:`Timed`.
-        counts: ``(3, hops)``. How often each hop reads its sources, forward and, if it has such a pass, backward; its
-            exchanges and passes as in :class:`Timed`.
+        counts: ``(3, hops)``: reads of the sources (1, or 2 with a backward pass), exchanges, passes (:class:`Timed`).
     """
 
     rows: float
@@ -108,10 +107,7 @@ class _Average:
 
 @dataclass(frozen=True)
 class _Trials:
-    """Trains the model on parts of the graph, on all ranks at the same time.
-
-    Ranks may share a machine, and a rank that computes alone there is faster.
-    """
+    """Trains the model on parts of the graph, on all ranks at once, as a rank alone on a shared machine is faster."""
 
     call: Call
     rehearse: Rehearse
@@ -147,7 +143,7 @@ class _Trials:
         return _average(self.communicator.gather([*numbers, *torch.stack(splits).mean(0).tolist()]), self.num_hops)
 
     def _round(self, clock: Clock, step: Callable[[], Tensor] | None, round_s: float) -> tuple[Tensor, float]:
-        """Seconds that this rank ran between and in hops in a pass, and seconds of a pass on the wall clock."""
+        """Make passes for ``round_s``, at least one; return a pass's seconds: between and in hops, wall clock."""
         parameters: list[Tensor] = [one for one in self.call.model.parameters() if one.requires_grad]
         splits: list[Tensor] = []
         self.communicator.barrier()
@@ -166,7 +162,7 @@ def _average(everyone: Tensor, num_hops: int) -> _Average:
     num_ranks = max(int((rows > 0).sum()), 1)
     split = everyone[:, 4 + 3 * num_hops :].sum(0) / num_ranks
     running = float(split.sum())
-    # an epoch is as long as the slowest rank's; the median, as others may use the machine too
+    # the slowest rank sets the epoch; pass_s are medians, as other processes may use the machine
     contention = float(pass_s.max()) / running if running else 1.0
     split *= contention
     return _Average(
@@ -188,13 +184,11 @@ def time_hops(
     communicator: Communicator,
     widths: Sequence[int],
 ) -> Timed:
-    """Measure the seconds of rows between hops and of edges in them.
-
-    Every rank makes the call at the same time and gets the same result.
+    """Measure the seconds of rows between hops and of edges in them; all ranks call it together, and get the same.
 
     Args:
         call: The model, and what it is called with.
-        rehearse: Runs it by itself.
+        rehearse: Runs the model without exchanges; see :data:`~pygdist.backends.passes.rehearsal.Rehearse`.
         begin_pass: Called before each pass.
         adjacency: The rank's edges.
         communicator: The ranks.
@@ -209,7 +203,7 @@ def time_hops(
         many = trials.run(num_rows, num_edges, _ROUNDS, _ROUND_S)
     row = (many.between - few.between).clamp(min=_LEAST_S) / max(many.rows - few.rows, 1.0)
     edge = (many.inside - few.inside).clamp(min=_LEAST_S) / max(many.edges - few.edges, 1.0)
-    # the few rows of a part are nearer to the processor than those of the graph
+    # a part's rows may fit the cache, the graph's do not: add the extra time of far reads
     widths_read = [width if ran else 0 for width, ran in zip(widths, many.inside > 0, strict=True)]
     communicator.barrier()  # ranks share memory too
     far_s = {width: _far_read_s(adjacency, num_rows, width, like) for width in set(widths_read)}
@@ -228,9 +222,10 @@ def time_hops(
 
 
 def _enough(first: _Average, few: _Average, adjacency: Adjacency, far_rows: int) -> tuple[int, int]:
-    """Rows and edges of a part on which passes take long enough to be timed; ``far_rows`` do not fit in the cache."""
+    """Choose the rows and edges of a part that is large enough to time; ``far_rows`` rows overflow the cache."""
 
     def seconds(many: Tensor, some: Tensor, count: float) -> float:
+        """Seconds of one row or edge without the pass's fixed cost; at least a quarter of those with the fixed cost."""
         return max(float(many.sum() - some.sum()), float(many.sum()) / 4) / max(count, 1.0)
 
     row_s = seconds(first.between, few.between, first.rows)
@@ -242,13 +237,13 @@ def _enough(first: _Average, few: _Average, adjacency: Adjacency, far_rows: int)
 
 
 def _part(adjacency: Adjacency, num_rows: int, num_edges: int) -> Adjacency:
-    """The first rows and about ``num_edges`` of the edges into them, evenly; their sources fall among these rows."""
+    """Cut a part: the first rows, and an even sample of about ``num_edges`` of their in-edges. Sources wrap into it."""
     csr = _sampled(adjacency, num_rows, num_edges)
     return Adjacency.from_csr(CSR(csr.indptr, csr.index % max(csr.num_rows, 1), csr.num_rows))
 
 
 def _sampled(adjacency: Adjacency, num_rows: int, num_edges: int) -> CSR:
-    """The first rows and about ``num_edges`` of the edges into them, evenly."""
+    """Take the first rows, and an even sample of about ``num_edges`` of their in-edges."""
     csr = adjacency.csr()
     num_rows = min(csr.num_rows, num_rows)
     end = int(csr.indptr[num_rows])
@@ -258,11 +253,11 @@ def _sampled(adjacency: Adjacency, num_rows: int, num_edges: int) -> CSR:
 
 
 def _far_read_s(adjacency: Adjacency, num_rows: int, width: int, like: Tensor) -> float:
-    """Seconds that reading a source takes more if it is any source of the rank's edges, not one of a part's rows."""
+    """Extra seconds to read a source anywhere among the rank's sources, compared with one in a part's rows."""
     csr = adjacency.csr()
     if width == 0 or csr.num_entries == 0 or like.dtype not in (torch.float32, torch.float64):
         return 0.0
-    # where sources are read often they are read a few columns at a time, as those of a hop are
+    # kernels read frequent sources a few columns at a time: take enough edges that they do so here, as in a hop
     often = csr.num_entries >= _OFTEN * csr.num_cols
     num_edges = min(max(_READ_EDGES, _OFTEN * csr.num_cols if often else 0), _MOST_EDGES)
     far = _sampled(adjacency, -(-num_edges * csr.num_rows // csr.num_entries), num_edges)

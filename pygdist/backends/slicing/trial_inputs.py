@@ -1,4 +1,4 @@
-"""Layers, graphs and arguments for trials: a copy of a layer, and guesses at what its ``forward`` takes."""
+"""Inputs of the trials in ``columns``: a copy of a layer, and guesses at the arguments of its ``forward``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NODES, _EDGES = 6, 17  # at least so many
 
 
 def plain_copy(layer: MessagePassing) -> MessagePassing:
-    """Return a copy on the host, in float64, on no backend, and with parameters as training may make them."""
+    """Return an undistributed copy on the CPU, in float64, with random parameters other than zero."""
     memo: dict[int, Any] = {}
     for one in layer.modules():
         for name, value in vars(one).items():
             if name in CACHES and value is not None:  # of another graph
                 memo[id(value)] = None
             elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                # maybe computed in an earlier pass, and these cannot be copied
+                # deepcopy refuses tensors that an earlier pass computed
                 plain = value.detach().cpu().clone()
                 memo[id(value)] = plain.double() if plain.is_floating_point() else plain
     trial = copy.deepcopy(layer, memo).cpu().double()
@@ -38,7 +38,7 @@ def plain_copy(layer: MessagePassing) -> MessagePassing:
         for parameter in trial.parameters():
             if not parameter.is_floating_point():
                 continue
-            # zeros would hide what they are multiplied with; logarithms and roots are taken of scalars and vectors
+            # no zeros: they hide what they multiply. Scalars and vectors are positive: layers take logarithms and roots
             drawn = torch.empty(parameter.shape, dtype=parameter.dtype).uniform_(0.1, 0.9, generator=generator)
             if sum(size > 1 for size in parameter.shape) > 1:
                 drawn *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
@@ -47,14 +47,14 @@ def plain_copy(layer: MessagePassing) -> MessagePassing:
 
 
 def propagates(cls: type[MessagePassing]) -> bool:
-    """True if the code of a layer class makes hops; it may leave them to another layer in it."""
+    """True if a method of the layer class names ``propagate``; False if only a layer inside makes hops."""
     written = cls.__mro__[: cls.__mro__.index(MessagePassing)]
     functions = [value for one in written for value in vars(one).values() if isinstance(value, types.FunctionType)]
     return any("propagate" in function.__code__.co_names for function in functions)
 
 
 def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
-    """Yield arguments that ``forward`` may take: rows, edges, and the inputs of edges that it names, or fewer."""
+    """Yield arguments for ``forward``: rows, edges and inputs of edges, those that it names; fewest inputs last."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
@@ -65,10 +65,10 @@ def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
     of_nodes: dict[str, Any] = {"x": rand(nodes, width), "x_0": rand(nodes, width)}
     of_nodes["edge_index"] = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
-    types = getattr(layer, "num_relations", 1)
+    num_types = getattr(layer, "num_relations", 1)
     of_edges = {
         "edge_weight": rand(edges),
-        "edge_type": torch.randint(0, types if isinstance(types, int) else 1, (edges,), generator=generator),
+        "edge_type": torch.randint(0, num_types if isinstance(num_types, int) else 1, (edges,), generator=generator),
     }
     attributes = ({"edge_attr": rand(edges, width)} for width in _edge_widths(layer, width))
     for more in itertools.chain(({**of_edges, **one} for one in attributes), [of_edges, {}]):
@@ -84,20 +84,21 @@ def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
 
 
 def sizes_of(layer: MessagePassing) -> tuple[int, int]:
-    """Return numbers of nodes and edges that count nothing else in the layer, as its relations or heads.
+    """Return a number of nodes and one of edges that equal no other size or number in the layer, such as heads.
 
-    The size of an argument tells if it is of nodes or of edges, to which a layer may have added self-loops.
+    Trials tell arguments of nodes and of edges apart by size, also after the layer has added self-loops.
     """
     inside = [value for one in layer.modules() for name, value in vars(one).items() if name not in CACHES]
     tensors = [*layer.parameters(), *layer.buffers(), *(value for value in inside if isinstance(value, Tensor))]
     taken = {size for one in tensors for size in one.shape} | {value for value in inside if isinstance(value, int)}
     nodes = next(number for number in itertools.count(_NODES) if number not in taken)
+    taken.add(nodes)
     edges = next(number for number in itertools.count(_EDGES) if taken.isdisjoint(range(number, number + nodes + 1)))
     return nodes, edges
 
 
 def likely_widths(layer: MessagePassing) -> Iterator[int]:
-    """Yield likely widths of rows; one column shows nothing, so 1 comes last unless the layer says that it is 1."""
+    """Yield likely widths of rows. One column cannot show mixing: 1 comes last, unless ``in_channels`` is 1."""
     said = [getattr(layer, name, None) for name in ("in_channels", "channels")]
     said = [one[0] if isinstance(one, (tuple, list)) else one for one in said]
     seen = [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]

@@ -89,8 +89,8 @@ def _keys(
     types = fields["edge_type"].numpy()
     if (int(types.max()) + 1) * num_nodes**2 >= 1 << 63:
         raise InputError(
-            f"edge_type: {int(types.max()) + 1} types on {num_nodes} nodes are too many to number all possible edges "
-            "in int64; symmetrise and remove duplicates before loading the graph"
+            f"edge_type: {int(types.max()) + 1} types on {num_nodes} nodes are too many for symmetrize and "
+            "remove_duplicates; apply these before loading the graph"
         )
     keys += types * num_nodes**2
     return keys

@@ -86,11 +86,9 @@ class GraphFiles:
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and not 1 <= self.num_nodes < 1 << 63:
-            raise InputError(f"num_nodes is {self.num_nodes}, expected at least 1")
+            raise InputError(f"num_nodes is {self.num_nodes}, expected 1 to 2**63 - 1")
         if self.relabel and (self.num_nodes is not None or self.features is not None or self.labels is not None):
-            raise InputError(
-                "relabel: renumbers the nodes, so it cannot be combined with num_nodes, features or labels"
-            )
+            raise InputError("relabel: renumbers the nodes; leave it out, or num_nodes, features and labels")
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -129,8 +127,8 @@ class GraphFiles:
             _fits(self.num_nodes, "num_nodes", "lower num_nodes")
         if self.relabel and paths.keys() - {"edge_index"}:
             raise InputError(
-                f"{self.edges}: relabel renumbers the nodes, so the folder must hold edge_index alone, not "
-                f"{', '.join(sorted(paths.keys() - {'edge_index'}))}"
+                f"{self.edges}: relabel renumbers the nodes, so the folder must hold edge_index alone; leave relabel "
+                f"out, or remove {', '.join(sorted(paths.keys() - {'edge_index'}))}"
             )
         num_nodes, fields = self._arrays(paths)
         file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)

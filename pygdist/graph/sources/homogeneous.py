@@ -44,12 +44,12 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         source, target = relation[0], relation[-1]
         edge_index = graph[relation].get("edge_index")
         if not isinstance(edge_index, Tensor):
-            raise InputError(f"dataset '{name}': edge_index of {relation} is missing")
+            raise InputError(f"dataset '{name}': edge_index of {relation} is missing; add it, or remove the edge type")
         dropped = next((field for field in ("edge_attr", "edge_weight") if field in graph[relation]), None)
         if dropped is not None:
             raise InputError(
                 f"dataset '{name}': {dropped} of {relation} would be lost, since edges of a heterogeneous graph only "
-                "get an edge_type; remove it"
+                f"get an edge_type; remove {dropped}"
             )
         edges.append(edge_index + torch.tensor([[first[source]], [first[target]]]))
         if reverse and not (source == target and _both_ways(edge_index, counts[kinds.index(source)])):
@@ -63,10 +63,7 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
     )
     labelled = [kind for kind in kinds if isinstance(graph[kind].get("y"), Tensor)]
     if len(labelled) > 1:
-        raise InputError(
-            f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y), but only one type can; remove the "
-            "others"
-        )
+        raise InputError(f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y); keep those of one type")
     for kind in labelled:
         _label(out, graph[kind], first[kind])
     return out

@@ -182,11 +182,11 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
             dataset = _call(PygNodePropPredDataset, {"name": name, **args}, name)
         except EOFError as error:  # ogb asks on standard input before it downloads more than 1 GB
             raise InputError(
-                f"dataset '{name}': ogb asks for confirmation of a large download; run it once at a terminal"
+                f"dataset '{name}': ogb asks for confirmation of a large download; run this once in a terminal"
             ) from error
         if dataset.is_hetero:
             raise InputError(
-                f"dataset '{name}' is heterogeneous; of OGB, only graphs of one node and edge type can be used"
+                f"dataset '{name}' is heterogeneous; use the class OGB_MAG of torch_geometric.datasets in its place"
             )
         data: Data = dataset[0]
         split = dataset.get_idx_split()

@@ -62,7 +62,7 @@ def array_paths(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     if not (folder / "edge_index.npy").is_file():
         if (folder / "edges").is_dir():
-            raise InputError(f"{folder}: holds a heterogeneous graph; use pygdist.graph.load_hetero")
+            raise InputError(f"{folder}: holds a heterogeneous graph; use pygdist.graph.load_hetero, or --dataset")
         raise InputError(f"{folder}: has no edge_index.npy, which every graph folder needs")
     paths = {}
     for field in FIELDS:

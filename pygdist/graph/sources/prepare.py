@@ -167,7 +167,7 @@ def _set_masks(
     present = [name for name in MASKS if name in fields]
     if "y" not in fields:
         if split is not None:
-            raise InputError("split: the graph has no labels (y) to split")
+            raise InputError("split: the graph has no labels (y) to split; leave split out")
         notes.append("the graph has no labels: all masks are empty")
         labelled = torch.zeros(num_nodes, dtype=torch.bool)
     else:

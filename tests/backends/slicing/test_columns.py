@@ -29,6 +29,7 @@ from torch_geometric.utils import add_self_loops
 from pygdist.backends import TensorBackend
 from pygdist.backends.slicing import columns as trials
 from pygdist.backends.slicing.columns import acts_on_columns, columns_of_hops
+from pygdist.backends.slicing.trial_inputs import sizes_of
 from pygdist.errors import InputError
 from pygdist.routing import distribute, undistribute
 
@@ -92,6 +93,10 @@ def test_a_trial_leaves_the_layer_and_the_random_numbers_as_they_are() -> None:
     assert layer.alpha.item() == 0
     assert layer.training
     assert torch.equal(torch.random.get_rng_state(), expected)
+
+
+def test_nodes_and_edges_differ_in_number() -> None:
+    assert sizes_of(Hop(**{f"size_{number}": number for number in range(6, 18)})) == (18, 19)
 
 
 # -- which layers are alike --------------------------------------------------------------------------------------------
