@@ -71,7 +71,7 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
     assert run.returncode == (-signal.SIGKILL if rank == 0 else 1), said
     complaints = [line for line in run.stderr.splitlines() if line.startswith("pygdist: error:")]
     assert complaints, said
-    assert any(f"rank {rank} is lost" in line or "it ran on rank 0" in line for line in complaints), complaints
+    assert any(f"rank {rank} is lost" in line or "look at rank 0" in line for line in complaints), complaints
     assert all("epoch 3" in line for line in complaints)
     processes = {int(line.split()[-1]) for line in run.stdout.splitlines() if " is process " in line}
     assert len(processes) == 3
@@ -107,7 +107,7 @@ def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) ->
     finally:
         os.killpg(run.pid, signal.SIGKILL)  # with the one that is frozen
         run.wait()
-    what = "it ran on rank 0" if rank == 0 else "rank 2 is lost ("
+    what = "look at rank 0" if rank == 0 else "rank 2 is lost ("
     # a launching rank that leaves first ends those that it launched
     assert len(said) == 2 if rank == 0 else said
     assert all(what in line and "epoch 3" in line for line in said), said
