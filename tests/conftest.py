@@ -5,6 +5,7 @@ Torch is imported only where tests run: pytest itself, which hands them to its w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,14 @@ def pytest_collection_finish() -> None:
 def fork_server() -> None:
     """For pools of a test's own: their ranks import nothing."""
     start_server()
+
+
+@pytest.fixture
+def warm_python(fork_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs that a test starts by ``sys.executable``, and those that they start, find everything imported."""
+    from tests.warm import write_python
+
+    monkeypatch.setattr(sys, "executable", str(write_python(tmp_path_factory.mktemp("python"))))
 
 
 @pytest.fixture(scope="session")

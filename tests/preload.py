@@ -20,6 +20,7 @@ _MODULES = [
     "pytest",
     "tests.cli.commands",
     "tests.lightning.runs",
+    "tests.warm",
     "torch.utils.tensorboard",
 ]
 

@@ -13,6 +13,8 @@ from rich.progress import Progress
 from experiments import harness
 from experiments.cluster import Outcome
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 MODEL = {"in_channels": -1, "hidden_channels": 8, "num_layers": 2, "out_channels": 10}
 
 

@@ -13,6 +13,8 @@ import pytest
 from pygdist.errors import InputError
 from pygdist.testing import readme
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 _ROOT = Path(__file__).parents[1]
 _TEXT = (_ROOT / "README.md").read_text(encoding="utf-8")
 _READMES = [_ROOT / "README.md", *sorted((_ROOT / "experiments").rglob("README.md"))]

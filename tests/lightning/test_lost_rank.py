@@ -41,7 +41,7 @@ trainer: {devices: 3, accelerator: cpu, max_epochs: 6, logger: false, enable_pro
 """
 
 
-_COMMAND = [sys.executable, "-m", "pygdist.cli", "fit", "--config", "run.yaml"]
+_COMMAND = ["-m", "pygdist.cli", "fit", "--config", "run.yaml"]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -52,7 +52,12 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _fit(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*_COMMAND, *options], cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=240
+        [sys.executable, *_COMMAND, *options],
+        cwd=folder,
+        env=_environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -63,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("rank", [0, 2], ids=["launching-rank", "launched-rank"])
 def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder: Path, rank: int) -> None:
     kill = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
@@ -89,7 +95,7 @@ def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) ->
     """It closes no connection: what a loss looks like to nccl, or from another machine."""
     freeze = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
     strategy = ["--trainer.strategy=pygdist.GraphDDPStrategy", "--trainer.strategy.lost_after_s=4"]
-    command = [*_COMMAND, *freeze, "--trainer.callbacks.signal=SIGSTOP", *strategy]
+    command = [sys.executable, *_COMMAND, *freeze, "--trainer.callbacks.signal=SIGSTOP", *strategy]
     run = subprocess.Popen(
         command, cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
