@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.server import start_server
+from tests.server import python, start_server
 
 if TYPE_CHECKING:
     from pygdist.testing import RankPool
@@ -53,11 +53,9 @@ def fork_server() -> None:
 
 
 @pytest.fixture
-def warm_python(fork_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that a test starts by ``sys.executable``, and those that they start, find everything imported."""
-    from tests.warm import write_python
-
-    monkeypatch.setattr(sys, "executable", str(write_python(tmp_path_factory.mktemp("python"))))
+    monkeypatch.setattr(sys, "executable", python())
 
 
 @pytest.fixture(scope="session")

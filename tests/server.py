@@ -14,14 +14,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Outcome", "begin", "file", "run", "script", "start_server"]
+from tests.warm import write_python
+
+__all__ = ["Outcome", "begin", "file", "python", "run", "script", "start_server"]
 
 TIMEOUT_S = 120
+_scratch = tempfile.TemporaryDirectory(prefix="pygdist-python-")
 _context = multiprocessing.get_context("forkserver")
 #: No thread may exist where processes are forked: neither OpenMP's nor that of the allocator in pyarrow.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -43,6 +47,13 @@ def start_server() -> None:
     with mock.patch.dict(os.environ, {"PYTHONPATH": paths, **_ONE_THREAD}):
         _context.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
+
+
+@cache
+def python() -> str:
+    """Return an executable that stands in for ``python``, with everything imported: see ``tests/warm.py``."""
+    start_server()
+    return str(write_python(Path(_scratch.name)))
 
 
 def script(module: str, *args: str, folder: Path) -> Outcome:
@@ -75,10 +86,10 @@ def begin(
     output: tuple[str, str],
 ) -> Any:
     """Call a function with arguments in a process; it writes to two files, and ends with what the function gives."""
-    start_server()
+    warm = python()
     server = forkserver._forkserver._forkserver_address
     process = _context.Process(
-        target=_body, args=(function, list(args), str(folder), dict(environment), output, server)
+        target=_body, args=(function, list(args), str(folder), dict(environment), output, server, warm)
     )
     process.start()
     return process
@@ -118,7 +129,9 @@ def _body(
     environment: dict[str, str],
     output: tuple[str, str],
     server: str,
+    executable: str,
 ) -> None:
+    sys.executable = executable
     signal.signal(signal.SIGINT, signal.default_int_handler)  # not everybody leaves Ctrl-C as it is
     for descriptor, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)

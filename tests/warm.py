@@ -1,12 +1,13 @@
 """A ``python`` that has imported everything: each program runs in a process forked from the server of the tests.
 
 Programs that start others by ``sys.executable``, as launchers start their ranks, start them the same way. What such a
-program does not get is an interpreter of its own: limits of the shell, finalisation of the interpreter, fresh imports.
+program lacks is an interpreter of its own, which imports afresh and is finalised at the end, and the caller's session.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 __all__ = ["main", "write_python"]
 
 _PATH = list(sys.path)  # of the server
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def write_python(folder: Path) -> Path:
@@ -39,15 +41,16 @@ def main(executable: str, address: str) -> None:
     server._forkserver_alive_fd = tracker._fd = os.open(os.devnull, os.O_RDWR)
     tracker.ensure_running = lambda: None
     del sys.modules["__main__"].__file__  # the program's process does not import this script
-    process = get_context("forkserver").Process(
-        target=_program, args=(executable, sys.argv[1:], dict(os.environ), os.getcwd(), _Streams())
-    )
+    limits = [resource.getrlimit(limit) for limit in _LIMITS]
+    arguments = (executable, sys.argv[1:], dict(os.environ), os.getcwd(), limits, _Streams())
+    process = get_context("forkserver").Process(target=_program, args=arguments)
     process.start()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda which, _frame: os.kill(process.pid, which))
     process.join()
     if process.exitcode < 0:
-        signal.signal(-process.exitcode, signal.SIG_DFL) if process.exitcode != -signal.SIGKILL else None
+        if process.exitcode != -signal.SIGKILL:
+            signal.signal(-process.exitcode, signal.SIG_DFL)
         os.kill(os.getpid(), -process.exitcode)
     os._exit(process.exitcode)
 
@@ -62,7 +65,16 @@ class _Streams:
         self.descriptors = [one.detach() for one in state]
 
 
-def _program(executable: str, words: list[str], environment: dict[str, str], folder: str, streams: _Streams) -> None:
+def _program(
+    executable: str,
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    limits: list[tuple[int, int]],
+    streams: _Streams,
+) -> None:
+    for which, limit in zip(_LIMITS, limits, strict=True):
+        resource.setrlimit(which, limit)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(streams.descriptors):
