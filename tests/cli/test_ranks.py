@@ -90,6 +90,7 @@ def test_slurm_trains_and_one_task_tells_of_a_mistake(folder: Path) -> None:
     assert_mistake(slurm(*FIT, "--model.backend=single", folder=folder), "backend 'single'")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_models_averaged_over_more_parts_than_ranks(folder: Path) -> None:
     args = ("--config=run.yaml", "--model.backend=replica", "--trainer.strategy=model_averaging", "--data.num_parts=4")
     outcome = _process("-m", "pygdist.cli", "fit", *args, "--trainer.devices=2", folder=folder)
