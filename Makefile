@@ -25,7 +25,7 @@ demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two,
 # their order: xdist would put those of few tests last, which take longest. Hundreds of processes import pygdist, which
 # without compiled files takes each a second more.
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k spmm" picks some, "-n0" runs one at a time)
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 quick: override PYTEST_ARGS += -m "not slow"
 quick: test  ## two minutes of them, for the inner loop: the tests that are not marked slow

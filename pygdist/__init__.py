@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_submodules(), "__version__"})
 
 
+@cache  # command lines ask for hundreds of names
 def _submodules() -> set[str]:
     from pkgutil import iter_modules  # twice as slow as the rest of this file
 

@@ -16,6 +16,7 @@ def begin() -> None:
     """Prepare this process."""
     torch.set_num_threads(1)  # tests share cores, where threads of OpenMP wait for each other by spinning
     os.fsync = lambda descriptor: None  # a third of what tests on files would wait for; no test outlives a power cut
+    gc.set_threshold(20_000)  # a fortieth of the time of models that are made, tried and dropped
     share_templates()
     forget_garbage()
 

@@ -12,6 +12,7 @@ from pygdist import demo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_the_three_runs_agree_and_the_table_says_it() -> None:
     text = io.StringIO()
     pyg, one, many = demo.compare(Console(file=text, width=100), nodes=400, epochs=4, ranks=2, seed=0)

@@ -23,6 +23,7 @@ assert abs(accuracy_one - accuracy_two) < 1e-3, (accuracy_one, accuracy_two)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import nbformat

@@ -144,12 +144,11 @@ class Communicator(Transport):
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
             return row[None].cpu()
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
         self.announce("gather numbers")
         with self.attempt("gather numbers"):
-            dist.all_gather(rows, row, group=self.group)
+            rows = self._gather_row(row)
         self.done()
-        return torch.stack(rows).cpu()
+        return rows
 
     def barrier(self) -> None:
         """Wait until every rank has made this call."""

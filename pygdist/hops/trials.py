@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -34,10 +35,15 @@ class TrialCache(Generic[T]):
             key = _key(layer)
             alike = {} if key is None else self.of_class.setdefault(own_class(layer), {})
             if key not in alike:
-                with torch.device("cpu"), torch.inference_mode(False):  # gradients tell what a hop reads
+                with _on_cpu(), torch.inference_mode(False):  # gradients tell what a hop reads
                     alike[key] = self.find(layer)
             tried = self.of_layer[layer] = hooks, alike[key]
         return tried[1]
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Make new tensors on the CPU; they are made there as a rule, and the context of torch slows every operation."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 _LIBRARIES = ("torch", "torch_geometric", "pygdist")

@@ -309,11 +309,21 @@ def _check_exact(
 @functools.lru_cache(maxsize=1024)
 def _reference(name: str, kind: str, sizes: _Sizes) -> tuple[nn.Module, Step]:
     """Return a model and its step on one process; they are the same for all backends and numbers of ranks."""
-    data, _ = sizes.graph(kind)
-    model = build(
-        name, data.x.size(1), int(data.y.max()) + 1, num_layers=sizes.num_layers, hidden_channels=sizes.hidden_channels
-    )
+    data = _graph(kind, sizes)
+    model = _model(name, int(data.y.max()) + 1, sizes)
     return model, reference_step(copy.deepcopy(model), data)
+
+
+@functools.lru_cache(maxsize=64)
+def _graph(kind: str, sizes: _Sizes) -> Data:
+    return sizes.graph(kind)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _model(name: str, num_classes: int, sizes: _Sizes) -> nn.Module:
+    return build(
+        name, sizes.num_features, num_classes, num_layers=sizes.num_layers, hidden_channels=sizes.hidden_channels
+    )
 
 
 def supported_layers(backend: str | Backend) -> list[str]:

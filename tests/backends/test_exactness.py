@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -48,8 +49,6 @@ OF_A_PART = {
     *("BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "LayerNorm-graph"),
     *("MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "GENConv", "SAGEConv-lstm", "PDNConv"),
 }
-#: By backend, the layers that it does not refuse; all of them where nothing is said.
-SOME_LAYERS = {"tensor": supported_layers("tensor"), "replica": [name for name in LAYERS if name not in OF_A_PART]}
 #: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
 EVERY_LAYER = {("comm", 1), ("cache", 2), ("hybrid", 1), ("replica", 1)}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
@@ -62,6 +61,14 @@ def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size:
     if backend == "single" and world_size > 1:
         pytest.skip("single runs on one process by definition")
     assert set(assert_exact(backend, world_sizes=[world_size], pool=pool)) == set(LAYERS)
+
+
+@cache
+def _layers_of(backend: str) -> list[str]:
+    """The layers that a backend does not refuse."""
+    if backend == "tensor":
+        return supported_layers(backend)
+    return [name for name in LAYERS if backend != "replica" or name not in OF_A_PART]
 
 
 def _deep() -> list[object]:
@@ -86,7 +93,7 @@ def test_every_layer_equals_one_process_at_any_depth(
     if backend.startswith("hybrid") and load() is None:
         pytest.skip("hybrid plans in the native library")
     graphs = ("directed", "empty-part", "power-law")
-    layers = SOME_LAYERS.get(backend, list(LAYERS))
+    layers = _layers_of(backend)
     if (backend, num_layers) not in EVERY_LAYER and not request.config.getoption("--exhaustive"):
         layers = [name for name in SOME if name in layers]
     found = assert_exact(

@@ -70,6 +70,7 @@ def test_a_damaged_part_is_named_by_the_rank_that_finds_it(damaged: Path) -> Non
     assert_mistake(torchrun(*args, folder=damaged), "part_1/x.npy: is missing", "rank 1")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_launcher_ends_all_ranks_after_a_mistake(damaged: Path) -> None:
     outcome = _process("-m", "pygdist.cli", *FIT, "--data.store=parts", "--trainer.devices=2", folder=damaged)
     assert_mistake(outcome, "part_1/x.npy: is damaged", "rank 1")
@@ -80,6 +81,7 @@ def test_the_launcher_trains(folder: Path) -> None:
     _check_run(folder, [_process("-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_torchrun_trains(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     _check_run(folder, [_process(*launcher, "-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
@@ -120,7 +122,7 @@ def _check_run(folder: Path, outcomes: list[Outcome]) -> None:
 
 
 def _process(*args: str, folder: Path) -> Outcome:
-    """A fresh interpreter in a session of its own; asserts that no process of the session is left."""
+    """An interpreter of its own; asserts that no process is left in the folder."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -130,21 +132,17 @@ def _process(*args: str, folder: Path) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=180)
-        left = [other for other in psutil.process_iter() if _in_session(other, process.pid)]
+        left = _processes_in(folder)
         assert not left, f"{left} outlived the command"
     finally:
-        for other in psutil.process_iter():
-            if _in_session(other, process.pid):
-                other.kill()
+        for other in _processes_in(folder):
+            other.kill()
     return Outcome(process.returncode, out, err)
 
 
-def _in_session(process: psutil.Process, session: int) -> bool:
-    try:
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
+def _processes_in(folder: Path) -> list[psutil.Process]:
+    """Those that run there, whoever started them."""
+    return [one for one in psutil.process_iter(["cwd", "status"]) if one.info["cwd"] == str(folder)]

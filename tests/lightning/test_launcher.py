@@ -88,12 +88,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("strategy", ["graph_ddp_spawn", "graph_ddp_notebook"])
 def test_a_mistake_that_ranks_find_is_raised_in_the_caller(strategy: str, tmp_path: Path) -> None:
     said = _run(_FAILURE, tmp_path, strategy, "3")
     assert said.startswith("InputError: the model returns 3 values per node, but the graph has 10 classes"), said
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
     "strategy", [pytest.param("graph_ddp_spawn", marks=pytest.mark.exhaustive), "graph_ddp_notebook"]
 )
@@ -170,7 +172,7 @@ def test_no_thread_is_left_to_run_on_when_python_ends(tmp_path: Path) -> None:
 
 
 def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
-    """Run a script in a fresh interpreter; what it printed last."""
+    """Run a script in an interpreter of its own; what it printed last."""
     path = folder / "script.py"
     path.write_text(text)
     script = subprocess.run(
