@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch_geometric import template
 
+from pygdist.backends.planning import hop_costs
+
 __all__ = ["begin", "forget_garbage"]
 
 
@@ -16,6 +18,8 @@ def begin() -> None:
     """Prepare this process."""
     torch.set_num_threads(1)  # tests share cores, where threads of OpenMP wait for each other by spinning
     os.fsync = lambda descriptor: None  # a third of what tests on files would wait for; no test outlives a power cut
+    # hybrid measures hops for a tenth of the seconds: any choice is exact
+    hop_costs._FIRST_ROUND_S, hop_costs._FEW_ROUND_S, hop_costs._ROUND_S = 0.003, 0.002, 0.005
     gc.set_threshold(20_000)  # a fortieth of the time of models that are made, tried and dropped
     share_templates()
     forget_garbage()
