@@ -17,9 +17,10 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -31,12 +32,15 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, MLP
 
 from pygdist.graph import load_graph
-from pygdist.lightning import ExchangeMonitor, GraphDataModule, NodeClassifier
+from pygdist.lightning import ExchangeMonitor, GraphDataModule, GraphDDPStrategy, NodeClassifier
 from pygdist.memory.machine import peak_rss_bytes
 
 HIDDEN, LEARNING_RATE, WEIGHT_DECAY = 64, 0.01, 5e-4
 _TOLERANCE = 1e-3  # of losses in float32: Adam divides by small numbers, so rounding grows along the run
 _WARM_UP = 3  # epochs that are not timed: memory is allocated, degrees and transposes are computed
+
+#: Where the system can, a server forks the processes of all runs.
+_START: Literal["forkserver", "spawn"] = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,9 @@ def train_with_pygdist(model: nn.Module, data: Data, epochs: int, *, ranks: int,
     graph = GraphDataModule(data, partitioner="chunk", cache_dir=folder / "parts")
     logger = CSVLogger(folder, name="log", version=ranks)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy="graph_ddp_spawn", max_epochs=epochs, limit_val_batches=0,
-        log_every_n_steps=1, logger=logger, callbacks=[ExchangeMonitor(), _Finish()], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=ranks, strategy=GraphDDPStrategy(start_method=_START), max_epochs=epochs,
+        limit_val_batches=0, log_every_n_steps=1, logger=logger, callbacks=[ExchangeMonitor(), _Finish()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=graph)
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
@@ -131,6 +135,14 @@ def _references(gcn: nn.Module, mlp: nn.Module, data: Data, epochs: int) -> tupl
     return train_with_pyg(copy.deepcopy(gcn), data, epochs), train_with_pyg(copy.deepcopy(mlp), data, epochs)
 
 
+def _context() -> BaseContext:
+    """Return the way to start processes: the server imports what takes longest, once for all."""
+    context = get_context(_START)
+    if _START == "forkserver":
+        context.set_forkserver_preload(["pygdist.lightning"])  # no effect on a server that runs
+    return context
+
+
 def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int) -> tuple[Run, Run, Run]:
     """Train the same GCN three ways, print progress and a table.
 
@@ -150,7 +162,7 @@ def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int)
         console.print(f"[{time.perf_counter() - start:4.0f} s] {text}", markup=False, highlight=False)
 
     say("plain PyG on a single process, and an MLP, which does not see the edges")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, mp_context=_context()) as executor:
         pyg, no_edges = executor.submit(_references, gcn, mlp, data, epochs).result()
     runs = []
     with tempfile.TemporaryDirectory(prefix="pygdist-demo-") as folder:

@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="every backend, depth and number of ranks")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one server for all workers; it imports while they collect."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        start_server()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only --exhaustive asks for."""
     if config.getoption("--exhaustive"):

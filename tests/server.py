@@ -25,6 +25,7 @@ from tests.warm import write_python
 __all__ = ["Outcome", "begin", "file", "python", "run", "script", "start_server"]
 
 TIMEOUT_S = 120
+_ADDRESS = "PYGDIST_TEST_SERVER"
 _scratch = tempfile.TemporaryDirectory(prefix="pygdist-python-")
 _context = multiprocessing.get_context("forkserver")
 #: No thread may exist where processes are forked: neither OpenMP's nor that of the allocator in pyarrow.
@@ -41,12 +42,26 @@ class Outcome:
 
 
 def start_server() -> None:
-    """Start the server unless it runs."""
+    """Start the server unless it runs. Workers of pytest find the address of their starter's."""
+    itself: Any = forkserver._forkserver
+    if itself._forkserver_address is not None:
+        return
+    if (address := os.environ.get(_ADDRESS)) is not None:
+        _use(address)
+        itself._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR)  # the server ends with who started it
+        return
     # it looks for modules where this process does
     paths = os.pathsep.join(path for path in sys.path if path)
     with mock.patch.dict(os.environ, {"PYTHONPATH": paths, **_ONE_THREAD}):
         _context.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
+    os.environ[_ADDRESS] = itself._forkserver_address
+
+
+def _use(address: str) -> None:
+    """Fork from a server that another process started."""
+    itself: Any = forkserver._forkserver
+    itself._forkserver_address, itself.ensure_running = address, resource_tracker.ensure_running
 
 
 @cache
@@ -139,6 +154,5 @@ def _body(
     os.environ.update(environment)
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
     # ranks that the process starts come from the server that it came from itself, which is not its child
-    itself = forkserver._forkserver
-    itself._forkserver_address, itself.ensure_running = server, resource_tracker.ensure_running
+    _use(server)
     sys.exit(function(args))

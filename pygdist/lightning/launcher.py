@@ -14,12 +14,17 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _disable_module_memory_sharing,
+    _GlobalStateSnapshot,
+)
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -49,6 +54,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if self._start_method == "forkserver":
+            function = partial(_restored, _GlobalStateSnapshot.capture(), function)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except ProcessRaisedException as error:
@@ -64,13 +71,30 @@ class ProcessLauncher(_MultiProcessingLauncher):
             raise LostRankError(f"rank {rank} (process {error.error_pid}) {_fate(error.exit_code)}") from error
 
     @override
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *others: Any,
+    ) -> None:
         if self._start_method == "fork":
             # OpenMP's threads do not survive a fork, but its record of them does: if a notebook has computed on several
             # threads before, a forked rank that asks for several waits for ever
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"  # unset, Lightning would take cores / ranks
-        super()._wrapping_function(process_idx, *args, **kwargs)
+        if self._start_method == "forkserver":
+            # parameters come in shared memory, where ranks change each other's; Lightning copies only spawned ones
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+
+
+def _restored(snapshot: _GlobalStateSnapshot, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function with the caller's random generators, which Lightning gives to spawned processes alone."""
+    snapshot.restore()
+    return function(*args, **kwargs)
 
 
 class _Observer(threading.Thread):

@@ -105,6 +105,38 @@ def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> 
     assert said.strip().endswith("was killed by SIGKILL")
 
 
+_ALIKE = """
+import sys
+
+import lightning.pytorch as pl
+from torch_geometric.nn import GCN
+
+from pygdist import GraphDataModule, GraphDDPStrategy, NodeClassifier
+
+
+def loss(start_method):
+    pl.seed_everything(7)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=GraphDDPStrategy(start_method=start_method), max_epochs=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    module = NodeClassifier(GCN(64, 8, num_layers=2, out_channels=10, dropout=0.5))
+    trainer.fit(module, datamodule=GraphDataModule("sbm", {"num_nodes": 500}, cache_dir=sys.argv[1]))
+    return trainer.callback_metrics["train_loss"].item()
+
+
+if __name__ == "__main__":
+    print(*(loss(method) for method in ("fork", "forkserver", "spawn")))
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_every_start_method_trains_the_same(tmp_path: Path) -> None:
+    """Ranks share no parameters, and draw from the caller's random generators."""
+    fork, server, spawn = _run(_ALIKE, tmp_path).split()
+    assert fork == server == spawn
+
+
 _END = """
 import atexit
 import contextlib
