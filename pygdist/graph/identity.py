@@ -23,15 +23,6 @@ def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
 
 
-def blind_to(tensor: Tensor | None) -> bool:
-    """True if operations may return this tensor itself, where on other ranks they return a new tensor.
-
-    Dropout does so for tensors without entries, ``contiguous()`` for a single row. Then one rank sees the same tensor
-    as before and another rank a different one, so decisions that must be alike have to be agreed between ranks.
-    """
-    return tensor is not None and (tensor.numel() <= 1 or tensor.size(0) <= 1)
-
-
 def fixable(tensor: Tensor | None) -> bool:
     """True if results computed from ``tensor`` may be kept.
 

@@ -37,6 +37,7 @@ from pygdist.hops.hop import Hop, ends_of, is_pair
 from pygdist.hops.host import Host
 from pygdist.hops.layer import arguments_of_messages, asked_arguments, having, hooked
 from pygdist.hops.reads import read_names
+from pygdist.hops.untouched import untouched
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -345,9 +346,12 @@ def _tried(cuttable: _Cuttable) -> _Result | None:
     keep hundreds of times as much.
     """
     try:
-        (out, notes, few_bytes), (other, others, many_bytes) = (_probe(cuttable, *probe) for probe in _PROBES)
+        with untouched(cuttable.hop.layer) as snapshot:
+            (out, notes, few_bytes), (other, others, many_bytes) = (_probe(cuttable, *probe) for probe in _PROBES)
     except Exception as error:  # whatever a layer says that does not run on some of its edges
         log.debug("%s runs whole, not in blocks: %s: %s", cuttable.hop.layer_name, type(error).__name__, error)
+        return None
+    if snapshot.changed:  # each block would change it once more
         return None
     rows = _rows_of(out, other)
     places = {name: place for name, value in notes.items() if (place := _rows_of(value, others.get(name)))}

@@ -4,10 +4,9 @@ Full-graph training aggregates the same features in every epoch. If the rows nee
 the same version as in the forward pass before, so is the sum of the neighbours, and the hop is not run again. Rows that
 change (dropout or augmentation of the input) are noticed in the second pass; their result is dropped.
 
-Every rank must decide alike, as hops exchange rows. Each rank sees by itself whether its rows and weights changed,
-except for the edges of one relation, and where a rank has at most one row or edge
-(:func:`~pygdist.graph.identity.blind_to`): then the ranks ask each other. They also agree on whether a result fits the
-limit.
+Every rank must decide alike, as hops exchange rows, and a rank sees only its own rows and weights: a model may change
+those of one rank alone (``if (x < 0).any(): x = x.clamp(0)``). So the ranks ask each other if all are the same, and
+whether a result fits the limit.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import blind_to, fixable, identity_of, version_of
+from pygdist.graph.identity import fixable, identity_of, version_of
 from pygdist.hops.hop import Hop, source_of
 from pygdist.hops.host import Host
 from pygdist.hops.layer import hooked, layer_name
-from pygdist.nn.relations import of_relation
 
 _Inputs: TypeAlias = tuple[Tensor | None, ...]
 """Rows, weights, the weights that the edges carry, and the edges."""
@@ -85,7 +83,6 @@ class FirstHop:
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
         self._limit: int | None = None
         self._inside = False  # a forward pass of the model
-        self._some_rank_is_blind: bool | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -121,7 +118,7 @@ class FirstHop:
         """Drop everything; called when the backend gets another graph or other savings."""
         self._states.clear()
         self._hops.clear()
-        self._limit = self._some_rank_is_blind = None
+        self._limit = None
 
     def drop(self, layer: MessagePassing) -> None:
         """Drop what is kept for ``layer``."""
@@ -134,13 +131,13 @@ class FirstHop:
         states = self._states.get(layer, {})
         if not torch.is_grad_enabled():  # most rows need no gradient here: only what training has kept is fixed
             return self._agreed(
-                any(isinstance(state, _KeptResult) and _same_rows(state, x) for state in states.values()), x
+                any(isinstance(state, _KeptResult) and _same_rows(state, x) for state in states.values())
             )
         key = self._key(layer)
         state = states.get(key)
         if not isinstance(state, _KeptResult):
             return state is None
-        same = self._agreed(_same_rows(state, x), x)
+        same = self._agreed(_same_rows(state, x))
         if not same:
             states[key] = _Changing((weakref.ref(x),), identity_of(x))
         return same
@@ -157,16 +154,15 @@ class FirstHop:
             return compute()
         inputs: _Inputs = (x, weight, value, edge_index)
         identity = (*identity_of(x), *identity_of(weight), *identity_of(value), id(edge_index), layer.aggr)
-        ask = of_relation(edge_index)
         states = self._states.setdefault(layer, {})
         state = states.get(key)
         candidates = (one for one in (state, *states.values()) if one is not None)
         match = next((one for one in candidates if one.is_of(inputs, identity)), None)
-        if self._agreed(match is not None, x, ask=ask):
+        if self._agreed(match is not None):
             return _fresh(match.result) if isinstance(match, _KeptResult) else compute()
         again = isinstance(state, _Changing) and state.came_again(inputs, identity)
         latest = tuple(None if one is None else weakref.ref(one) for one in inputs)
-        if not (self._agreed(again, x, ask=ask) or (state is None and torch.is_grad_enabled())):
+        if not (self._agreed(again) or (state is None and torch.is_grad_enabled())):
             states[key] = _Changing(latest, identity)
             return compute()
         grad = torch.is_grad_enabled()
@@ -187,13 +183,9 @@ class FirstHop:
     def _key(self, layer: MessagePassing) -> tuple[int, bool]:
         return self._hops.get(layer, 0) if self._inside else 0, layer.training
 
-    def _agreed(self, same: bool, x: Tensor, *, ask: bool = False) -> bool:
-        """True if ``same`` holds on all ranks; they ask each other only where one may not see a change, or if told."""
-        if self._some_rank_is_blind is None:
-            shard = self._host.shard  # of this hop, or of a later one
-            blind = blind_to(x) or shard.num_owned <= 1 or shard.adjacency.size(1) <= 1
-            self._some_rank_is_blind = self._host.max_over_ranks(int(blind)) > 0
-        return self._host.max_over_ranks(int(not same)) == 0 if self._some_rank_is_blind or ask else same
+    def _agreed(self, same: bool) -> bool:
+        """True if ``same`` holds on all ranks."""
+        return self._host.max_over_ranks(int(not same)) == 0
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:
         if self._limit is None:

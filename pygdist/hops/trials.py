@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from pygdist.errors import InputError
 from pygdist.hops.layer import hooked, hooks_of, own_class
+from pygdist.hops.untouched import IrreversibleError, untouched
 
 T = TypeVar("T")
 
@@ -35,10 +37,20 @@ class TrialCache(Generic[T]):
             key = _key(layer)
             alike = {} if key is None else self.of_class.setdefault(own_class(layer), {})
             if key not in alike:
-                with _on_cpu(), torch.inference_mode(False):  # gradients tell what a hop reads
+                with _on_cpu(), torch.inference_mode(False), _untouched(layer):  # gradients tell what a hop reads
                     alike[key] = self.find(layer)
             tried = self.of_layer[layer] = hooks, alike[key]
         return tried[1]
+
+
+@contextmanager
+def _untouched(layer: MessagePassing) -> Iterator[None]:
+    """A trial has a copy of the layer, but not of what else its code changes."""
+    try:
+        with untouched(layer):
+            yield
+    except IrreversibleError as error:
+        raise InputError(f"could not be tried on a few nodes without a trace: {error}") from error
 
 
 def _on_cpu() -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import blind_to, fixable
+from pygdist.graph.identity import fixable
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
@@ -32,8 +32,7 @@ class GlobalGCNNorm:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # by arguments; the flag is true if some rank may not notice that the weights changed
-        self._results = Memo[tuple[tuple[Adjacency, Tensor], bool]](_MOST_KEPT)
+        self._results = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)  # by arguments
         self._looped = Memo[_Looped](_MOST_KEPT)
 
     def clear(self) -> None:
@@ -60,14 +59,13 @@ class GlobalGCNNorm:
         # one result for each set of arguments: weights that a model computes in every epoch replace the last ones
         slot, inputs = (id(edge_index), *arguments), (edge_index, edge_weight)
         same, last = self._results.knows(slot, inputs), self._results.last(slot)
-        if last is not None and last[1]:
+        if last is not None and edge_weight is not None:  # a model may change those of one rank alone
             same = self._ranks.max_over_ranks(int(not same)) == 0
         if last is None or not same:
             with torch.inference_mode(False), torch.no_grad():  # training may ask for what evaluation asked first
                 result = self._normalise(edge_index, edge_weight, *arguments, edge_weight is not None)
-                blind = edge_weight is not None and self._ranks.max_over_ranks(int(blind_to(edge_weight))) > 0
-                last = self._results.put(slot, inputs, (result, blind))
-        return last[0]
+                last = self._results.put(slot, inputs, result)
+        return last
 
     def _normalise(
         self,

@@ -89,6 +89,61 @@ def test_weights_that_are_others_where_a_rank_sees_the_same(
     assert max(pool.run(_passes, 3, str(tmp_path / "parts"), name, backend, data)) < 1e-10
 
 
+class Clamped(nn.Module):
+    """Rows and weights that only some ranks hold are others in each pass; on the rest they are the same tensors."""
+
+    def __init__(self, *, learned: bool, norm: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 5) if learned else nn.Identity()
+        self.convs = nn.ModuleList([GCNConv(5, 5) if norm else GraphConv(5, 5) for _ in range(2)])
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        if bool((x < -1.0).any()):
+            x = x.clamp(min=-1.0)
+        if bool((edge_weight < 0.15).any()):
+            edge_weight = edge_weight.clamp(min=0.15)
+        x = self.lin(x)
+        for conv in self.convs:
+            x = conv(x, edge_index, edge_weight)
+        return x
+
+
+def _clamped(rank: int, world_size: int, store: str, backend: str, options: dict[str, bool], data: Data) -> float:
+    bound, shard, worst = resolve_backend(backend), Shard.load(store, rank), 0.0
+    bound.bind(shard, Communicator(dist.new_group(), check_order=True))
+    torch.manual_seed(0)
+    plain = Clamped(**options).double()
+    model = distribute(copy.deepcopy(plain), backend=bound)
+    for training in (True, True, True, False, False, True):
+        with torch.set_grad_enabled(training):
+            out = model(shard.x, shard.adjacency, shard.edge_weight)
+        if training:
+            out.sum().backward()
+        expected = plain(data.x, data.edge_index, data.edge_weight)
+        worst = max(worst, float((out - expected[shard.owned_id]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("changes", ["rows", "weights"])
+@pytest.mark.parametrize("backend", ["comm", "cache", "hybrid", "tensor"])
+def test_what_a_model_changes_on_one_rank_alone(
+    backend: str, changes: str, learned: bool, norm: bool, tmp_path: Path, pool: RankPool
+) -> None:
+    data, parts = random_graph("directed")
+    first = torch.from_numpy(parts[2]) == 0
+    if changes == "rows":
+        data.edge_weight += 0.2
+        data.x[first] = data.x[first].abs()
+    else:
+        data.x.abs_()
+        data.edge_weight[first[data.edge_index[1]]] += 0.2
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    options = {"learned": learned, "norm": norm}
+    assert max(pool.run(_clamped, 2, str(tmp_path / "parts"), backend, options, data)) < 1e-10
+
+
 class Relations(nn.Module):
     def __init__(self, *, learned: bool) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import layer_name
+from pygdist.hops.untouched import IrreversibleError, untouched
 
 
 @dataclass(frozen=True)
@@ -238,25 +239,21 @@ class RecomputingBackend(Backend):
     @contextlib.contextmanager
     def _by_itself(self, model: nn.Module, run: Pass, training: bool) -> Iterator[None]:
         """Let a model run on ``run`` without other ranks, and put back what that changes."""
-        modes = {module: module.training for module in model.modules()}
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._pass = run
         try:
-            device = self.shard.n_id.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with untouched(model):
                 model.train(training)
                 yield
+        except IrreversibleError as error:
+            raise InputError(
+                f"backend '{self._title}' first runs the model on a few nodes, and could not put it back afterwards: "
+                f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
+            ) from error
         finally:
             self._pass = None
             if self.fetcher is not None:
                 self.fetcher.forget_rows()
             self.kept.forget()  # layers and norms may have kept something of that graph
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
-            for module, mode in modes.items():
-                module.training = mode
 
     # -- the pass answers ----------------------------------------------------------------------------------------------
 

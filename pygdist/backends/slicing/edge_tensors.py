@@ -111,9 +111,8 @@ class EdgeTensors:
         With ``constant_only`` nothing is found that could not be kept.
         """
         slot, inputs = (*identity_of(value), id(reader.topology), form), (value, reader.topology)
-        is_kept = self._memo.knows(slot, inputs)
-        if min(reader.topology.counts) <= 1:  # see blind_to()
-            is_kept = not self._nodes.layout.communicator.gather([float(not is_kept)]).any()
+        # of all ranks: a model may change the tensor of one rank alone
+        is_kept = bool(self._nodes.layout.communicator.gather([float(self._memo.knows(slot, inputs))]).all())
         if not is_kept:
             # evaluation computes most tensors anew; these must not replace those that training has kept
             passing = not torch.is_grad_enabled() and (reader.layer, name) in self._read_by
