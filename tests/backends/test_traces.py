@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from pygdist.backends import Backend, ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
 from pygdist.routing import distribute
@@ -113,7 +115,7 @@ def _on_rank(rank: int, world_size: int, store: str, backend: str | Backend) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["comm", "cache", "hybrid", "tensor", "replica"])
-def test_calls_are_as_many_as_on_one_process(backend: str, pool: RankPool, tmp_path: Any) -> None:
+def test_calls_are_as_many_as_on_one_process(backend: str, pool: RankPool, tmp_path: Path) -> None:
     if backend == "hybrid" and load() is None:
         pytest.skip("hybrid plans in the native library")
     data, parts = random_graph("directed")
@@ -128,3 +130,23 @@ def test_calls_are_as_many_as_on_one_process(backend: str, pool: RankPool, tmp_p
     ):
         assert counted == counts
         assert float((outputs - expected[:, owned]).abs().max()) < 1e-10
+
+
+def _refused(rank: int, world_size: int, store: str, backend: str) -> str:
+    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    bound.bind(shard, Communicator(dist.new_group()))
+    model = _made()
+    model.first.draws = iter(range(9))
+    try:
+        distribute(model, backend=bound)(shard.x, shard.adjacency)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["comm", "cache"])
+def test_an_iterator_is_refused_only_where_it_would_go_on(backend: str, pool: RankPool, tmp_path: Path) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
+    for text in pool.run(_refused, 2, str(tmp_path / "parts"), backend):
+        assert ("Counting.draws is an iterator (range_iterator); use backend comm" in text) == (backend == "cache")
