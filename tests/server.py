@@ -42,7 +42,7 @@ class Outcome:
 
 
 def start_server() -> None:
-    """Start the server unless it runs. Workers of pytest find the address of their starter's."""
+    """Start the server unless it runs. Workers of pytest use that of the process that started them."""
     itself: Any = forkserver._forkserver
     if itself._forkserver_address is not None:
         return

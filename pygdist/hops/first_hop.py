@@ -158,7 +158,9 @@ class FirstHop:
         state = states.get(key)
         candidates = (one for one in (state, *states.values()) if one is not None)
         match = next((one for one in candidates if one.is_of(inputs, identity)), None)
-        if self._agreed(match is not None):
+        # a layer may run more than once, and evaluation uses what training has kept: it must be one result on all ranks
+        alike = self._agreed(match is not None and match is state)
+        if alike or (states.keys() - {key} and self._agreed_on(states, match)):
             return _fresh(match.result) if isinstance(match, _KeptResult) else compute()
         again = isinstance(state, _Changing) and state.came_again(inputs, identity)
         latest = tuple(None if one is None else weakref.ref(one) for one in inputs)
@@ -186,6 +188,12 @@ class FirstHop:
     def _agreed(self, same: bool) -> bool:
         """True if ``same`` holds on all ranks."""
         return self._host.max_over_ranks(int(not same)) == 0
+
+    def _agreed_on(self, states: dict[tuple[int, bool], _KeptResult | _Changing], match: object) -> bool:
+        """True if all ranks found a match, and the same one."""
+        number = next((number for number, one in enumerate(states.values()) if one is match), -1)
+        most, least = self._host.max_over_ranks(number), -self._host.max_over_ranks(-number)
+        return most == least >= 0
 
     def _fits(self, layer: MessagePassing, result: Tensor) -> bool:
         if self._limit is None:

@@ -45,12 +45,12 @@ class TrialCache(Generic[T]):
 
 @contextmanager
 def _untouched(layer: MessagePassing) -> Iterator[None]:
-    """A trial has a copy of the layer, but not of what else its code changes."""
+    """A trial runs a copy of the layer. What its code changes elsewhere is put back here."""
     try:
         with untouched(layer):
             yield
     except IrreversibleError as error:
-        raise InputError(f"could not be tried on a few nodes without a trace: {error}") from error
+        raise InputError(f"could not be tried on a few nodes, nor put back afterwards: {error}") from error
 
 
 def _on_cpu() -> AbstractContextManager[Any]:

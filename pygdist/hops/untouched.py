@@ -1,16 +1,19 @@
 """Puts a model back as it was after runs that its user did not ask for: rehearsals, timings and trials.
 
 Whatever the user's code changes meanwhile is put back: attributes of modules and of other objects, containers, tensors,
-attributes of classes, variables that functions close over, globals that they name, and random generators. Iterators
-only go on, and cannot be put back: a model that holds one is refused here. Files and other processes are out of reach.
+attributes of classes, variables that functions close over, globals whose names are in their code, and random
+generators. An iterator only goes on: a model that holds one is refused here. Files, other processes, attributes of
+modules of Python and the insides of installed libraries' objects are out of reach.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dis
 import functools
 import io
+import pickle
 import random
 import sys
 import types
@@ -24,10 +27,6 @@ from torch.nn.parameter import is_lazy
 
 from pygdist.graph.identity import identity_of
 
-_LIBRARIES = sys.stdlib_module_names | {
-    *("torch", "torch_geometric", "torch_scatter", "torch_sparse", "torchmetrics", "numpy", "pygdist"),
-    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
-}
 _MISSING = object()
 _OURS = "_pygdist"  # begins the names of attributes that pygdist itself keeps on a module
 
@@ -58,14 +57,14 @@ class Snapshot:
     """Copies of all state that a model can reach.
 
     Attributes:
-        changed: After :meth:`restore`: names of what had changed, random generators aside.
+        changed: After :meth:`restore`: names of what had changed; the generators of torch that are nobody's own aside.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.changed: list[str] = []
         self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
         self._undo: list[tuple[str, Callable[[], bool]]] = []  # each returns True if there was something to undo
-        self._random = [_of_random(), _of_numpy(), *_of_torch()]
+        self._random = [("random", _of_random()), ("numpy.random", _of_numpy()), *(("", one) for one in _of_torch())]
         missing: list[tuple[str, Any]] = [(type(model).__name__, model)]
         while missing:
             name, one = missing.pop()
@@ -74,17 +73,23 @@ class Snapshot:
                 missing += self._remember(name, one)
 
     def restore(self) -> None:
-        """Put everything back."""
-        self.changed = [name for name, undo in self._undo if undo()]
-        for undo in self._random:
-            undo()
+        """Put everything back; what fails is told after the rest is back."""
+        errors: list[Exception] = []
+        for name, undo in [*self._random, *self._undo]:
+            try:
+                if undo() and name:
+                    self.changed.append(name)
+            except Exception as error:  # whatever an object of the user's says
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _remember(self, name: str, one: Any) -> Iterable[tuple[str, Any]]:
         """Note how to put an object back; return those that it holds, by name."""
         for kinds, copied in _CONTAINERS.items():
             if isinstance(one, kinds):
                 self._undo.append((name, copied(one)))
-                return [(name, value) for value in _values(one)]
+                return [*((name, value) for value in _values(one)), *self._remember_object(one)]
         if isinstance(one, (tuple, frozenset)):
             return [(name, value) for value in one]
         if isinstance(one, Tensor):
@@ -138,8 +143,8 @@ class Snapshot:
             with contextlib.suppress(ValueError):  # it is empty
                 self._undo.append((name, _of_name(cell, "cell_contents", cell.cell_contents)))
                 held.append((name, cell.cell_contents))
-        library = str(function.__globals__.get("__name__")).split(".")[0] in _LIBRARIES
-        for name in () if library else _names(function.__code__):
+        library = _is_library(str(function.__globals__.get("__name__")))
+        for name in () if library else _globals_of(function.__code__):
             value = function.__globals__.get(name, _MISSING)
             self._undo.append((name, _of_global(function.__globals__, name, value)))
             if value is not _MISSING:
@@ -151,13 +156,16 @@ class Snapshot:
 
 
 def _of_dict(one: dict[Any, Any]) -> Callable[[], bool]:
-    items = list(one.items())
+    # by the methods of the base class: a counter's own update() adds up
+    kind: Any = collections.OrderedDict if isinstance(one, collections.OrderedDict) else dict
+    items = list(kind.items(one))
 
     def undo() -> bool:
-        if _same(items, list(one.items())):
+        if _same(items, list(kind.items(one))):
             return False
-        one.clear()
-        one.update(items)
+        kind.clear(one)
+        for key, value in items:
+            kind.__setitem__(one, key, value)
         return True
 
     return undo
@@ -179,26 +187,28 @@ def _of_attributes(one: dict[str, Any]) -> Callable[[], bool]:
 
 
 def _of_list(one: Any) -> Callable[[], bool]:
-    values = list(one)
+    kind: Any = next(kind for kind in (list, collections.deque, bytearray) if isinstance(one, kind))
+    values = list(kind.__iter__(one))
 
     def undo() -> bool:
-        if len(values) == len(one) and all(left is right for left, right in zip(values, one, strict=True)):
+        now = list(kind.__iter__(one))
+        if len(values) == len(now) and all(left is right for left, right in zip(values, now, strict=True)):
             return False
-        one.clear()
-        one.extend(values)
+        kind.clear(one)
+        kind.extend(one, values)
         return True
 
     return undo
 
 
 def _of_set(one: set[Any]) -> Callable[[], bool]:
-    values = set(one)
+    values = set(set.__iter__(one))
 
     def undo() -> bool:
-        if values == one:
+        if set.__eq__(values, one):
             return False
-        one.clear()
-        one.update(values)
+        set.clear(one)
+        set.update(one, values)
         return True
 
     return undo
@@ -208,34 +218,45 @@ def _of_array(one: np.ndarray) -> Callable[[], bool]:
     values = one.copy()
 
     def undo() -> bool:
-        if np.array_equal(values, one, equal_nan=values.dtype.kind in "fc"):
-            return False
-        one[...] = values
-        return True
+        if values.dtype.hasobject:
+            same = all(left is right for left, right in zip(values.flat, one.flat, strict=True))
+        else:
+            same = values.tobytes() == one.tobytes()
+        if not same:
+            one[...] = values
+        return not same
 
     return undo
 
 
 def _of_tensor(one: Tensor) -> Callable[[], bool]:
-    if one.layout != torch.strided or is_lazy(one) or one.device.type == "meta":
+    if one.layout != torch.strided or one.is_nested or is_lazy(one) or one.device.type == "meta":
         return lambda: False
-    # the memory is held, so that a tensor that gets other memory does not get the same address
-    memory, values, identity = one.detach(), one.detach().clone(), identity_of(one)
-    grad, needs_grad = one.grad if one.is_leaf else None, one.requires_grad
+    # holds the old memory, so that new memory cannot get its address; as bytes, as rows may lie over each other
+    memory, identity, is_leaf = one.detach(), identity_of(one)[:-1], one.is_leaf
+    grad, needs_grad = one.grad if is_leaf else None, one.requires_grad
+    storage = one.untyped_storage()
+    content = storage.clone()
 
     def undo() -> bool:
-        if one.is_leaf:
+        if is_leaf and not one.is_leaf:  # something with a gradient was written into it
+            one.detach_()
+        moved = identity_of(one)[:-1] != identity
+        if moved:
+            one.data = memory
+        if is_leaf:
             one.grad = grad
             one.requires_grad_(needs_grad)
-        if identity_of(one) == identity and _equal(one.detach(), values):  # writes through .data are not counted
-            return False
-        with torch.no_grad():
-            if identity_of(one)[:-1] != identity[:-1]:
-                one.data = memory
-            one.data.copy_(values)
-        return True
+        same = torch.equal(_bytes(storage), _bytes(content))
+        if not same:
+            storage.copy_(content)
+        return moved or not same
 
     return undo
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _of_name(one: Any, name: str, value: Any) -> Callable[[], bool]:
@@ -294,10 +315,16 @@ def _state_by(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[],
     state = get()
 
     def undo() -> bool:
+        drew: bool = _frozen(get()) != _frozen(state)
         put(state)
-        return False  # to draw is no change of a model: on each rank it draws other numbers anyway
+        return drew
 
     return undo
+
+
+def _frozen(state: Any) -> Any:
+    """A generator's state as a value to compare."""
+    return state.tolist() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 def _of_random() -> Callable[[], bool]:
@@ -309,6 +336,7 @@ def _of_numpy() -> Callable[[], bool]:
 
 
 def _of_torch() -> Iterator[Callable[[], bool]]:
+    """Dropout draws from these: whoever runs a layer again cares for them."""
     yield _state_by(torch.get_rng_state, torch.set_rng_state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield _state_by(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
@@ -337,13 +365,9 @@ def _values(one: Any) -> Iterable[Any]:
 def _same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
     """True if these are the same objects, by the same names, in the same order."""
     return len(before) == len(now) and all(
-        key == other and value is changed for (key, value), (other, changed) in zip(before, now, strict=True)
+        (key is other or (isinstance(key, str) and key == other)) and value is changed
+        for (key, value), (other, changed) in zip(before, now, strict=True)
     )
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    """True if all numbers are the same, or are none in both."""
-    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def _slots(cls: type) -> Iterator[str]:
@@ -354,10 +378,19 @@ def _slots(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes in a function's code, that of functions inside it included."""
-    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Names of globals in a function's code, that of functions inside it included."""
+    names = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
+    return names.union(*(_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _of_library(cls: type) -> bool:
-    return (cls.__module__ or "").split(".")[0] in _LIBRARIES
+    return _is_library(cls.__module__ or "")
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """True if a module is Python's, pygdist's, or was installed: what belongs to the user lies elsewhere."""
+    root = module.partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root == "pygdist" or root in sys.stdlib_module_names or "-packages" in file

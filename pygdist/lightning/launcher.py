@@ -86,7 +86,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"  # unset, Lightning would take cores / ranks
         if self._start_method == "forkserver":
-            # parameters come in shared memory, where ranks change each other's; Lightning copies only spawned ones
+            # ranks get parameters in shared memory, and would overwrite each other's; Lightning copies spawned ones
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
         super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
 

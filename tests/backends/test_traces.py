@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import GraphConv, MessagePassing
 from typing_extensions import override
 
 from pygdist.backends import Backend, ReplicaBackend, resolve_backend
@@ -150,3 +150,33 @@ def test_an_iterator_is_refused_only_where_it_would_go_on(backend: str, pool: Ra
     write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
     for text in pool.run(_refused, 2, str(tmp_path / "parts"), backend):
         assert ("Counting.draws is an iterator (range_iterator); use backend comm" in text) == (backend == "cache")
+
+
+class Doubling(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GraphConv(5, 3)
+
+    @override
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Twice the rows."""
+        return self.conv(x.mul_(2), edge_index)
+
+
+def _doubled(rank: int, world_size: int, store: str, backend: str) -> float:
+    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    bound.bind(shard, Communicator(dist.new_group()))
+    before = shard.x.clone()
+    distribute(Doubling().double(), backend=bound)(shard.x, shard.adjacency)
+    return float((shard.x / before).max())
+
+
+@pytest.mark.parametrize("backend", ["comm", "cache", "hybrid", "tensor"])
+def test_inputs_are_written_into_no_more_often_than_by_one_pass(backend: str, pool: RankPool, tmp_path: Path) -> None:
+    if backend == "hybrid" and load() is None:
+        pytest.skip("hybrid plans in the native library")
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
+    assert max(pool.run(_doubled, 2, str(tmp_path / "parts"), backend)) <= 2

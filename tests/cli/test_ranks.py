@@ -145,4 +145,4 @@ def _process(*args: str, folder: Path) -> Outcome:
 
 def _processes_in(folder: Path) -> list[psutil.Process]:
     """Those that run there, whoever started them."""
-    return [one for one in psutil.process_iter(["cwd", "status"]) if one.info["cwd"] == str(folder)]
+    return [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(folder)]

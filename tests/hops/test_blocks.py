@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from typing import Any
 
@@ -380,6 +381,13 @@ class Normed(Odd):
         return out
 
 
+class Drawing(Odd):
+    """A backward pass that runs blocks again would draw other numbers."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j * (1 + 0 * random.random())
+
+
 class Updating(Odd):
     """One that can be cut: its update asks for rows of nodes."""
 
@@ -390,7 +398,7 @@ class Updating(Odd):
         return inputs * degree
 
 
-@pytest.mark.parametrize("cls", [Odd, FromLayer, OnLayer, Normed, Updating])
+@pytest.mark.parametrize("cls", [Odd, FromLayer, OnLayer, Normed, Drawing, Updating])
 def test_what_a_block_cannot_hold_runs_whole(
     cls: type[Odd], graph: tuple[Data, Shard], counted: list[list[int]]
 ) -> None:

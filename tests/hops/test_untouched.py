@@ -24,7 +24,7 @@ class Count:
 
     def __init__(self) -> None:
         self.value = 0
-        self.by_name = collections.Counter[str]()
+        self.by_name = collections.Counter({"a": 1})
 
 
 class Slotted:
@@ -51,6 +51,10 @@ class Model(nn.Module):
         self.latest: collections.deque[int] = collections.deque(maxlen=3)
         self.counts, self.names, self.array = {"a": {"b": 1}}, {"a"}, np.zeros(3)
         self.count, self.slotted = Count(), Slotted()
+        self.order = collections.OrderedDict(a=1, b=2)
+        self.objects = np.array(["a", np.zeros(3)], dtype=object)
+        self.expanded = torch.zeros(1).expand(4)
+        self.by_tensor = {torch.zeros(2): 1, torch.ones(2): 2}
         self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
         self.steps: Tensor
 
@@ -78,6 +82,11 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "deque": lambda model: model.latest.append(1),
     "dict in a dict": lambda model: model.counts["a"].update(b=2),
     "dict": lambda model: model.counts.update(c={}),
+    "order of a dict": lambda model: model.order.move_to_end("a"),
+    "array of objects": lambda model: model.objects.__setitem__(0, None),
+    "rows that lie over each other": lambda model: model.expanded[0].add_(1),
+    "another tensor, with a gradient": lambda model: model.plain.mul_(model.lin.weight[0]),
+    "tensor, as a key": lambda model: model.by_tensor.clear(),
     "set": lambda model: model.names.add("b"),
     "array": lambda model: model.array.__setitem__(0, 1),
     "object": lambda model: setattr(model.count, "value", 1),
@@ -109,7 +118,8 @@ def _state(one: Any) -> Any:
         hooks = len(one._forward_hooks)
         return [*type(one).__dict__], hooks, {name: _state(value) for name, value in vars(one).items()}
     if isinstance(one, Tensor):
-        return one.tolist(), one.requires_grad, None if one.grad is None else one.grad.tolist()
+        grad = one.grad if one.is_leaf else None
+        return one.tolist(), one.requires_grad, None if grad is None else grad.tolist()
     if isinstance(one, dict):
         return [(name, _state(value)) for name, value in one.items()]
     if isinstance(one, (list, collections.deque)):
@@ -124,7 +134,7 @@ def _state(one: Any) -> Any:
         return str(one.bit_generator.state)
     if isinstance(one, random.Random):
         return one.getstate()
-    return one.copy().tolist() if isinstance(one, np.ndarray) else repr(one)
+    return repr(one.tolist()) if isinstance(one, np.ndarray) else repr(one)
 
 
 def _all(model: Model) -> Any:
@@ -146,6 +156,34 @@ def test_an_error_changes_nothing_of_that() -> None:
     with pytest.raises(ZeroDivisionError), untouched(model):
         model.temperature = 1 / 0 if model.history.append(2) is None else 0.0
     assert model.history == [[1]]
+
+
+def test_what_fails_keeps_nothing_else_from_being_put_back() -> None:
+    class Stubborn:
+        __slots__ = ("value",)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if hasattr(self, "value"):
+                raise TypeError("once is enough")
+            object.__setattr__(self, name, value)
+
+    model, drawn = Model(), random.getstate()
+    model.stubborn, model.last = Stubborn(), [0]  # type: ignore[assignment]
+    model.stubborn.value = 1
+    with pytest.raises(TypeError, match="once is enough"), untouched(model):  # noqa: PT012
+        object.__setattr__(model.stubborn, "value", 2)
+        model.history.append(1)
+        model.last.append(1)  # type: ignore[operator]
+        random.random()
+    assert (model.history, model.last, random.getstate()) == ([[1]], [0], drawn)
+
+
+def test_a_counter_is_left_alone() -> None:
+    model = Model()
+    with untouched(model) as snapshot:
+        pass
+    assert model.count.by_name == {"a": 1}
+    assert snapshot.changed == []
 
 
 def test_tensors_keep_their_memory() -> None:

@@ -281,8 +281,8 @@ def _cut(value: Any, kind: Kind, part: Adjacency) -> Any:
         return part if value.value is None else part.with_value(value.value[: part.size(1)])
     rows = part.num_dst if kind == "node" else part.size(1)
     value = within(value, part.num_dst) if kind is None else value[:rows]
-    # autograd takes no tensor that was made in inference mode
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+    # the model may write into what it gets, and autograd takes no tensor that was made in inference mode
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _loss(out: Any) -> Tensor:
