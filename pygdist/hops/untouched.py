@@ -32,7 +32,7 @@ _OURS = "_pygdist"  # begins the names of attributes that pygdist itself keeps o
 
 
 class IrreversibleError(Exception):
-    """What a model holds that cannot be put back, as a clause: "its ``draws`` is an iterator"."""
+    """A model holds something that cannot be put back; the message is a clause: "its ``draws`` is an iterator"."""
 
 
 @contextlib.contextmanager
@@ -63,6 +63,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.changed: list[str] = []
         self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
+        self._storages: dict[int, torch.UntypedStorage] = {}  # likewise; many tensors may share one
         self._undo: list[tuple[str, Callable[[], bool]]] = []  # each returns True if there was something to undo
         self._random = [("random", _of_random()), ("numpy.random", _of_numpy()), *(("", one) for one in _of_torch())]
         missing: list[tuple[str, Any]] = [(type(model).__name__, model)]
@@ -93,8 +94,7 @@ class Snapshot:
         if isinstance(one, (tuple, frozenset)):
             return [(name, value) for value in one]
         if isinstance(one, Tensor):
-            self._undo.append((name, _of_tensor(one)))
-            return [(name, one.grad)] if one.is_leaf else []
+            return self._remember_tensor(name, one)
         if isinstance(one, functools.partial):
             return [(name, value) for value in (one.func, one.args, one.keywords)]
         if isinstance(one, types.MethodType):
@@ -110,6 +110,17 @@ class Snapshot:
         if isinstance(one, collections.abc.Iterator) and not isinstance(one, io.IOBase):
             raise IrreversibleError(f"{name} is an iterator ({type(one).__name__})")
         return self._remember_object(one)
+
+    def _remember_tensor(self, name: str, one: Tensor) -> Iterable[tuple[str, Any]]:
+        """Note a tensor, and once the memory that it shares with others."""
+        if one.layout != torch.strided or one.is_nested or is_lazy(one) or one.device.type == "meta":
+            return []
+        self._undo.append((name, _of_tensor(one)))
+        storage = one.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage
+            self._undo.append((name, _of_storage(storage)))
+        return [(name, one.grad)] if one.is_leaf else []
 
     def _remember_object(self, one: Any) -> Iterable[tuple[str, Any]]:
         """Note the attributes of a module, or of an object of the user's."""
@@ -137,8 +148,8 @@ class Snapshot:
 
     def _remember_function(self, function: types.FunctionType) -> Iterable[tuple[str, Any]]:
         """Note variables that a function closes over, and globals that one of the user's names."""
-        own = (function.__defaults__, function.__kwdefaults__, vars(function))
-        held: list[tuple[str, Any]] = [(function.__name__, value) for value in own]
+        containers = (function.__defaults__, function.__kwdefaults__, vars(function))
+        held: list[tuple[str, Any]] = [(function.__name__, value) for value in containers]
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 self._undo.append((name, _of_name(cell, "cell_contents", cell.cell_contents)))
@@ -230,13 +241,9 @@ def _of_array(one: np.ndarray) -> Callable[[], bool]:
 
 
 def _of_tensor(one: Tensor) -> Callable[[], bool]:
-    if one.layout != torch.strided or one.is_nested or is_lazy(one) or one.device.type == "meta":
-        return lambda: False
-    # holds the old memory, so that new memory cannot get its address; as bytes, as rows may lie over each other
+    # holds the old memory, so that new memory cannot get its address
     memory, identity, is_leaf = one.detach(), identity_of(one)[:-1], one.is_leaf
     grad, needs_grad = one.grad if is_leaf else None, one.requires_grad
-    storage = one.untyped_storage()
-    content = storage.clone()
 
     def undo() -> bool:
         if is_leaf and not one.is_leaf:  # something with a gradient was written into it
@@ -247,10 +254,19 @@ def _of_tensor(one: Tensor) -> Callable[[], bool]:
         if is_leaf:
             one.grad = grad
             one.requires_grad_(needs_grad)
-        same = torch.equal(_bytes(storage), _bytes(content))
-        if not same:
-            storage.copy_(content)
-        return moved or not same
+        return moved
+
+    return undo
+
+
+def _of_storage(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    content = storage.clone()
+
+    def undo() -> bool:
+        if torch.equal(_bytes(storage), _bytes(content)):
+            return False
+        storage.copy_(content)
+        return True
 
     return undo
 
@@ -260,7 +276,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _of_name(one: Any, name: str, value: Any) -> Callable[[], bool]:
-    """Of an attribute; a cell has one, its contents."""
+    """Put back an attribute; a cell has one, its contents."""
 
     def undo() -> bool:
         if getattr(one, name, None) is value:
@@ -300,7 +316,7 @@ def _of_global(names: dict[str, Any], name: str, value: Any) -> Callable[[], boo
 
 
 def _of_generator(one: Any) -> Callable[[], bool]:
-    """Of a random generator of torch, NumPy or Python."""
+    """Put back a random generator of torch, NumPy or Python."""
     if isinstance(one, random.Random):
         return _state_by(one.getstate, one.setstate)
     if isinstance(one, torch.Generator):
@@ -356,7 +372,7 @@ _CONTAINERS: dict[Any, Callable[[Any], Callable[[], bool]]] = {
 
 
 def _values(one: Any) -> Iterable[Any]:
-    """What a container holds."""
+    """Return the objects that a container holds."""
     if isinstance(one, dict):
         return one.values()
     return one if isinstance(one, (list, collections.deque, set)) else ()

@@ -241,3 +241,13 @@ def test_iterators_are_refused_before_anything_runs(iterator: Any) -> None:
     model.count.value = iterator
     with pytest.raises(IrreversibleError, match=r"Count\.value is an iterator"), untouched(model):
         pytest.fail("it ran")
+
+
+def test_memory_that_many_tensors_share_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copies, clone = Model(), [], torch.UntypedStorage.clone
+    model.history = list(torch.zeros(50, 4))
+    monkeypatch.setattr(torch.UntypedStorage, "clone", lambda one: copies.append(one.nbytes()) or clone(one))
+    with untouched(model):
+        model.history[3].add_(1)
+    assert float(model.history[3].sum()) == 0
+    assert copies.count(50 * 4 * 4) == 1

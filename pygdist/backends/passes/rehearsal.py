@@ -227,8 +227,9 @@ def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
         if isinstance(value, Adjacency):
             return edges
         if kind is None:
-            own = within(value, num_ids)
-            return own.clone() if isinstance(own, Tensor) else own  # the model may write into what it gets
+            replacement = within(value, num_ids)
+            # the model may write into what it gets
+            return replacement.clone() if isinstance(replacement, Tensor) else replacement
         return value.new_full((edges.num_dst, *value.shape[1:]), 1 if value.is_floating_point() else 0)
 
     args, kwargs = call.changed(replaced)
