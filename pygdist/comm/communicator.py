@@ -5,8 +5,9 @@ pairs carry about twice what gloo's all-to-all does. A backend gets its communic
 without a process group the same code runs on one process and sends nothing.
 
 **Every rank makes every call, in the same order**, with zero rows if it has none; the backward passes count as calls.
-``check_order=True`` verifies that before each call. Only :meth:`Communicator.send_to` and
-:meth:`Communicator.receive_from` involve two ranks alone. The process group is the communicator's own, never DDP's.
+``check_order=True`` verifies that before each call, :meth:`Communicator.compare_calls` afterwards. Only
+:meth:`Communicator.send_to` and :meth:`Communicator.receive_from` involve two ranks alone. The process group is the
+communicator's own, never DDP's.
 """
 
 from __future__ import annotations
@@ -167,6 +168,22 @@ class Communicator(Transport):
         for rank, text in enumerate(self._gather_text(error or "", 1024)):
             if text:
                 raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
+
+    def compare_calls(self) -> None:
+        """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.
+
+        Raises:
+            RuntimeError: On all ranks, if some rank made other calls, or in another order.
+        """
+        if self.world_size == 1:
+            return
+        made = self.gather([self._calls, self._digest])
+        if not bool((made == made[0]).all()):
+            counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, (calls, _) in enumerate(made.tolist()))
+            raise RuntimeError(
+                f"the ranks made different exchanges, or in another order (calls of {counts}); run again with "
+                "check_order=True, which names the first"
+            )
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
         """Send one tensor to each rank and receive one from each; no gradient, for plans. Every rank calls it.

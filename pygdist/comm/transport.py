@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -50,7 +51,7 @@ class Transport:
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._watchdog = watchdog
-        self._calls = 0
+        self._calls, self._digest = 0, 0  # of the labels of all calls
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -90,6 +91,7 @@ class Transport:
             RuntimeError: With ``check_order``, on all ranks, if their labels differ.
         """
         self._calls += 1
+        self._digest = zlib.crc32(label.encode(), self._digest)
         self._enter(label)
         if self.check_order:
             texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)

@@ -156,6 +156,23 @@ def test_ranks_that_make_different_calls_are_told_so_and_none_hangs(pool: RankPo
         assert "rank 2 makes call 2: sum, forward, 3 float32" in said
 
 
+def _compare_calls(rank: int, world_size: int) -> str:
+    communicator = Communicator(dist.new_group())
+    labels = ["a", "b"] if rank != 2 else ["b", "a"]
+    communicator.sum_over_ranks(torch.ones(3), label="both")
+    communicator.compare_calls()
+    for label in labels:  # gloo cannot tell them apart
+        communicator.sum_over_ranks(torch.ones(3), label=label)
+    with pytest.raises(RuntimeError, match="the ranks made different exchanges") as error:
+        communicator.compare_calls()
+    return str(error.value)
+
+
+def test_calls_in_another_order_are_found_afterwards(pool: RankPool) -> None:
+    for said in pool.run(_compare_calls, 3):
+        assert "calls of rank 0: 4, rank 1: 4, rank 2: 4" in said
+
+
 def _check_timeout(rank: int, world_size: int) -> str:
     group = dist.new_group()
     watchdog = Watchdog(dist.distributed_c10d._get_default_store(), rank, world_size, beat_s=0.2)
