@@ -6,12 +6,13 @@ exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the comm
 
 from __future__ import annotations
 
+import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from pygdist.hops.savings import Savings
 from pygdist.registry import Registry
 
 Placement = Literal["nodes", "replicas"]
+B = TypeVar("B", bound="Backend")
 T = TypeVar("T")
 
 _LIVE: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
@@ -246,11 +248,11 @@ class Backend(ABC):
 
     def first_hop_bytes(self, device: torch.device) -> int:
         """Bytes that this rank may keep of hops over fixed rows."""
-        return self.savings.first_hop_bytes(device, self._num_ranks)
+        return self.savings.first_hop_bytes(device, self.num_ranks)
 
     def block_bytes(self, device: torch.device) -> int | None:
         """Bytes that the messages of one hop may take on this rank's ``device``; ``None`` for no limit."""
-        return self.savings.block_bytes(device, self._num_ranks)
+        return self.savings.block_bytes(device, self.num_ranks)
 
     @property
     def kept_bytes(self) -> int:
@@ -266,6 +268,18 @@ class Backend(ABC):
     def planning_s(self) -> float | None:
         """Seconds of the first epoch that this rank spent on choosing rows; ``None`` if it chose none."""
         return None
+
+    def exact_case(self, num_hops: int) -> Backend | None:
+        """Return an unbound copy that gives up nothing where models make ``num_hops`` hops; ``None`` if there is none.
+
+        The check before training (:mod:`pygdist.routing.check`) compares it with one process. An approximate backend
+        that is exact with other arguments returns one with these.
+        """
+        return self._unbound() if self.abilities.exact else None
+
+    def _unbound(self) -> Self:
+        """Return a backend with the same arguments that no model runs on."""
+        return _made(type(self), {**copy.deepcopy(self._pickled_state()), "_token": uuid.uuid4().hex})
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state that training needs to go on, by name; one row per owned node, on any device.
@@ -287,7 +301,8 @@ class Backend(ABC):
         return self.name or type(self).__name__
 
     @property
-    def _num_ranks(self) -> int:
+    def num_ranks(self) -> int:
+        """Ranks that take part; 1 before :meth:`bind`."""
         return 1 if self._communicator is None else self._communicator.world_size
 
     @property
@@ -329,8 +344,10 @@ def names_of(can: Callable[[Abilities], bool]) -> str:
 def _revive(cls: type[Backend], state: dict[str, Any]) -> Backend:
     """The same backend if it still lives in this process, else an unbound one with the same arguments."""
     live = _LIVE.get(state["_token"])
-    if live is not None:
-        return live
+    return _made(cls, state) if live is None else live
+
+
+def _made(cls: type[B], state: dict[str, Any]) -> B:
     backend = cls.__new__(cls)
     vars(backend).update(state)
     backend.kept = Kept(backend)

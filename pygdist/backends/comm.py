@@ -56,6 +56,12 @@ class CommBackend(Backend):
             self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
 
     @override
+    def exact_case(self, num_hops: int) -> CommBackend:
+        copy = self._unbound()
+        copy.options = replace(self.options, wire_dtype=None)
+        return copy
+
+    @override
     def refuse(self, layer: MessagePassing) -> str | None:
         return norms_refused(layer)
 

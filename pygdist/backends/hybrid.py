@@ -75,6 +75,14 @@ class HybridBackend(RecomputingBackend):
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
 
+    @override
+    def exact_case(self, num_hops: int) -> HybridBackend:
+        copy = super().exact_case(num_hops)
+        assert isinstance(copy, HybridBackend)
+        # rows of both kinds, and nothing measured
+        copy.cache_ratio, copy.costs, copy.memory_gib = 0.5, None, None
+        return copy
+
     @property
     @override
     def expected_epoch_s(self) -> float | None:

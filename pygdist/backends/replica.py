@@ -81,6 +81,14 @@ class ReplicaBackend(RecomputingBackend):
         self._warned: set[str] = set()  # names of layers
 
     @override
+    def exact_case(self, num_hops: int) -> ReplicaBackend | None:
+        if not self.hops:  # each part is a graph by itself
+            return None
+        backend = ReplicaBackend(hops=num_hops, scale_rim=self.scale_rim)
+        backend.savings = self.savings
+        return backend
+
+    @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
         """Place the backend on a part. The communicator is not used, so there may be other numbers of ranks and parts.
 

@@ -12,7 +12,8 @@ communicator's own, never DDP's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -224,6 +225,22 @@ class Communicator(Transport):
                 if tensor.numel():
                     op(as_bytes(tensor), group=self.group, **{end: rank})
         self.done()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Communicator]:
+        """Enter a communicator of the same ranks, whose traffic is not counted as this one's. Every rank calls it."""
+        other = self
+        if self.world_size > 1:
+            other = Communicator(
+                self.group, timeout_s=self.timeout.total_seconds(), check_order=self.check_order,
+                watchdog=self._watchdog, local_rank=self.local_rank,
+            )  # fmt: skip
+            other.epoch = self.epoch
+        try:
+            yield other
+        finally:
+            if other is not self:
+                other.courier.close()
 
     # -- parts of an exchange, for autograd functions and for rows that travel while a backend computes ---------------
 

@@ -35,14 +35,17 @@ class WholeGraphEvaluation:
     :meth:`finish`.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool) -> None:
+    def __init__(
+        self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool, check: bool
+    ) -> None:
         self._communicator, self.in_turns = communicator, in_turns
         self._backend = _WholeHops() if in_turns else CommBackend()
         shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
         self.model = undistribute(copy.deepcopy(model, shared)).eval()
         if in_turns:  # each part is passed once
             savings = replace(savings, first_hop=False)
-        distribute(self.model, backend=self._backend, savings=savings)
+        # parts that run in turns run forward alone
+        distribute(self.model, backend=self._backend, savings=savings, check=check and not in_turns)
         self._contents = _contents(model)
         self._bound: Shard | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -88,6 +88,7 @@ class LinkPredictor(GraphModule):
         hits_at: K of Hits@K.
         seed: Seed of the pairs.
         savings: Shortcuts to take, and the memory for them.
+        check: As in :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
         InputError: If a number makes no sense; in ``fit``, on several ranks, if the decoder has a norm over all pairs.
@@ -111,8 +112,9 @@ class LinkPredictor(GraphModule):
         hits_at: int = 50,
         seed: int = 0,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
+        check: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings)
+        super().__init__(model, backend, lr, weight_decay, savings, check=check)
         if not 0 < train_share <= 1:
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:

@@ -39,6 +39,8 @@ class GraphModule(pl.LightningModule):
         savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
         exact_evaluation: If the backend trains without seeing all of the graph (``replica``), validate, test and
             predict on all of it nevertheless.
+        check: Before anything is trained or evaluated, compare the model with one process on a small graph, and refuse
+            it if a number differs (:func:`~pygdist.distribute`).
     """
 
     #: It is evaluated on held-out edges, or else on nodes; ``None``: on edges if the data module holds some out.
@@ -52,13 +54,14 @@ class GraphModule(pl.LightningModule):
         weight_decay: float = 5e-4,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
         exact_evaluation: bool = True,
+        check: bool = True,
     ) -> None:
         super().__init__()
         if lr < 0 or weight_decay < 0:
             raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected no negative numbers")
         self.model, self.backend = model, resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
-        self.savings, self.exact_evaluation = savings, exact_evaluation
+        self.savings, self.exact_evaluation, self.check = savings, exact_evaluation, check
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
@@ -76,7 +79,7 @@ class GraphModule(pl.LightningModule):
         self.place(data.here(data.shard))
         # some results do not last while a rank goes from part to part
         savings = replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
-        distribute(self.model, backend=self.backend, savings=savings)
+        distribute(self.model, backend=self.backend, savings=savings, check=self.check)
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -163,7 +166,11 @@ class GraphModule(pl.LightningModule):
         if self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model):
             self._forget_evaluation()
             in_turns = data.num_parts_in_all > self.communicator.world_size
-            self._kept_evaluation = WholeGraphEvaluation(self.model, self.communicator, self.savings, in_turns=in_turns)
+            # training on parts was checked; mini-batches are graphs of their own
+            check = self.check and data.batches is not None
+            self._kept_evaluation = WholeGraphEvaluation(
+                self.model, self.communicator, self.savings, in_turns=in_turns, check=check
+            )
         self._evaluation = self._kept_evaluation
         with torch.inference_mode(False):
             if self._evaluation.in_turns:

@@ -48,18 +48,22 @@ from pygdist.hops.layer import (
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.routing.check import Ways
+from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
 
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
-def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = None) -> nn.Module:
+def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = None, check: bool = True) -> nn.Module:
     """Reroute every PyG layer of ``model`` through ``backend``, in place.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
         backend: Brings the neighbours' rows; bound to a shard before the first forward pass.
         savings: Shortcuts to take. All are on by default.
+        check: Before the first pass, compare the model with one process on a small graph
+            (:mod:`pygdist.routing.check`); the pass raises an ``InputError`` on all ranks if a number differs.
 
     Returns:
         ``model`` itself. Call it as ``model(shard.x, shard.adjacency)`` with the rank's own rows.
@@ -74,6 +78,12 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     """
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    for path, module in model.named_modules():
+        if getattr(type(module), BASE, None) is not None:
+            raise InputError(
+                f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
+                "undistribute() on that model first"
+            )
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
@@ -92,7 +102,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
             continue
         module.__class__ = _routed_class(backend, base)
     model.__dict__[_HOOK] = (
-        model.register_forward_pre_hook(_BeginForward(backend), with_kwargs=True),
+        model.register_forward_pre_hook(_BeginForward(backend, unchecked=check), with_kwargs=True),
         model.register_forward_hook(_EndForward(backend), always_call=True),  # also after an exception
     )
     return model
@@ -114,13 +124,20 @@ def undistribute(model: nn.Module) -> nn.Module:
     return model
 
 
+_WAYS = Ways(
+    on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
+)
+
+
 class _BeginForward:
     """Forward pre-hook on the model's root; an object, so that it can be pickled with the model."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, *, unchecked: bool) -> None:
+        self.backend, self.unchecked = backend, unchecked
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.unchecked:
+            self.unchecked = not compare_with_one_process(module, self.backend, args, kwargs, _WAYS)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         return self.backend.model_inputs(module, args, kwargs)

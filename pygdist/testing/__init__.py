@@ -1,6 +1,7 @@
 """Tools to test a backend: real ranks in a test, and the exactness suite that our own backends pass."""
 
-from pygdist.testing.exactness import Difference, Step, assert_exact, supported_layers, without_dropout
+from pygdist.routing.runs import without_dropout
+from pygdist.testing.exactness import Difference, Step, assert_exact, supported_layers
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS
 from pygdist.testing.ranks import RankError, RankPool, run_ranks

@@ -410,7 +410,7 @@ def _loads(rank: int, world_size: int, store: str) -> dict[tuple[str, int], int]
         for name, width in itertools.product(["comm", "tensor"], [40, 41, 128]):
             backend = resolve_backend(name)
             backend.bind(shard, Communicator(dist.new_group()))
-            layer = distribute(SimpleConv("sum"), backend=backend, savings=PLAIN)
+            layer = distribute(SimpleConv("sum"), backend=backend, savings=PLAIN, check=False)
             load = 0
             layer(torch.ones(shard.num_owned, width), shard.adjacency)
             loads[name, width] = load

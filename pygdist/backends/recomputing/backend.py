@@ -102,6 +102,12 @@ class RecomputingBackend(Backend):
     def refuse(self, layer: MessagePassing) -> str | None:
         return norms_refused(layer)
 
+    @override
+    def exact_case(self, num_hops: int) -> RecomputingBackend | None:
+        copy = self._unbound()
+        copy.options = replace(self.options, wire_dtype=None)
+        return copy
+
     # -- which rows ----------------------------------------------------------------------------------------------------
 
     def choose(self, around: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:

@@ -1,0 +1,256 @@
+"""A small awkward graph on which a model runs as its user calls it: whole, on one process, or cut into parts.
+
+The graph has directed edges, self-loops, nodes without edges, and a part without training nodes. Every rank makes all
+of it, from one seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pygdist.backends.base import Abilities
+from pygdist.backends.passes.rehearsal import Call, Kind
+from pygdist.comm import Communicator
+from pygdist.graph import Adjacency, Shard, write_store
+from pygdist.graph.check import EDGE_FIELDS
+
+_NODES_OF_A_PART = 11  # on average; seldom the width of a row
+_FIELDS = ("x", *EDGE_FIELDS)
+_LOOKED_AT = 1000  # rows of an input, for the range of its values
+
+
+class NotComparableError(Exception):
+    """A model cannot run on another graph than its own; the message is a clause: "it takes node ids"."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges, and the owner of each node.
+
+    Attributes:
+        edge_index: ``(2, E)``, sorted by destination.
+        owner: ``(N,)``.
+        trains: The loss counts the node; ``(N,)``.
+    """
+
+    edge_index: Tensor
+    owner: Tensor
+    trains: Tensor
+
+
+@functools.lru_cache(maxsize=8)
+def awkward_graph(num_parts: int) -> Graph:
+    """Return the graph for a number of parts."""
+    rng = np.random.default_rng(num_parts)
+    num_nodes = _NODES_OF_A_PART * max(num_parts, 2)
+    connected = rng.permutation(num_nodes)[: num_nodes * 3 // 4]
+    loops = connected[:3]
+    edges = np.unique(np.concatenate([rng.choice(connected, (2, 3 * num_nodes)), [loops, loops]], axis=1), axis=1)
+    edges = edges[:, np.argsort(edges[1], kind="stable")]
+    owner = rng.permutation(np.arange(num_nodes) % num_parts)
+    owner[np.flatnonzero(owner == 0)[:2]] = num_parts - 1  # parts are not of one size
+    trains = (rng.random(num_nodes) < 0.7) & ((owner < num_parts - 1) | (num_parts == 1))
+    return Graph(*(torch.from_numpy(one) for one in (edges, owner, trains)))
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One argument of a call, for the whole graph.
+
+    Attributes:
+        value: A row per node or per edge; any other value is that of the call.
+        kind: ``node``, ``edge`` or ``None``.
+        field: The field of the shard that the argument is; empty for any other.
+        is_edges: The argument is the graph's edges.
+    """
+
+    value: Any
+    kind: Kind = None
+    field: str = ""
+    is_edges: bool = False
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A call of a model, on the small graph in place of its own."""
+
+    graph: Graph
+    inputs: Sequence[_Input]
+    call: Call
+    num_parts: int
+    device: torch.device
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.graph.trains.numel()
+
+    @classmethod
+    def of(cls, call: Call, shard: Shard, communicator: Communicator, num_parts: int) -> Miniature:
+        """Make a graph with inputs like those of ``call``; every rank of the communicator makes the call.
+
+        Raises:
+            NotComparableError: If an argument has no counterpart in another graph.
+        """
+        graph, values = awkward_graph(num_parts), list(_each(call))
+        if not any(isinstance(value, Tensor) for value, _ in values):
+            raise NotComparableError("it takes no tensor as an argument")
+        looks = [_look(value, kind, shard) for value, kind in values]
+        # ranks see other rows, and must make the same
+        everywhere = communicator.gather([number for look in looks for number in look]).view(-1, len(looks), 4)
+        if not bool((everywhere[:, :, [0, 3]] == everywhere[0, :, [0, 3]]).all()):
+            raise NotComparableError("its arguments are not of one kind on all ranks")
+        low, high = everywhere[:, :, 1].amin(0).tolist(), everywhere[:, :, 2].amax(0).tolist()
+        inputs = []
+        for at, (value, kind) in enumerate(values):
+            field = _FIELDS[int(looks[at][0])] if looks[at][0] >= 0 else ""
+            inputs.append(_input(value, kind, field, graph, low[at], high[at], seed=at))
+        device = next((value.device for value, _ in values if isinstance(value, Tensor)), torch.device("cpu"))
+        return cls(graph, inputs, call, num_parts, device)
+
+    def whole(self, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for the model on one process."""
+        values = iter(self.inputs)
+
+        def replaced(_: Any, kind: Kind) -> Any:
+            one = next(values)
+            return self._as(one.value, dtype)
+
+        return self.call.changed(replaced)
+
+    def part(self, shard: Shard, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for the model on the rank that holds ``shard``, a part of this graph."""
+        values = iter(self.inputs)
+
+        def replaced(_: Any, kind: Kind) -> Any:
+            one = next(values)
+            if one.is_edges:
+                return shard.adjacency
+            if one.field:
+                return getattr(shard, one.field)
+            if one.kind is None:
+                return self._as(one.value, dtype)
+            rows = shard.owned_id if one.kind == "node" else shard.e_id
+            return self._as(one.value[rows.cpu()], dtype)
+
+        return self.call.changed(replaced)
+
+    def shards(self, parts: Sequence[int], dtype: torch.dtype, abilities: Abilities) -> Iterator[Shard]:
+        """Return these parts of the graph, placed as a backend needs them."""
+        fields = {one.field: self._as(one.value, dtype).cpu() for one in self.inputs if one.field}
+        fields.setdefault("x", torch.zeros(self.num_nodes, 1, dtype=dtype))
+        data = Data(edge_index=self.graph.edge_index, num_nodes=self.num_nodes, **fields)
+        with tempfile.TemporaryDirectory(prefix="pygdist-check-") as folder:
+            store = Path(folder) / "parts"
+            meta = write_store(
+                data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
+                num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
+            )  # fmt: skip
+            for part in parts:
+                yield Shard.load(store, part, verify=False, meta=meta).replace(folder=None).to(self.device)
+
+    def _as(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self.device, dtype if value.is_floating_point() else value.dtype, copy=True)
+
+
+def _each(call: Call) -> Iterator[tuple[Any, Kind]]:
+    """Yield the value and kind of each argument of a call."""
+    values: list[tuple[Any, Kind]] = []
+
+    def note(value: Any, kind: Kind) -> Any:
+        values.append((value, kind))
+        return value
+
+    call.changed(note)
+    yield from values
+
+
+def _look(value: Any, kind: Kind, shard: Shard) -> tuple[float, float, float, float]:
+    """Return what ranks must know of an argument: the field that it is, its range, and a number for its shape."""
+    if not isinstance(value, Tensor) or isinstance(value, Adjacency):
+        return -1.0, 0.0, 0.0, 0.0
+    field = next((at for at, name in enumerate(_FIELDS) if getattr(shard, name) is value), -1)
+    shape = value.shape if kind is None else value.shape[1:]
+    few = value.detach()[:_LOOKED_AT] if value.dim() else value.detach()
+    if not few.numel() or few.is_complex():
+        return float(field), float("inf"), float("-inf"), float(hash(shape) % 2**40)
+    return float(field), float(few.min()), float(few.max()), float(hash(shape) % 2**40)
+
+
+def _input(value: Any, kind: Kind, field: str, graph: Graph, low: float, high: float, *, seed: int) -> _Input:
+    if isinstance(value, Adjacency):
+        if value.value is not None:
+            raise NotComparableError("its edges carry weights")
+        return _Input(graph.edge_index, is_edges=True)
+    if not isinstance(value, Tensor):
+        return _Input(value)
+    if kind is None:
+        if not value.is_floating_point():
+            raise NotComparableError(
+                f"it takes {value.dtype} numbers of shape {tuple(value.shape)} that are neither of nodes nor of edges"
+            )
+        return _Input(value.detach())
+    generator = torch.Generator().manual_seed(seed)
+    shape = (graph.owner.numel() if kind == "node" else graph.edge_index.size(1), *value.shape[1:])
+    if value.dtype == torch.bool:
+        rows = torch.rand(shape, generator=generator) < 0.5
+    elif value.is_floating_point():
+        draw = torch.rand if low >= 0 else torch.randn  # logarithms and roots are of positive numbers
+        rows = draw(shape, generator=generator, dtype=torch.float64) + (0.1 if low >= 0 else 0.0)
+    elif value.is_complex() or low > high:
+        raise NotComparableError(f"it takes {value.dtype} numbers of shape {tuple(value.shape)}")
+    else:
+        rows = torch.randint(int(low), int(high) + 1, shape, generator=generator, dtype=value.dtype)
+    return _Input(rows, kind, field)
+
+
+# -- the same graph, otherwise written down --------------------------------------------------------------------------
+
+
+def beside_another(small: Miniature) -> Miniature:
+    """Return the graph with a second component, of the same edges and larger numbers; its nodes come last."""
+    num_nodes = small.graph.owner.numel()
+    graph = replace(
+        small.graph,
+        edge_index=torch.cat([small.graph.edge_index, small.graph.edge_index + num_nodes], dim=1),
+        trains=small.graph.trains.repeat(2),
+    )
+
+    def doubled(one: _Input) -> _Input:
+        if one.is_edges:
+            return replace(one, value=graph.edge_index)
+        if one.kind is None:
+            return one
+        again = one.value.flip(0)
+        return replace(one, value=torch.cat([one.value, again * 10 if again.is_floating_point() else again]))
+
+    return replace(small, graph=graph, inputs=[doubled(one) for one in small.inputs])
+
+
+def renumbered(small: Miniature) -> tuple[Miniature, Tensor]:
+    """Return the graph with its nodes renumbered and its edges in another order, and the new number of each node."""
+    generator = torch.Generator().manual_seed(1)
+    number = torch.randperm(small.graph.owner.numel(), generator=generator)
+    order = torch.randperm(small.graph.edge_index.size(1), generator=generator)
+    graph = replace(small.graph, edge_index=number[small.graph.edge_index][:, order])
+
+    def moved(one: _Input) -> _Input:
+        if one.is_edges:
+            return replace(one, value=graph.edge_index)
+        if one.kind is None:
+            return one
+        return replace(one, value=one.value[order] if one.kind == "edge" else one.value[number.argsort()])
+
+    return replace(small, graph=graph, inputs=[moved(one) for one in small.inputs]), number

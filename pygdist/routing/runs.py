@@ -1,0 +1,276 @@
+"""Runs of a model on the small graph, whole and in parts, and how much their results differ."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.base import Backend
+from pygdist.comm import Communicator
+from pygdist.graph import Shard
+from pygdist.hops.arguments import tensors_of
+from pygdist.nn.aggregation import pads
+from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.routing.miniature import Miniature
+
+Route: TypeAlias = Callable[[nn.Module, Backend], nn.Module]
+"""Puts a model on a backend."""
+
+_SEED = 12
+_LONGEST = 64  # in-edges of a node
+_FLOOR = 1e-9  # below it are remainders of numbers that cancel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Settings of all runs that are compared.
+
+    Attributes:
+        dtype: The type of all numbers.
+        trains: Run in training mode too. A model that draws random numbers there can be compared in evaluation alone.
+        traced: Note what each module puts out.
+        without_norms: Norms over nodes pass their input on, and aggregations pad to one length.
+        seed: Seed of the random generators.
+    """
+
+    dtype: torch.dtype = torch.float64
+    trains: bool = True
+    traced: bool = False
+    without_norms: bool = False
+    seed: int = _SEED
+
+
+@dataclass
+class Run:
+    """Results of three passes: two in training, as the second may use what the first one kept, and an evaluation.
+
+    Attributes:
+        outputs: By pass, and position of a tensor in the output.
+        gradients: By parameter: gradients of a loss over the training nodes.
+        buffers: By name, afterwards.
+        modules: What each module put out, by its name, in the order in which they ended; empty unless traced.
+        num_hops: Calls of ``propagate`` in each pass, by layers that are not distributed.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    num_hops: list[int] = field(default_factory=list)
+
+
+def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
+    """Run a copy of a model that is not distributed on the whole graph."""
+    model, run = _prepared(model, setting), Run()
+
+    def count(*_: Any) -> None:
+        run.num_hops[-1] += 1
+
+    for module in model.modules():
+        if isinstance(module, MessagePassing):
+            module.register_propagate_forward_pre_hook(count)
+    _pass_by(model, small, None, run, setting)
+    return run
+
+
+def run_parts(
+    model: nn.Module, backend: Backend, small: Miniature, communicator: Communicator, route: Route, setting: Setting
+) -> list[tuple[Shard, Run]]:
+    """Run copies of a model on this rank's parts of the graph; gradients are summed over all parts.
+
+    Args:
+        model: The model, not distributed.
+        backend: A backend that is bound to nothing, and is so afterwards.
+        small: The graph. A rank has the part of its own number; all parts if it is alone.
+        communicator: The ranks; each makes the call.
+        route: Puts a copy of the model on the backend.
+        setting: Settings.
+    """
+    runs = []
+    parts = range(communicator.rank, small.num_parts, communicator.world_size)
+    for shard in small.shards(parts, setting.dtype, backend.abilities):
+        backend.bind(shard, communicator)
+        try:
+            run, placed = Run(), route(_prepared(model, setting), backend)
+            _pass_by(placed, small, shard, run, setting)
+            runs.append((shard, run))
+        finally:
+            backend.unbind()
+    names = list(runs[0][1].gradients)
+    flat = [torch.cat([run.gradients[name].flatten() for name in names]) for _, run in runs] if names else []
+    if flat:
+        total = communicator.sum_over_ranks(torch.stack(flat).sum(0), label="gradients of the check")
+        for _, run in runs:
+            pieces = total.split([run.gradients[name].numel() for name in names])
+            run.gradients = {name: one.view_as(run.gradients[name]) for name, one in zip(names, pieces, strict=True)}
+    return runs
+
+
+def _prepared(model: nn.Module, setting: Setting) -> nn.Module:
+    """Return a copy to run."""
+    model = copy.deepcopy(model).to(setting.dtype)
+    model.zero_grad(set_to_none=True)
+    for module in model.modules():
+        if setting.without_norms and any(cls in GLOBAL_NORMS for cls in type(module).__mro__):
+            module.forward = _pass_on
+        elif setting.without_norms and pads(type(module)):
+            module.forward = partial(type(module).forward, module, max_num_elements=_LONGEST)
+    return model
+
+
+def _pass_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def _pass_by(model: nn.Module, small: Miniature, shard: Shard | None, run: Run, setting: Setting) -> None:
+    """Make the passes of a run on the whole graph, or on a part, and note their results."""
+    args, kwargs = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
+    torch.manual_seed(setting.seed)
+    for number, training in enumerate((setting.trains, setting.trains, False)):
+        run.num_hops.append(0)
+        with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
+            out = model.train(training)(*args, **kwargs)
+        tensors = tensors_of(out)
+        run.outputs |= {f"{number} {at}": one.detach().clone() for at, one in enumerate(tensors)}
+        if number == 1:
+            _learn(tensors, small, None if shard is None else shard.owned_id.cpu())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            run.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    run.buffers |= {name: one for name, one in model.named_buffers() if one.is_floating_point()}
+
+
+def _learn(tensors: list[Tensor], small: Miniature, owned: Tensor | None) -> None:
+    """Run the backward pass of a loss that any output of a training node changes: a sum with random weights."""
+    num_rows = small.num_nodes if owned is None else owned.numel()
+    terms = []
+    for at, one in enumerate(tensors):
+        if not one.requires_grad or not one.is_floating_point():
+            continue
+        generator = torch.Generator().manual_seed(at)
+        dim = rows_dim(one, num_rows)
+        if dim is None:  # the same on all ranks
+            weight = torch.randn(one.shape, generator=generator) / (1 if owned is None else small.num_parts)
+        else:
+            shape = list(one.shape)
+            shape[dim] = small.num_nodes
+            weight = torch.randn(shape, generator=generator)
+            weight.movedim(dim, 0)[~small.graph.trains] = 0
+            weight = weight if owned is None else weight.index_select(dim, owned)
+        # where an output is infinite on the whole graph too
+        terms.append(torch.where(one.isfinite(), one * weight.to(one), 0.0).sum())
+    if terms:
+        torch.stack([term.double() for term in terms]).sum().backward()
+
+
+@contextlib.contextmanager
+def _traced(model: nn.Module, run: Run, number: int) -> Iterator[None]:
+    """Note what each module puts out in pass ``number``."""
+    calls: Counter[str] = Counter()
+    noted: dict[tuple[str, int], Tensor] = {}
+
+    def begin(*_: Any) -> None:  # what came before were rehearsals of a backend
+        calls.clear()
+        noted.clear()
+
+    def note(name: str, out: Any) -> None:
+        for one in tensors_of(out):
+            noted[name, number * 1000 + calls[name]] = one.detach().clone()
+            calls[name] += 1
+
+    hooks, inside = [model.register_forward_pre_hook(begin)], set[nn.Module]()
+    for name, module in model.named_modules():
+        if module not in inside:  # the inside of a layer sees other rows and edges on a rank
+            hooks.append(module.register_forward_hook(lambda _, __, out, name=name: note(name, out)))
+        if isinstance(module, MessagePassing):
+            inside.update(module.modules())
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    run.modules |= noted
+
+
+# -- differences -----------------------------------------------------------------------------------------------------
+
+
+def differences(part: Run, whole: Run, small: Miniature, shard: Shard) -> dict[str, float]:
+    """Return how much each result of a part differs from that of the whole graph, relative to the largest number there.
+
+    Keys are ``output`` and names of parameters and buffers; the gradients of all parameters count as one vector.
+    """
+    worst = 0.0
+    for name, theirs in whole.outputs.items():
+        worst = max(worst, _of_rows(part.outputs.get(name), theirs, small, shard))
+    scale = max((float(one.abs().max()) for one in whole.gradients.values() if one.numel()), default=0.0)
+    found = {"output": worst}
+    for name, one in whole.gradients.items():
+        found[f"gradient of '{name}'"] = difference(part.gradients.get(name), one, scale)
+    for name, one in whole.buffers.items():
+        found[f"buffer '{name}'"] = difference(part.buffers.get(name), one)
+    return found
+
+
+def first_difference(part: Run, whole: Run, small: Miniature, shard: Shard, tolerance: float) -> int:
+    """Return the place, among what modules put out, of the first that differs; their number if none does."""
+    for place, (name, theirs) in enumerate(whole.modules.items()):
+        if _of_rows(part.modules.get(name), theirs, small, shard) > tolerance:
+            return place
+    return len(whole.modules)
+
+
+def _of_rows(ours: Tensor | None, theirs: Tensor, small: Miniature, shard: Shard) -> float:
+    """Compare the rows of a part's own nodes or edges; 0 if the tensors are of something else."""
+    if ours is None:
+        return float("inf")
+    for total, rows in ((small.num_nodes, shard.owned_id), (small.graph.edge_index.size(1), shard.e_id)):
+        dim = rows_dim(theirs, total)
+        if dim is not None and ours.dim() == theirs.dim() and ours.size(dim) >= rows.numel():
+            # replicas follow the rank's own
+            return difference(ours.narrow(dim, 0, rows.numel()), theirs.index_select(dim, rows.to(theirs.device)))
+    return difference(ours, theirs) if ours.shape == theirs.shape else 0.0
+
+
+def rows_dim(x: Tensor, num_rows: int) -> int | None:
+    """Return the dimension in which a tensor has so many rows; ``None`` if it has not."""
+    return next((dim for dim, size in enumerate(x.shape) if size == num_rows), None)
+
+
+def difference(ours: Tensor | None, theirs: Tensor, scale: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest number of ``theirs``, or to ``scale`` if that is larger.
+
+    Numbers that are infinite, or none, on both sides are equal.
+    """
+    if ours is None or ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    ours, theirs = (torch.view_as_real(one) if one.is_complex() else one.double() for one in (ours, theirs))
+    apart = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs())
+    absolute, largest = float(apart.max()), float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float("inf") if absolute != absolute else absolute / max(largest, scale, _FLOOR)
+
+
+@contextlib.contextmanager
+def without_dropout() -> Iterator[None]:
+    """Switch off all kinds of torch's dropout, as the numbers that they draw depend on the number of ranks."""
+
+    def identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+    kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    identities: Any = dict.fromkeys(kinds, identity)
+    with mock.patch("torch.dropout", identity), mock.patch.multiple(functional, **identities):
+        yield

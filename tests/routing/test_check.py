@@ -1,0 +1,412 @@
+"""The check before training refuses what a rank cannot compute, accepts what it can, and leaves no trace."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric import nn as pyg
+from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv
+from torch_geometric.utils import degree, scatter, to_undirected
+from typing_extensions import override
+
+from pygdist.backends import Backend, ReplicaBackend, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.native import load
+from pygdist.nn.decoupled import decouple
+from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.ngnn import NGNN
+from pygdist.routing import check as checks
+from pygdist.routing import distribute
+from pygdist.routing.miniature import awkward_graph
+from pygdist.testing import LAYERS, RankPool, random_graph
+from pygdist.testing.layers import build
+
+BACKENDS = ["comm", "cache", "hybrid", "tensor", "replica"]
+OVER_NODES, BY_NUMBER, ELSEWHERE = "over all nodes", "numbers of nodes", "turned or added"
+
+
+class Then(nn.Module):
+    """A layer, and a function of its rows."""
+
+    def __init__(self, after: Callable[..., Tensor], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.after = GCNConv(5, 3) if layer is None else layer, after
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.after(self.conv(x, edge_index), edge_index)
+
+
+class Attention(nn.Module):
+    """Every node attends to every node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.attention = GCNConv(5, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = self.conv(x, edge_index)[None]
+        return self.attention(out, out, out)[0][0]
+
+
+class OfSources(MessagePassing):
+    """Divides each message by what its source has, looked up by hand."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.end, self.lin = end, nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        count = degree(edge_index[self.end], x.size(0), dtype=x.dtype).clamp(min=1)
+        out: Tensor = self.propagate(edge_index, x=self.lin(x), scale=1 / count[edge_index[0]])
+        return out
+
+    @override
+    def message(self, x_j: Tensor, scale: Tensor) -> Tensor:
+        return x_j * scale.view(-1, 1)
+
+
+class OutDegree(MessagePassing):
+    """Divides each message by the out-degree of its source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x), num=x.size(0))
+        return out
+
+    @override
+    def message(self, x_j: Tensor, edge_index: Tensor, num: int) -> Tensor:
+        return x_j / degree(edge_index[0], num, dtype=x_j.dtype)[edge_index[0]].view(-1, 1)
+
+
+class Regularised(pyg.aggr.Aggregation):
+    """An aggregation that takes off the mean of all messages."""
+
+    @override
+    def forward(self, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2) -> Tensor:
+        out: Tensor = self.reduce(x, index, ptr, dim_size, dim, reduce="sum")
+        return out - x.mean(0)
+
+
+class OfEdges(nn.Module):
+    """Edges count by their place among all edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.GraphConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index, torch.arange(edge_index.size(1)).to(x).sin())
+        return out
+
+
+class Mirrored(nn.Module):
+    """Makes the graph undirected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
+        return out
+
+
+def _noise(x: Tensor, _: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
+#: Models that a rank cannot run on its part, and what the message says of them.
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mean": (lambda: Then(lambda x, _: x + x.mean(0, keepdim=True).sigmoid()), OVER_NODES),
+    "softmax": (lambda: Then(lambda x, _: x.softmax(0)), OVER_NODES),
+    "maximum": (lambda: Then(lambda x, _: x / x.abs().amax()), OVER_NODES),
+    "functional-norm": (lambda: Then(lambda x, _: functional.batch_norm(x, None, None, training=True)), OVER_NODES),
+    "ranks": (lambda: Then(lambda x, _: x.argsort(0).argsort(0).to(x) * x), OVER_NODES),
+    "nearest": (lambda: Then(lambda x, _: x - x[torch.cdist(x, x).fill_diagonal_(9.0).argmin(1)]), OVER_NODES),
+    "attention": (Attention, OVER_NODES),
+    "regularised": (lambda: Then(lambda x, _: x, SAGEConv(5, 3, aggr=Regularised())), OVER_NODES),
+    "positions": (lambda: Then(lambda x, _: x + torch.arange(x.size(0)).to(x).sin()[:, None]), BY_NUMBER),
+    "noise": (lambda: Then(_noise), BY_NUMBER),
+    "running": (lambda: Then(lambda x, _: x.cumsum(0)), BY_NUMBER),
+    "edges": (OfEdges, BY_NUMBER),
+    "own-degree": (lambda: OfSources(1), ELSEWHERE),
+    "out-degree-by-hand": (lambda: OfSources(0), ELSEWHERE),
+    "out-degree": (OutDegree, ELSEWHERE),
+    "mirrored": (Mirrored, ELSEWHERE),
+    "scattered": (
+        lambda: Then(lambda x, edge_index: x + scatter(x[edge_index[1]], edge_index[0], dim_size=x.size(0))),
+        ELSEWHERE,
+    ),
+}
+
+
+def _right() -> dict[str, Callable[[], nn.Module]]:
+    models: dict[str, Callable[[], nn.Module]] = {name: partial(build, name, 5, 3) for name in LAYERS}
+    norms = (pyg.MeanSubtractionNorm, pyg.GraphSizeNorm, partial(pyg.DiffGroupNorm, 3, 2), partial(nn.BatchNorm1d, 3))
+    models |= {type(make()).__name__: partial(Normed, make) for make in norms}
+    for norm in ("BatchNorm", "GraphNorm", "PairNorm", "InstanceNorm", "LayerNorm"):
+        models[norm] = lambda norm=norm: GCN(5, 6, num_layers=2, out_channels=3, norm=norm)
+    for jk, cls in itertools.product(("cat", "max", "lstm"), (pyg.GCN, pyg.GraphSAGE, pyg.GIN, pyg.GAT, pyg.PNA)):
+        if cls is not pyg.PNA:
+            models[f"{cls.__name__}-{jk}"] = lambda cls=cls, jk=jk: cls(5, 6, num_layers=3, out_channels=3, jk=jk)
+    models["NGNN"] = lambda: NGNN(5, 6, num_layers=2, out_channels=3, conv="sage")
+    models["decoupled"] = lambda: decouple(GCN(5, 6, num_layers=2, out_channels=3))
+    models["decoupled-gat"] = lambda: decouple(pyg.GAT(5, 6, num_layers=2, out_channels=3))
+    models["dropout"] = lambda: GCN(5, 6, num_layers=2, out_channels=3, dropout=0.5)
+    models["noise-in-training"] = lambda: Noisy()
+    models["float"] = lambda: Then(lambda x, _: x.float().tanh().to(x))
+    return models
+
+
+class Normed(nn.Module):
+    """A layer and a norm."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.conv, self.norm = GCNConv(5, 3), norm()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.conv(x, edge_index))
+        return out
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training, as dropped edges and augmentations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x + torch.randn_like(x) if self.training else x, edge_index)
+        return out
+
+
+RIGHT = _right()
+#: Each kind of hop and of module that looks at all nodes; the rest with --exhaustive.
+FEW = ["GCNConv", "SAGEConv-lstm", "GATConv", "PNAConv", "RGCNConv", "GraphNorm", "GIN-lstm", "decoupled", "NGNN"]
+FEW += ["dropout", "noise-in-training", "float", "BatchNorm"]
+
+
+def _bound(name: str, folder: str, rank: int, communicator: Communicator) -> tuple[Shard, Backend]:
+    shard = Shard.load(f"{folder}/{'replicas' if name == 'replica' else 'nodes'}", rank)
+    backend = ReplicaBackend(hops=3) if name == "replica" else resolve_backend(name)
+    backend.bind(shard, communicator)
+    return shard, backend
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Parts of a graph for two ranks, in a folder for each placement."""
+    folder = tmp_path_factory.mktemp("check")
+    data, part = random_graph("directed")
+    for name, hops in (("nodes", 1), ("replicas", 3)):
+        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
+    return str(folder)
+
+
+def _said(rank: int, world_size: int, folder: str, backend_name: str, models: list[str]) -> dict[str, str]:
+    """What the first pass of each model says."""
+    communicator, said = Communicator(dist.new_group()), {}
+    for name in models:
+        shard, backend = _bound(backend_name, folder, rank, communicator)
+        torch.manual_seed(0)
+        make = RIGHT[name] if name in RIGHT else WRONG[name][0]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                model = distribute(make().double(), backend=backend)
+            except InputError:  # a layer that this backend does not run
+                continue
+            try:
+                out = model(shard.x, shard.adjacency, **edge_inputs(model, shard))
+                said[name] = "" if out.isfinite().all() else "not finite"
+            except InputError as error:
+                said[name] = str(error)
+        said[name] += "".join(str(one.message) for one in warned if "small graph" in str(one.message))
+    return said
+
+
+needs_planner = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+backends_ = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_planner if name == "hybrid" else ()) for name in BACKENDS]
+)
+
+
+@backends_
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_rank_cannot_compute_is_refused(name: str, backend: str, parts: str, pool: RankPool) -> None:
+    """On all ranks, before anything is trained; one rank alone may see that a row is missing."""
+    for said in pool.run(_said, 2, parts, backend, [name]):
+        if name == "regularised" and backend == "tensor":  # there all messages are at one place
+            assert said[name] == ""
+        elif "indexes node rows by edge_index" not in said[name]:  # rows that are not there
+            assert "on one process" in said[name]
+            assert WRONG[name][1] in said[name]
+
+
+@backends_
+def test_what_a_rank_can_compute_is_accepted(backend: str, parts: str, pool: RankPool) -> None:
+    for said in pool.run(_said, 2, parts, backend, FEW):
+        assert set(said.values()) == {""}, said
+
+
+@pytest.mark.exhaustive
+@backends_
+def test_all_layers_and_models_are_accepted(backend: str, parts: str, pool: RankPool) -> None:
+    for said in pool.run(_said, 2, parts, backend, list(RIGHT)):
+        refused = {name: text for name, text in said.items() if text}
+        assert set(refused) <= ({"PDNConv"} if backend == "replica" else set()), refused
+
+
+# -- nothing else happens --------------------------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Changes itself and draws random numbers; hooks count its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.calls = SAGEConv(5, 3), pyg.BatchNorm(3), [0]
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.calls[0] += 1
+        out: Tensor = self.norm(self.conv(x, edge_index))
+        return functional.dropout(out, 0.5, self.training)
+
+
+def _passes(rank: int, world_size: int, folder: str, backend_name: str, check: bool) -> tuple[list[Any], int, bool]:
+    communicator = Communicator(dist.new_group())
+    shard, backend = _bound(backend_name, folder, rank, communicator)
+    torch.manual_seed(3)
+    model = Restless().double()
+    random.seed(4)
+    np.random.seed(5)  # noqa: NPY002 (the global one is what a model may use)
+    distribute(model, backend=backend, check=check)
+    with torch.inference_mode():  # as in Lightning's sanity check
+        model.eval()(shard.x, shard.adjacency)
+    communicator.meter.reset()
+    model.train()
+    outs = [model(shard.x, shard.adjacency).detach() for _ in range(2)]
+    outs += [*model.state_dict().values(), torch.tensor([random.random(), np.random.rand()]), torch.rand(2)]  # noqa: NPY002
+    return outs, communicator.meter.total.sent_bytes, model.calls == [3] and model.training
+
+
+@backends_
+def test_the_check_changes_nothing(backend: str, parts: str, pool: RankPool) -> None:
+    """Neither outputs, running statistics, dropout and generators, nor the bytes of passes and counts of calls."""
+    with_check, without = (pool.run(_passes, 2, parts, backend, check) for check in (True, False))
+    for (ours, num_bytes, as_called), (theirs, expected, _) in zip(with_check, without, strict=True):
+        assert as_called
+        assert num_bytes == expected
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _checked(rank: int, world_size: int, folder: str, make: Callable[[], nn.Module], times: int) -> tuple[int, str]:
+    """How often a model was compared, and what the first pass said at last."""
+    communicator, said = Communicator(dist.new_group()), ""
+    with (
+        mock.patch.object(checks, "_PASSED", set()),
+        mock.patch.object(checks, "run_parts", wraps=checks.run_parts) as runs,
+    ):
+        for _ in range(times):
+            shard, backend = _bound("comm", folder, rank, communicator)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                try:
+                    distribute(make().double(), backend=backend)(shard.x, shard.adjacency)
+                except InputError as error:
+                    said = str(error)
+            said += "".join(str(one.message) for one in warned)
+    return runs.call_count, said
+
+
+def _seeded(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return GCN(5, width, num_layers=2, out_channels=3)
+
+
+_WIDTHS = itertools.cycle([4, 5])
+
+
+def test_models_of_one_structure_are_compared_once(parts: str, pool: RankPool) -> None:
+    assert pool.run(_checked, 2, parts, _seeded, 3) == [(1, "")] * 2
+    assert pool.run(_checked, 2, parts, _of_two_widths, 4) == [(2, "")] * 2
+
+
+def _of_two_widths() -> nn.Module:
+    return _seeded(next(_WIDTHS))
+
+
+def _unlike() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return GCN(5, 4, num_layers=2, out_channels=3)
+
+
+def test_ranks_with_other_parameters_are_refused(parts: str, pool: RankPool) -> None:
+    for _, said in pool.run(_checked, 2, parts, _unlike, 1):
+        assert "the ranks' copies of GCN have other parameters" in said
+
+
+class OfThisGraph(nn.Module):
+    """Runs on no graph of the size of the small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        if edge_index.size(1) == awkward_graph(2).edge_index.size(1):
+            raise ValueError("expected another graph")
+        return out
+
+
+def test_a_model_of_one_graph_runs_with_a_warning(parts: str, pool: RankPool) -> None:
+    (_, said), (_, other) = pool.run(_checked, 2, parts, _of_this_graph, 1)
+    assert "trains without having been compared" in said
+    assert "does not run on another graph (ValueError: expected another graph)" in said
+    assert other == ""
+
+
+def _of_this_graph() -> nn.Module:
+    torch.manual_seed(0)
+    return OfThisGraph()
+
+
+def _unchecked(rank: int, world_size: int, folder: str) -> bool:
+    shard, backend = _bound("comm", folder, rank, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    model = distribute(WRONG["mean"][0]().double(), backend=backend, check=False)
+    return bool(model(shard.x, shard.adjacency).isfinite().all())
+
+
+def test_the_check_can_be_left_out(parts: str, pool: RankPool) -> None:
+    assert all(pool.run(_unchecked, 2, parts))
+
+
+def test_one_process_is_its_own_reference(tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[1], tmp_path / "parts", num_parts=1, method="test", arguments={})
+    shard, backend = Shard.load(tmp_path / "parts", 0), resolve_backend("comm")
+    backend.bind(shard, Communicator())
+    with mock.patch.object(checks, "run_whole", side_effect=AssertionError("nothing to compare with")):
+        distribute(WRONG["mean"][0]().double(), backend=backend)(shard.x, shard.adjacency)
