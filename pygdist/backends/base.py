@@ -6,7 +6,6 @@ exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the comm
 
 from __future__ import annotations
 
-import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
@@ -270,16 +269,20 @@ class Backend(ABC):
         return None
 
     def exact_case(self, num_hops: int) -> Backend | None:
-        """Return an unbound copy that gives up nothing where models make ``num_hops`` hops; ``None`` if there is none.
+        """Return an unbound copy that is exact for models of ``num_hops`` hops, or ``None``.
 
-        The check before training (:mod:`pygdist.routing.check`) compares it with one process. An approximate backend
-        that is exact with other arguments returns one with these.
+        The check before training (:mod:`pygdist.routing.check`) compares the copy with one process. An approximate
+        backend that other arguments make exact returns one with these.
         """
         return self._unbound() if self.abilities.exact else None
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what this backend was made with, and its savings."""
+        return {name: value for name, value in self._pickled_state().items() if name != "_token"}
+
     def _unbound(self) -> Self:
         """Return a backend with the same arguments that no model runs on."""
-        return _made(type(self), {**copy.deepcopy(self._pickled_state()), "_token": uuid.uuid4().hex})
+        return _made(type(self), {**self.arguments(), "_token": uuid.uuid4().hex})
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state that training needs to go on, by name; one row per owned node, on any device.

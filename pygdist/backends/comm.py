@@ -56,7 +56,9 @@ class CommBackend(Backend):
             self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
 
     @override
-    def exact_case(self, num_hops: int) -> CommBackend:
+    def exact_case(self, num_hops: int) -> CommBackend | None:
+        if not self.abilities.exact and not self.options.approximation:  # a subclass that gives up something else
+            return None
         copy = self._unbound()
         copy.options = replace(self.options, wire_dtype=None)
         return copy

@@ -76,11 +76,10 @@ class HybridBackend(RecomputingBackend):
         self.expected: Expected | None = None
 
     @override
-    def exact_case(self, num_hops: int) -> HybridBackend:
+    def exact_case(self, num_hops: int) -> RecomputingBackend | None:
         copy = super().exact_case(num_hops)
-        assert isinstance(copy, HybridBackend)
-        # rows of both kinds, and nothing measured
-        copy.cache_ratio, copy.costs, copy.memory_gib = 0.5, None, None
+        if isinstance(copy, HybridBackend):  # rows of both kinds, and nothing measured
+            copy.cache_ratio, copy.costs, copy.memory_gib = 0.5, None, None
         return copy
 
     @property

@@ -16,6 +16,7 @@ from pygdist.hops.hop import Hop, Kernel
 from pygdist.hops.host import Host
 from pygdist.hops.layer import forget_local_state
 from pygdist.nn.normalization import GlobalGCNNorm
+from pygdist.nn.readouts import Readouts
 from pygdist.nn.relations import KeptRelations
 from pygdist.nn.self_loops import KeptSelfLoops
 
@@ -30,6 +31,7 @@ class Kept:
         gcn_norm: Normalised edges of GCN and its relatives.
         self_loops: Edges with self-loops added or removed.
         relations: Edges of single relations.
+        readouts: Sums and means over all nodes.
         first_hop: Results of hops over fixed rows.
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
@@ -40,6 +42,7 @@ class Kept:
         self.host = host
         self.gcn_norm = GlobalGCNNorm(host)
         self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
+        self.readouts = Readouts(host)
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}

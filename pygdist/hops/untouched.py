@@ -36,17 +36,18 @@ class IrreversibleError(Exception):
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[Snapshot]:
+def untouched(model: nn.Module, *, most_bytes: float = float("inf")) -> Iterator[Snapshot]:
     """Put back, at the end, whatever happens to ``model`` and all that it can reach, and to the random generators.
 
     Raises:
-        IrreversibleError: If the model can reach an iterator, before anything runs.
+        IrreversibleError: If the model can reach an iterator, or more than ``most_bytes`` of tensors, before anything
+            runs.
 
     Example:
         >>> with untouched(model):
         ...     model(x, edge_index)
     """
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, most_bytes)
     try:
         yield snapshot
     finally:
@@ -60,8 +61,9 @@ class Snapshot:
         changed: After :meth:`restore`: names of what had changed; the generators of torch that are nobody's own aside.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, most_bytes: float = float("inf")) -> None:
         self.changed: list[str] = []
+        self._bytes_left = most_bytes
         self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
         self._storages: dict[int, torch.UntypedStorage] = {}  # likewise; many tensors may share one
         self._undo: list[tuple[str, Callable[[], bool]]] = []  # each returns True if there was something to undo
@@ -119,6 +121,9 @@ class Snapshot:
         storage = one.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage
+            self._bytes_left -= storage.nbytes()
+            if self._bytes_left < 0:
+                raise IrreversibleError(f"{name} and the tensors before it take too much memory to copy")
             self._undo.append((name, _of_storage(storage)))
         return [(name, one.grad)] if one.is_leaf else []
 

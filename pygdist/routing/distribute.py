@@ -6,8 +6,8 @@ routed:
 
 - hops (``propagate``, ``edge_updater``);
 - PyG's functions that a layer's code calls by name to normalise edges, add self-loops, or pick the edges of a relation;
-- modules that look at all nodes: norms (:mod:`pygdist.nn.norms`) and aggregations that pad
-  (:mod:`pygdist.nn.aggregation`).
+- modules that look at all nodes: norms (:mod:`pygdist.nn.norms`), readouts (:mod:`pygdist.nn.readouts`), and
+  aggregations that pad (:mod:`pygdist.nn.aggregation`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing, RGCNConv
+from torch_geometric.nn import MessagePassing, RGCNConv, global_add_pool, global_mean_pool
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
@@ -48,6 +48,7 @@ from pygdist.hops.layer import (
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.readouts import READOUTS
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
@@ -93,11 +94,15 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     backend.savings = savings
     kept.first_hop.forget()
     backend.forget_model(model)
+    inside = {one for layer in model.modules() if isinstance(layer, MessagePassing) for one in layer.modules()}
     for module in list(model.modules()):
         base = type(module)
         if isinstance(module, MessagePassing):
             forget_local_state(module)
             kept.layers.add(module)
+        elif base in READOUTS:
+            if module in inside:
+                continue
         elif _global_forward(base) is None and not calls_by_name(base, _replacements(kept)):
             continue
         module.__class__ = _routed_class(backend, base)
@@ -124,6 +129,7 @@ def undistribute(model: nn.Module) -> nn.Module:
     return model
 
 
+_compare: Any = torch.compiler.disable(compare_with_one_process)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
 )
@@ -137,7 +143,7 @@ class _BeginForward:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unchecked:
-            self.unchecked = not compare_with_one_process(module, self.backend, args, kwargs, _WAYS)
+            self.unchecked = not _compare(module, self.backend, args, kwargs, _WAYS)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         return self.backend.model_inputs(module, args, kwargs)
@@ -210,12 +216,14 @@ def _replacements(kept: Kept) -> dict[str, tuple[Any, Any]]:
         "add_self_loops": (add_self_loops, kept.self_loops.add),
         "add_remaining_self_loops": (add_remaining_self_loops, kept.self_loops.add_remaining),
         "masked_edge_index": (masked_edge_index, kept.relations.pick),
+        "global_add_pool": (global_add_pool, kept.readouts.add),
+        "global_mean_pool": (global_mean_pool, kept.readouts.mean),
     }
 
 
 def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:
     """Return what makes the ``forward`` of a module that looks at all nodes; ``None`` for any other module."""
-    norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), None)
+    norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), READOUTS.get(base))
     if norm is not None:
         return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
     if pads(base):

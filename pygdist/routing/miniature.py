@@ -24,7 +24,7 @@ from pygdist.comm import Communicator
 from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.graph.check import EDGE_FIELDS
 
-_NODES_OF_A_PART = 11  # on average; seldom the width of a row
+_NODES_OF_A_PART = 11  # odd, so that few widths of rows equal a number of nodes
 _FIELDS = ("x", *EDGE_FIELDS)
 _LOOKED_AT = 1000  # rows of an input, for the range of its values
 
@@ -52,8 +52,8 @@ class Graph:
 def awkward_graph(num_parts: int) -> Graph:
     """Return the graph for a number of parts."""
     rng = np.random.default_rng(num_parts)
-    num_nodes = _NODES_OF_A_PART * max(num_parts, 2)
-    connected = rng.permutation(num_nodes)[: num_nodes * 3 // 4]
+    num_nodes = _NODES_OF_A_PART * max(num_parts, 2) + 1
+    connected = rng.permutation(num_nodes - 1)[: num_nodes * 3 // 4]  # the last node is never
     loops = connected[:3]
     edges = np.unique(np.concatenate([rng.choice(connected, (2, 3 * num_nodes)), [loops, loops]], axis=1), axis=1)
     edges = edges[:, np.argsort(edges[1], kind="stable")]
@@ -209,6 +209,7 @@ def _input(value: Any, kind: Kind, field: str, graph: Graph, low: float, high: f
     elif value.is_floating_point():
         draw = torch.rand if low >= 0 else torch.randn  # logarithms and roots are of positive numbers
         rows = draw(shape, generator=generator, dtype=torch.float64) + (0.1 if low >= 0 else 0.0)
+        rows[-1] *= 5 if kind == "node" else 1  # the largest are those of one part
     elif value.is_complex() or low > high:
         raise NotComparableError(f"it takes {value.dtype} numbers of shape {tuple(value.shape)}")
     else:

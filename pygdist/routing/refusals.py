@@ -9,6 +9,7 @@ from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend
 from pygdist.hops.layer import methods_of
+from pygdist.nn.readouts import READOUTS
 
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
@@ -34,7 +35,7 @@ REFUSED_LAYERS: dict[str, str] = {
     "XConv": "builds its edges inside the layer from a search over all nodes",
 }
 
-_READOUTS = ("global_add_pool", "global_mean_pool", "global_max_pool")
+_POOLS = ("global_max_pool",)  # sums and means are those of all ranks
 _BATCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -67,11 +68,17 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
             )
         return backend.refuse(module)
     if readouts := _readouts(type(module)):
-        return f"calls {', '.join(readouts)}, which reads out all nodes at once"
+        return (
+            f"calls {', '.join(readouts)}, which reads out all nodes at once; only global_add_pool and "
+            "global_mean_pool do so for all ranks"
+        )
     if isinstance(module, _BATCH_NORMS):
         return "takes statistics over more than nodes and channels"
-    if isinstance(module, Aggregation) and module not in inside:
-        return "reads out all nodes at once outside of a message passing layer"
+    if isinstance(module, Aggregation) and module not in inside and type(module) not in READOUTS:
+        return (
+            "reads out all nodes at once outside of a message passing layer; only SumAggregation and "
+            "MeanAggregation do so for all ranks"
+        )
     if type(module).__module__.startswith("torch_geometric.nn.attention"):
         return "attends over all nodes"
     if type(module).__module__.startswith(("torch_geometric.nn.pool", "torch_geometric.nn.unpool")):
@@ -83,7 +90,7 @@ def _readouts(cls: type[nn.Module]) -> list[str]:
     """PyG's readouts over all nodes that the code of a class calls by name."""
     names = set()
     for method in methods_of(cls):
-        for name in set(_READOUTS).intersection(method.__code__.co_names):
+        for name in set(_POOLS).intersection(method.__code__.co_names):
             readout = getattr(glob, name)
             # by its own name, or as an attribute of a module
             if method.__globals__.get(name, readout) is readout:

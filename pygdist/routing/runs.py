@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from pygdist.graph import Shard
 from pygdist.hops.arguments import tensors_of
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
-from pygdist.routing.miniature import Miniature
+from pygdist.routing.miniature import Miniature, NotComparableError
 
 Route: TypeAlias = Callable[[nn.Module, Backend], nn.Module]
 """Puts a model on a backend."""
@@ -69,6 +68,19 @@ class Run:
     modules: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     num_hops: list[int] = field(default_factory=list)
 
+    def check_comparable(self, small: Miniature) -> None:
+        """Refuse results of the whole graph that tell nothing of its parts.
+
+        Raises:
+            NotComparableError: If no output has a row per node or edge, or most numbers are not finite.
+        """
+        rows = [one for one in self.outputs.values() if _kind(one, small) is not None or one.dim()]
+        if not rows:
+            raise NotComparableError("its output has no tensor with a row for each node")
+        finite = sum(int(one.isfinite().sum()) for one in rows)
+        if 2 * finite < sum(one.numel() for one in rows):
+            raise NotComparableError("most numbers of its output are infinite or NaN there")
+
 
 def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     """Run a copy of a model that is not distributed on the whole graph."""
@@ -80,12 +92,18 @@ def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     for module in model.modules():
         if isinstance(module, MessagePassing):
             module.register_propagate_forward_pre_hook(count)
-    _pass_by(model, small, None, run, setting)
+    _pass_by(model, small, None, None, run, setting)
     return run
 
 
 def run_parts(
-    model: nn.Module, backend: Backend, small: Miniature, communicator: Communicator, route: Route, setting: Setting
+    model: nn.Module,
+    backend: Backend,
+    small: Miniature,
+    communicator: Communicator,
+    route: Route,
+    setting: Setting,
+    whole: Run,
 ) -> list[tuple[Shard, Run]]:
     """Run copies of a model on this rank's parts of the graph; gradients are summed over all parts.
 
@@ -96,6 +114,7 @@ def run_parts(
         communicator: The ranks; each makes the call.
         route: Puts a copy of the model on the backend.
         setting: Settings.
+        whole: The results of the whole graph.
     """
     runs = []
     parts = range(communicator.rank, small.num_parts, communicator.world_size)
@@ -103,7 +122,7 @@ def run_parts(
         backend.bind(shard, communicator)
         try:
             run, placed = Run(), route(_prepared(model, setting), backend)
-            _pass_by(placed, small, shard, run, setting)
+            _pass_by(placed, small, shard, whole, run, setting)
             runs.append((shard, run))
         finally:
             backend.unbind()
@@ -133,7 +152,9 @@ def _pass_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
-def _pass_by(model: nn.Module, small: Miniature, shard: Shard | None, run: Run, setting: Setting) -> None:
+def _pass_by(
+    model: nn.Module, small: Miniature, shard: Shard | None, whole: Run | None, run: Run, setting: Setting
+) -> None:
     """Make the passes of a run on the whole graph, or on a part, and note their results."""
     args, kwargs = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
     torch.manual_seed(setting.seed)
@@ -141,37 +162,45 @@ def _pass_by(model: nn.Module, small: Miniature, shard: Shard | None, run: Run, 
         run.num_hops.append(0)
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
-        tensors = tensors_of(out)
-        run.outputs |= {f"{number} {at}": one.detach().clone() for at, one in enumerate(tensors)}
+        outputs = {f"{number} {at}": one for at, one in enumerate(tensors_of(out))}
+        run.outputs |= {name: one.detach().clone() for name, one in outputs.items()}
         if number == 1:
-            _learn(tensors, small, None if shard is None else shard.owned_id.cpu())
+            _learn(outputs, small, shard, run if whole is None else whole)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             run.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     run.buffers |= {name: one for name, one in model.named_buffers() if one.is_floating_point()}
 
 
-def _learn(tensors: list[Tensor], small: Miniature, owned: Tensor | None) -> None:
-    """Run the backward pass of a loss that any output of a training node changes: a sum with random weights."""
-    num_rows = small.num_nodes if owned is None else owned.numel()
+def _learn(outputs: dict[str, Tensor], small: Miniature, shard: Shard | None, whole: Run) -> None:
+    """Run the backward pass of a random weighted sum over training nodes, and over edges.
+
+    Outputs with other rows, and numbers such as a loss, have no part in the sum: nobody knows how ranks add them up.
+    """
     terms = []
-    for at, one in enumerate(tensors):
-        if not one.requires_grad or not one.is_floating_point():
+    for at, (name, one) in enumerate(outputs.items()):
+        kind = _kind(whole.outputs[name], small) if name in whole.outputs else None
+        if kind is None or not one.requires_grad or not one.is_floating_point():
             continue
-        generator = torch.Generator().manual_seed(at)
-        dim = rows_dim(one, num_rows)
-        if dim is None:  # the same on all ranks
-            weight = torch.randn(one.shape, generator=generator) / (1 if owned is None else small.num_parts)
-        else:
-            shape = list(one.shape)
-            shape[dim] = small.num_nodes
-            weight = torch.randn(shape, generator=generator)
+        weight = torch.randn(whole.outputs[name].shape, generator=torch.Generator().manual_seed(at))
+        dim, of_nodes = kind
+        if of_nodes:
             weight.movedim(dim, 0)[~small.graph.trains] = 0
-            weight = weight if owned is None else weight.index_select(dim, owned)
-        # where an output is infinite on the whole graph too
-        terms.append(torch.where(one.isfinite(), one * weight.to(one), 0.0).sum())
+        if shard is not None:
+            weight = weight.index_select(dim, (shard.owned_id if of_nodes else shard.e_id).cpu())
+        if weight.shape == one.shape:  # infinite numbers, which are compared as they are, add nothing
+            terms.append(torch.where(one.isfinite(), one * weight.to(one), 0.0).sum().double())
     if terms:
-        torch.stack([term.double() for term in terms]).sum().backward()
+        torch.stack(terms).sum().backward()
+
+
+def _kind(x: Tensor, small: Miniature) -> tuple[int, bool] | None:
+    """Return the dimension in which a result for the whole graph has a row per node (True) or edge (False)."""
+    for num_rows, of_nodes in ((small.num_nodes, True), (small.graph.edge_index.size(1), False)):
+        dim = rows_dim(x, num_rows)
+        if dim is not None:
+            return dim, of_nodes
+    return None
 
 
 @contextlib.contextmanager
@@ -235,12 +264,14 @@ def _of_rows(ours: Tensor | None, theirs: Tensor, small: Miniature, shard: Shard
     """Compare the rows of a part's own nodes or edges; 0 if the tensors are of something else."""
     if ours is None:
         return float("inf")
-    for total, rows in ((small.num_nodes, shard.owned_id), (small.graph.edge_index.size(1), shard.e_id)):
-        dim = rows_dim(theirs, total)
-        if dim is not None and ours.dim() == theirs.dim() and ours.size(dim) >= rows.numel():
-            # replicas follow the rank's own
-            return difference(ours.narrow(dim, 0, rows.numel()), theirs.index_select(dim, rows.to(theirs.device)))
-    return difference(ours, theirs) if ours.shape == theirs.shape else 0.0
+    kind = _kind(theirs, small)
+    if kind is not None:
+        dim, of_nodes = kind
+        rows = (shard.owned_id if of_nodes else shard.e_id).to(theirs.device)
+        if ours.dim() != theirs.dim() or ours.size(dim) < rows.numel():
+            return float("inf")
+        return difference(ours.narrow(dim, 0, rows.numel()), theirs.index_select(dim, rows))  # replicas come last
+    return difference(ours, theirs) if ours.dim() and ours.shape == theirs.shape else 0.0
 
 
 def rows_dim(x: Tensor, num_rows: int) -> int | None:
@@ -251,7 +282,7 @@ def rows_dim(x: Tensor, num_rows: int) -> int | None:
 def difference(ours: Tensor | None, theirs: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference, relative to the largest number of ``theirs``, or to ``scale`` if that is larger.
 
-    Numbers that are infinite, or none, on both sides are equal.
+    Equal infinities, and two NaNs, count as equal.
     """
     if ours is None or ours.shape != theirs.shape:
         return float("inf")
@@ -271,6 +302,12 @@ def without_dropout() -> Iterator[None]:
         return x
 
     kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    identities: Any = dict.fromkeys(kinds, identity)
-    with mock.patch("torch.dropout", identity), mock.patch.multiple(functional, **identities):
+    places: list[tuple[Any, str]] = [(torch, "dropout"), *((functional, kind) for kind in kinds)]
+    usual = [getattr(*place) for place in places]
+    for module, name in places:
+        setattr(module, name, identity)
+    try:
         yield
+    finally:
+        for (module, name), function in zip(places, usual, strict=True):
+            setattr(module, name, function)

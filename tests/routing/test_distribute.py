@@ -29,9 +29,9 @@ from torch_geometric.nn import (
     SAGEConv,
     TopKPooling,
     TransformerConv,
-    global_mean_pool,
+    global_max_pool,
 )
-from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.aggr import MaxAggregation
 from torch_geometric.nn.attention import PerformerAttention
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from typing_extensions import override
@@ -194,9 +194,9 @@ class NormOverEdges(nn.Module):
         return out
 
 
-class MeanPool(nn.Module):
+class MaxPool(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = x - global_mean_pool(x, None)
+        out: Tensor = x - global_max_pool(x, None)
         return out
 
 
@@ -325,8 +325,8 @@ class Picky(SingleBackend):
         pytest.param(
             PerformerAttention(4, 2), r"'0' \(PerformerAttention\): it attends over all nodes", id="attention"
         ),
-        pytest.param(SumAggregation(), r"'0' \(SumAggregation\): it reads out all nodes at once", id="readout"),
-        pytest.param(MeanPool(), r"'0' \(MeanPool\): it calls global_mean_pool, which reads out all", id="global-pool"),
+        pytest.param(MaxAggregation(), r"'0' \(MaxAggregation\): it reads out all nodes at once", id="readout"),
+        pytest.param(MaxPool(), r"'0' \(MaxPool\): it calls global_max_pool, which reads out all", id="global-pool"),
         pytest.param(nn.BatchNorm2d(4), r"'0' \(BatchNorm2d\): it takes statistics over more", id="batchnorm2d"),
         pytest.param(SAGEConv(4, 4), r"backend 'Picky' cannot run '0' \(SAGEConv\): it mixes features", id="backend"),
     ],

@@ -104,6 +104,8 @@ class RecomputingBackend(Backend):
 
     @override
     def exact_case(self, num_hops: int) -> RecomputingBackend | None:
+        if not self.abilities.exact and not self.options.approximation:  # a subclass that gives up something else
+            return None
         copy = self._unbound()
         copy.options = replace(self.options, wire_dtype=None)
         return copy

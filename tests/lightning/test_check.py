@@ -1,0 +1,52 @@
+"""``fit`` refuses a model whose numbers would be others on several ranks, on all of them, before it trains."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCNConv
+
+from pygdist.errors import InputError
+from pygdist.lightning import GraphDataModule, NodeClassifier
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+
+class Centred(nn.Module):
+    """Takes off the mean of all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(12, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        return out - out.mean(0)
+
+
+def _fit(rank: int, world_size: int, folder: str, check: bool) -> tuple[str, bool]:
+    """What ``fit`` says, and whether parameters are as they were."""
+    torch.manual_seed(7)
+    classifier, said = NodeClassifier(Centred(), check=check), ""
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    before = {name: value.clone() for name, value in classifier.model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            runs.trainer(rank, world_size, folder, num_sanity_val_steps=0).fit(classifier, datamodule=data)
+        except InputError as error:
+            assert not error.of_one_rank
+            said = str(error)
+    after = classifier.model.state_dict()
+    return said, all(torch.equal(value, after[name].to(value)) for name, value in before.items())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_fit_refuses_wrong_numbers_before_it_trains(check: bool, pool: RankPool, tmp_path: Path) -> None:
+    for said, unchanged in pool.run(_fit, 2, str(tmp_path), check):
+        assert said.startswith("Centred would train other numbers with backend 'comm' on 2 ranks") == check
+        assert unchanged == check
