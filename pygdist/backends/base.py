@@ -232,6 +232,10 @@ class Backend(ABC):
         """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""
         return x
 
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        """Return the in-degrees of rows in the whole graph, from those by the edges here; every rank calls it."""
+        return degree  # a rank has all in-edges of its own nodes
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks; differentiable. Used by norms over nodes."""
         return self.communicator.sum_over_ranks(x, label="norm statistics")

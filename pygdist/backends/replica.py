@@ -250,6 +250,12 @@ class ReplicaBackend(RecomputingBackend):
         return x
 
     @override
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        if self._alone or self._batch is not None or self.hops == 0:
+            return degree
+        return in_degrees(self._around.in_degree, False, None)[: degree.size(0)].to(degree)
+
+    @override
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         if self._batch is not None:
             return self._batch_degrees(self._batch.norm, edge_weight, loop_weight)

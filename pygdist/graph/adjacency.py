@@ -8,9 +8,12 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.edge_index import SortOrder
 
+from pygdist.errors import InputError
 from pygdist.graph.identity import fixable
 from pygdist.graph.memo import Memo
 from pygdist.kernels import CSR, edge_softmax, gat, spmm, transpose
@@ -31,6 +34,7 @@ class Slot(Generic[T]):
     name: str
 
 
+_DESTINATIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor: the edges of which it is the row edge_index[1]
 _TRANSPOSED = Slot[CSR]("edges by source")
 _TRANSPOSED_WEIGHT = Slot[Memo[Tensor]]("weights by source")
 
@@ -251,9 +255,28 @@ class Adjacency(EdgeIndex):
         scores = score(self._csr, parts[0], *others, transposed=self.transposed)
         return spmm(self._csr, parts[-1], edge_softmax(self._csr, scores), transposed=self.transposed)
 
-    def __matmul__(self, other: Tensor) -> Tensor:
-        """Like :meth:`matmul`."""
-        return self.matmul(other)
+    def __matmul__(self, other: Any) -> Tensor:
+        """Refuse: edges that a model got as a tensor of shape ``(2, E)`` are no matrix.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            "edge_index @ x: the edges are a tensor of shape (2, num_edges), not a sparse matrix; sum over neighbours "
+            "in a MessagePassing layer, for example SimpleConv(aggr='sum')"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch on the edge list: to a model, edges are the plain tensor that its user passed."""
+        edges = args[0] if args and isinstance(args[0], Adjacency) else None
+        args, kwargs = tree_map_only(EdgeIndex, lambda one: one._data, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if edges is not None and func is torch.ops.aten.select.int and tuple(args[1:]) in ((0, 1), (0, -1)):
+            _DESTINATIONS[out] = edges
+        elif edges is not None and func is torch.ops.aten.unbind.int and tuple(args[1:]) in ((), (0,)):
+            _DESTINATIONS[out[1]] = edges
+        return out
 
     def to_device(self, device: torch.device | str) -> Adjacency:
         """Return a copy on another device, where what is made on demand is made again."""
@@ -266,6 +289,12 @@ class Adjacency(EdgeIndex):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self._csr.indptr, self._csr.index, self.num_src, self._edge_value)
+
+
+def edges_of(destinations: Tensor) -> Adjacency | None:
+    """Return the edges of which a tensor is the row ``edge_index[1]``; ``None`` for any other tensor."""
+    edges: Adjacency | None = _DESTINATIONS.get(destinations)
+    return edges
 
 
 def _rebuild(indptr: Tensor, index: Tensor, num_src: int, value: Tensor | None) -> Adjacency:

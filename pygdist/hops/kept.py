@@ -15,6 +15,7 @@ from pygdist.hops.fused_attention import Unweighted, attention_kernel
 from pygdist.hops.hop import Hop, Kernel
 from pygdist.hops.host import Host
 from pygdist.hops.layer import forget_local_state
+from pygdist.nn.degrees import Degrees
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.readouts import Readouts
 from pygdist.nn.relations import KeptRelations
@@ -32,6 +33,7 @@ class Kept:
         self_loops: Edges with self-loops added or removed.
         relations: Edges of single relations.
         readouts: Sums and means over all nodes.
+        degrees: In-degrees of nodes.
         first_hop: Results of hops over fixed rows.
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
@@ -42,7 +44,7 @@ class Kept:
         self.host = host
         self.gcn_norm = GlobalGCNNorm(host)
         self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
-        self.readouts = Readouts(host)
+        self.readouts, self.degrees = Readouts(host), Degrees(host)
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}

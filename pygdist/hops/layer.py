@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch_geometric
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
 Module = TypeVar("Module", bound=nn.Module)
 
-Replacements = Mapping[str, tuple[Any, Any]]
-"""By global name: PyG's function, and the one that takes its place."""
+Replacements = Mapping[Any, Any]
+"""By PyG's function: the one that takes its place."""
 
 # -- arguments of hops -------------------------------------------------------------------------------------------------
 
@@ -257,21 +257,67 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
 
 
 def _uses(function: types.FunctionType, replacements: Replacements) -> bool:
-    names, variables = function.__code__.co_names, function.__globals__
-    return not replacements.keys().isdisjoint(names) and any(
-        name in names and variables.get(name) is old for name, (old, _) in replacements.items()
-    )
+    return bool(_others(function, replacements))
 
 
 def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:
     """The same code with other globals."""
-    variables = function.__globals__
-    new = {name: new for name, (old, new) in replacements.items() if variables.get(name) is old}
+    variables = {**function.__globals__, **_others(function, replacements)}
     copy = types.FunctionType(
-        function.__code__, {**variables, **new}, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, variables, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     return copy
+
+
+def _others(
+    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+) -> dict[str, Any]:
+    """Return globals that a function must see otherwise: PyG's functions by any name, modules with them, and helpers.
+
+    Helpers are functions of the user's own that call PyG's; ``callers`` are those on the way to this one.
+    """
+    others: dict[str, Any] = {}
+    names = _names(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            view = _view(value, names, replacements)
+            others |= {} if view is None else {name: view}
+        elif isinstance(value, types.FunctionType) and value in replacements:
+            others[name] = replacements[value]
+        elif _is_helper(value) and value not in callers and _others(value, replacements, (*callers, function)):
+            others[name] = _rebind(value, replacements)
+    return others
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a function's code, and in the functions that it makes."""
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _view(module: types.ModuleType, names: set[str], replacements: Replacements) -> types.ModuleType | None:
+    """Return a copy of a module in which PyG's functions are replaced; ``None`` if there are none of these names."""
+    others: dict[str, Any] = {}
+    for name in names:
+        value = vars(module).get(name)
+        if isinstance(value, types.ModuleType) and value.__name__.startswith(f"{module.__name__}."):
+            view = _view(value, names, replacements)
+            others |= {} if view is None else {name: view}
+        elif isinstance(value, types.FunctionType) and value in replacements:
+            others[name] = replacements[value]
+    if not others:
+        return None
+    copy = types.ModuleType(module.__name__)
+    vars(copy).update({**vars(module), **others})
+    return copy
+
+
+def _is_helper(value: Any) -> TypeGuard[types.FunctionType]:
+    """True for a function that is no library's."""
+    libraries = ("torch", "torch_geometric", "pygdist")
+    return isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] not in libraries
 
 
 # -- facts about layers ------------------------------------------------------------------------------------------------

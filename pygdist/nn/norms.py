@@ -35,6 +35,9 @@ class Ranks(Protocol):
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
 
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        """Return the in-degrees of rows in the whole graph, from those by the edges here."""
+
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
 

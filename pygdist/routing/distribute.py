@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing, RGCNConv, global_add_pool, global_mean_pool
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, remove_self_loops
 
 from pygdist.backends.base import Backend
 from pygdist.errors import InputError, LostRankError
@@ -47,6 +47,7 @@ from pygdist.hops.layer import (
 )
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
+from pygdist.nn.degrees import WHOLE_GRAPH
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.check import Ways
@@ -208,16 +209,18 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
     return body
 
 
-def _replacements(kept: Kept) -> dict[str, tuple[Any, Any]]:
-    """PyG's functions that look at all edges, and those that know of other ranks."""
+def _replacements(kept: Kept) -> dict[Any, Any]:
+    """PyG's functions that look at all edges or nodes, and those that know of other ranks."""
     return {
-        "gcn_norm": (gcn_norm, kept.gcn_norm),
-        "remove_self_loops": (remove_self_loops, kept.self_loops.remove),
-        "add_self_loops": (add_self_loops, kept.self_loops.add),
-        "add_remaining_self_loops": (add_remaining_self_loops, kept.self_loops.add_remaining),
-        "masked_edge_index": (masked_edge_index, kept.relations.pick),
-        "global_add_pool": (global_add_pool, kept.readouts.add),
-        "global_mean_pool": (global_mean_pool, kept.readouts.mean),
+        gcn_norm: kept.gcn_norm,
+        remove_self_loops: kept.self_loops.remove,
+        add_self_loops: kept.self_loops.add,
+        add_remaining_self_loops: kept.self_loops.add_remaining,
+        masked_edge_index: kept.relations.pick,
+        global_add_pool: kept.readouts.add,
+        global_mean_pool: kept.readouts.mean,
+        degree: kept.degrees.count,
+        **WHOLE_GRAPH,
     }
 
 

@@ -299,6 +299,10 @@ class RecomputingBackend(Backend):
         return self._running().source_rows(x)
 
     @override
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        return self._running().source_rows(degree)[: degree.size(0)]
+
+    @override
     def owned_rows(self, x: Tensor) -> Tensor:
         return x[: self.shard.num_owned] if self._pass is None else self._pass.owned_rows(x)
 
