@@ -22,7 +22,7 @@ from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import call_model, fill_in_sizes, row_lookup
+from pygdist.nn.inputs import call_model, fill_in_sizes
 from pygdist.routing import distribute
 from pygdist.testing import Difference, RankPool, Step, without_dropout
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
@@ -98,7 +98,15 @@ def _compare(
     except InputError as error:
         return str(error)
     except IndexError as error:  # rows of other ranks were indexed outside of propagate
-        return row_lookup(error)
+        return _row_lookup(error)
+
+
+def _row_lookup(error: IndexError) -> str:
+    """Return the explanation of an index error inside a distributed model."""
+    return (
+        f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows are "
+        "available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
+    )
 
 
 def run(command: str, arguments: list[str]) -> int:

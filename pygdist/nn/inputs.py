@@ -55,8 +55,6 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
             f"the model does not accept the graph's {width} features per node ({error}); "
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
-    except IndexError as error:
-        raise InputError(row_lookup(error), of_one_rank=True) from error
     if out.dim() != 2:
         raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
     return out
@@ -77,14 +75,6 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
             f"model's out_channels to {num_classes}"
         )
     return out
-
-
-def row_lookup(error: IndexError) -> str:
-    """Return the explanation of an index error inside a distributed model."""
-    return (
-        f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows are "
-        "available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
-    )
 
 
 def fill_in_sizes(model: nn.Module, graph: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from pygdist.errors import InputError, LostRankError
 from pygdist.routing.miniature import Miniature, beside_another, renumbered
 from pygdist.routing.runs import Setting, difference, rows_dim, run_whole
 
@@ -25,6 +26,16 @@ ELSEWHERE = (
     "propagate(edge_index, x=x, deg=deg), and read deg_j in message. Out-degrees, and edges that are turned or added, "
     "belong into the graph before it is partitioned (torch_geometric.transforms)"
 )
+
+
+#: Texts of torch and PyG for an index of a row that is too large.
+_MISSING_ROWS = ("out of bounds", "out of range", "Found indices in 'edge_index'", "Encountered invalid 'dim_size'")
+
+
+def reads_missing_rows(error: Exception) -> bool:
+    """True if torch or PyG says that an index of a row is too large."""
+    ours = isinstance(error, (InputError, LostRankError))
+    return not ours and any(phrase in str(error) for phrase in _MISSING_ROWS)
 
 
 def cause_of(plain: nn.Module, small: Miniature, setting: Setting, tolerance: float) -> str:

@@ -24,12 +24,12 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import mapped
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
-from pygdist.routing.causes import ELSEWHERE, OVER_NODES, OVER_NODES_OF_PARTS, cause_of
+from pygdist.routing.causes import ELSEWHERE, OVER_NODES, OVER_NODES_OF_PARTS, cause_of, reads_missing_rows
 from pygdist.routing.miniature import Miniature, NotComparableError
 from pygdist.routing.runs import (
     Route,
@@ -48,8 +48,6 @@ _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten c
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
 _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
-#: Errors of a model that sees fewer rows than it expects; errors of the machine are others.
-_OF_A_PART = (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _PASSED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
@@ -177,9 +175,10 @@ class _Check:
     ) -> list[tuple[Shard, Run]]:
         try:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
-        except (InputError, LostRankError, torch.OutOfMemoryError):
-            raise
-        except _OF_A_PART as error:
+        except Exception as error:
+            if not reads_missing_rows(error):
+                error.add_note(f"raised while the model was tried on a small graph before it trains; {_SWITCH}")
+                raise
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise InputError(
                 f"{type(plain).__name__} runs on one process, but not on a part of a graph: {type(error).__name__}: "

@@ -26,7 +26,7 @@ from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, remove_self_loops
 
 from pygdist.backends.base import Backend
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError
 from pygdist.hops.cheaper_side import cheaper_forward
 from pygdist.hops.fused_attention import UNSEEN, attention_forward
 from pygdist.hops.hop import Hop, each_end, with_passed_rows
@@ -50,6 +50,7 @@ from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
+from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
@@ -304,7 +305,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
         except (IndexError, RuntimeError, ValueError) as error:
-            if backend.communicator.world_size == 1 or not _reads_missing_rows(error):
+            if backend.communicator.world_size == 1 or not reads_missing_rows(error):
                 raise
             raise InputError(
                 f"{layer_name(self)} on rank {backend.shard.rank}: {error}. If this layer indexes node rows by "
@@ -315,15 +316,6 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return run
-
-
-def _reads_missing_rows(error: Exception) -> bool:
-    """True if torch or PyG says that an index of a row is too large."""
-    text = str(error)
-    return not isinstance(error, (InputError, LostRankError)) and any(phrase in text for phrase in _MISSING_ROWS)
-
-
-_MISSING_ROWS = ("out of bounds", "Found indices in 'edge_index'", "Encountered invalid 'dim_size'")
 
 
 def _shortcut(substitute: Callable[..., Tensor | None], forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
