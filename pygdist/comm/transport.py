@@ -57,6 +57,12 @@ class Transport:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Transport:
+        return self  # copies of a module share its process group, which nobody can copy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()  # a process group does not travel: where this is loaded, there is one process
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; ``None`` is one process alone.

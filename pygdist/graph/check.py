@@ -6,8 +6,10 @@ one-column matrices) pass; :func:`pygdist.graph.prepare` puts them into one form
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
@@ -74,6 +76,19 @@ def check_fields(
     for name in MASKS:
         if name in fields:
             _check_mask(name, fields[name], num_nodes)
+
+
+def with_tensors(data: Data) -> Data:
+    """Return a graph whose fields are tensors where they were NumPy arrays; other objects are shared."""
+    arrays = {name: value for name in FIELDS if isinstance(value := data.get(name), np.ndarray)}
+    arrays = {name: value for name, value in arrays.items() if value.dtype.kind in "biuf"}
+    if not arrays:
+        return data
+    data = copy.copy(data)
+    for name, value in arrays.items():
+        wide = value.dtype.kind == "u" and value.itemsize > 1  # torch computes with signed integers only
+        data[name] = torch.from_numpy(value.astype(np.int64 if wide else value.dtype.newbyteorder("="), copy=False))
+    return data
 
 
 def is_multi_label(y: Tensor) -> bool:

@@ -55,6 +55,11 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
             f"the model does not accept the graph's {width} features per node ({error}); "
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
+    if not isinstance(out, Tensor):
+        raise InputError(
+            f"the model returns a {type(out).__name__}, expected one tensor with a row per node; wrap the model in a "
+            "module that returns this tensor, or override training_step for a loss of several outputs"
+        )
     if out.dim() != 2:
         raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
     return out

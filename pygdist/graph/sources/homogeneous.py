@@ -32,7 +32,8 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         - ``y`` and masks: -1 and false for nodes of types without labels.
 
     Raises:
-        InputError: If there are no edges, edges have attributes or weights, or several types of nodes have labels.
+        InputError: If there are no edges, an edge ends at no node of its type, edges have attributes or weights, or
+            several types of nodes have labels.
     """
     kinds, relations = list(graph.node_types), list(graph.edge_types)
     if not relations:
@@ -45,6 +46,7 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         edge_index = graph[relation].get("edge_index")
         if not isinstance(edge_index, Tensor):
             raise InputError(f"dataset '{name}': edge_index of {relation} is missing; add it, or remove the edge type")
+        _check_ends(edge_index, (counts[kinds.index(source)], counts[kinds.index(target)]), relation, name)
         dropped = next((field for field in ("edge_attr", "edge_weight") if field in graph[relation]), None)
         if dropped is not None:
             raise InputError(
@@ -69,6 +71,20 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
     return out
 
 
+def _check_ends(edge_index: Tensor, counts: tuple[int, int], relation: tuple[str, str, str], name: str) -> None:
+    """Refuse edges beyond their own types: in one graph these would end at nodes of the next type."""
+    for end, ids, kind, count in zip(
+        ("source", "target"), edge_index, (relation[0], relation[-1]), counts, strict=True
+    ):
+        wrong = ((ids < 0) | (ids >= count)).nonzero()
+        if len(wrong):
+            edge = int(wrong[0])
+            raise InputError(
+                f"dataset '{name}': the {end} of edge {edge} of {relation} is node {int(ids[edge])}, but '{kind}' has "
+                f"nodes 0 to {count - 1}; correct edge_index, or set num_nodes of '{kind}'"
+            )
+
+
 def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
     forward, backward = (one[0] * num_nodes + one[1] for one in (edge_index, edge_index.flip(0)))
     return torch.equal(forward.sort().values, backward.sort().values)
@@ -76,6 +92,7 @@ def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
 
 def _features(graph: HeteroData, kinds: list[str], counts: list[int], first: dict[str, int]) -> Tensor:
     features = {kind: graph[kind].x for kind in kinds if isinstance(graph[kind].get("x"), Tensor)}
+    features = {kind: x if x.layout is torch.strided else x.to_dense() for kind, x in features.items()}
     widths = [x.size(1) for x in features.values()]
     shared = len(set(widths)) <= 1
     width = max(widths, default=0) if shared else sum(widths)

@@ -24,7 +24,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS, plain
+from pygdist.graph.check import MASKS, plain, with_tensors
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.generated.power_law import power_law
 from pygdist.graph.generated.sbm import degree_corrected_sbm
@@ -39,6 +39,12 @@ GENERATORS: dict[str, Callable[..., Any]] = {
     "reference": power_law,  # the graph of the default arguments is used for timings
     **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
+
+
+_STAGES = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))  # names of each mask's nodes
+_NAMES_OF_MASKS = tuple(
+    f"{one}_{kind}" for stages in _STAGES for one in stages for kind in ("idx", "mask") if f"{one}_{kind}" not in MASKS
+)
 
 
 def register_generator(name: str, generator: Callable[..., Any]) -> None:
@@ -57,7 +63,10 @@ def register_generator(name: str, generator: Callable[..., Any]) -> None:
 
 
 def load_graph(
-    dataset: str | os.PathLike[str] | Data | HeteroData | Callable[..., Any], *, split_index: int = 0, **args: Any
+    dataset: str | os.PathLike[str] | Data | HeteroData | Dataset | Callable[..., Any],
+    *,
+    split_index: int = 0,
+    **args: Any,
 ) -> Data:
     """Load the whole graph of a source.
 
@@ -71,7 +80,10 @@ def load_graph(
             - an OGB node dataset, such as ``ogbn-arxiv`` (extra ``ogb``);
             - a class in ``torch_geometric.datasets``, such as ``Planetoid``, or the dotted path of any class or
               function that returns a ``Data`` or a dataset of one graph;
-            - a PyG ``Data``, or any such callable.
+            - a PyG ``Data``, a dataset of one graph, or any such callable.
+
+            Fields may be NumPy arrays, and a split may be given by ids: ``train_idx``, ``val_idx`` or ``valid_idx`` and
+            ``test_idx``, or ``split_idx``, a dictionary of these; ``valid_mask`` is ``val_mask``.
 
             A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one graph with ``edge_type``;
             see :func:`~pygdist.graph.as_homogeneous`.
@@ -90,7 +102,7 @@ def load_graph(
         >>> load_graph("reddit-like", scale=0.1)
         >>> load_graph("Planetoid", root="data", name="Cora")
     """
-    if isinstance(dataset, Data | HeteroData):
+    if isinstance(dataset, Data | HeteroData | Dataset):
         name, graph = "dataset", dataset
         _no_arguments(args, "a Data object")
     elif isinstance(dataset, str | os.PathLike):
@@ -102,7 +114,9 @@ def load_graph(
     else:
         raise InputError(f"dataset: expected a name, a folder, a Data or a callable, got {type(dataset).__name__}")
     data = copy.copy(_one_graph(graph, name))  # shallow: attributes are replaced below, tensors are shared
+    data = with_tensors(data)
     _edges_from_adjacency(data, name)
+    _masks_from_ids(data, name)
     _pick_split(data, split_index)
     return data
 
@@ -229,6 +243,42 @@ def _edges_from_adjacency(data: Data, name: str) -> None:
     if not isinstance(edge_index := data.get("edge_index"), Tensor):
         raise InputError(f"dataset '{name}': edge_index is missing; add edge_index or adj_t")
     data.edge_index = plain(edge_index)
+
+
+def _masks_from_ids(data: Data, name: str) -> None:
+    """Turn ids of nodes, and masks of other names, into the masks that are missing."""
+    splits = data.get("split_idx")
+    named: dict[str, Any] = dict(splits) if isinstance(splits, Mapping) else {}
+    num_nodes = int(data.num_nodes or 0)
+    for mask, stages in zip(MASKS, _STAGES, strict=True):
+        if isinstance(data.get(mask), Tensor):
+            continue
+        if isinstance(
+            other := next((data.get(f"{one}_mask") for one in stages if f"{one}_mask" in data), None), Tensor
+        ):
+            data[mask] = other
+            continue
+        ids = next((data.get(f"{one}_idx") for one in stages if f"{one}_idx" in data), None)
+        ids = next((named[one] for one in stages if one in named), None) if ids is None else ids
+        if ids is None:
+            continue
+        ids = torch.as_tensor(ids)
+        if ids.dtype == torch.bool and ids.shape == (num_nodes,):
+            data[mask] = ids
+            continue
+        if (
+            ids.dim() != 1
+            or ids.is_floating_point()
+            or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes)
+        ):
+            raise InputError(
+                f"dataset '{name}': {stages[0]}_idx of shape {tuple(ids.shape)}, {ids.dtype}, expected ids of nodes "
+                f"from 0 to {num_nodes - 1}"
+            )
+        data[mask] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids.long(), True)
+    for field in ("split_idx", *_NAMES_OF_MASKS):
+        if field in data:
+            del data[field]
 
 
 def _pick_split(data: Data, split_index: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import FIELDS, MASKS, check, is_multi_label, plain, rows_of
+from pygdist.graph.check import FIELDS, MASKS, check, is_multi_label, plain, rows_of, with_tensors
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ def prepare(
     Raises:
         InputError: If :func:`check` raises it, or ``split`` is not three shares.
     """
+    data = with_tensors(data)
     check(data, num_classes=num_classes)
     notes: list[str] = []
     num_nodes = data["x"].size(0)

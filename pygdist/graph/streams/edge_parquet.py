@@ -1,4 +1,4 @@
-"""Edges from Parquet (extra ``parquet``): the columns named source and target, or the first two."""
+"""Edges from Parquet (extra ``parquet``): the columns that are named as the ends of edges."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
+from pygdist.graph.streams.columns import ends_of
 from pygdist.graph.streams.progress import Progress, watched
 
 _BATCH_EDGES = 1 << 20
-_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"))
 
 
 def read_parquet(
     path: Path, *, num_nodes: int | None = None, progress: Progress | None = None
 ) -> Iterator[NDArray[np.int64]]:
-    """Read the columns ``source`` and ``target`` (or ``src``, ``dst``; ``from``, ``to``), else the first two, once.
+    """Read the columns of sources and targets, by their names (:mod:`pygdist.graph.streams.columns`), once.
 
     Yields:
         Chunks of edges, int64 of shape ``(2, k)``.
 
     Raises:
-        InputError: If pyarrow is not installed, the file cannot be read, the columns do not hold integers, or an id is
-            negative or not below ``num_nodes``.
+        InputError: If pyarrow is not installed, the file cannot be read, no columns are named as ends of edges, they do
+            not hold integers, or an id is negative or not below ``num_nodes``.
     """
     try:
         import pyarrow
@@ -57,16 +57,19 @@ def read_parquet(
 
 
 def _columns(path: Path, schema: Any) -> list[str]:
-    lower = {name.lower(): name for name in schema.names}
-    columns = next(
-        ([lower[one] for one in pair] for pair in _NAMES if all(one in lower for one in pair)), schema.names[:2]
-    )
     if len(set(schema.names)) < len(schema.names):
         raise InputError(f"{path}: several columns have the same name")
-    if len(columns) < 2:
+    if len(schema.names) < 2:
         raise InputError(f"{path}: {len(schema.names)} columns, expected two of ids")
+    places = ends_of(schema.names)
+    if places is None:
+        raise InputError(
+            f"{path}: columns {', '.join(schema.names[:6])}: which are the sources and the targets of edges? Name "
+            "these source and target"
+        )
+    columns = [schema.names[place] for place in places]
     for name in columns:
         kind = str(schema.field(name).type)
         if not kind.startswith(("int", "uint")):
             raise InputError(f"{path}: column {name} holds {kind}, expected ids as integers")
-    return list(columns)
+    return columns

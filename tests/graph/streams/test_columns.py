@@ -1,0 +1,76 @@
+"""Tables of edges name their ends in many ways, and in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pygdist.errors import InputError
+from pygdist.graph.streams.columns import ends_of
+from pygdist.graph.streams.edge_text import read_text
+from pygdist.native import load
+
+needs_native = pytest.mark.skipif(load() is None, reason="text is read by the native library")
+
+
+@pytest.mark.parametrize(
+    ("names", "places"),
+    [
+        ("source target", (0, 1)),
+        ("target source", (1, 0)),
+        ("EdgeId Source Target", (1, 2)),
+        ("edge_id src_id dst_id", (1, 2)),
+        ("FromNodeId ToNodeId", (0, 1)),
+        ("id_1 id_2", (0, 1)),
+        ("node2 node1", (1, 0)),
+        ("weight u v", (1, 2)),
+        ("'src' 'dst' time", (0, 1)),
+        ("citing cited", (0, 1)),
+        ("timestamp start_node end_node", (1, 2)),
+        ("x y", None),
+        ("id name", None),
+        ("source target source_id target_id", None),  # which?
+        ("source weight", None),
+        ("start_time end_time", None),
+    ],
+)
+def test_ends_are_found_by_their_names(names: str, places: tuple[int, int] | None) -> None:
+    assert ends_of(names.split()) == places
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("text", "edges"),
+    [
+        ("EdgeId,Source,Target\n0,3,4\n1,4,5\n", [[3, 4], [4, 5]]),
+        ("target,source\n1,0\n2,0\n", [[0, 1], [0, 2]]),
+        (",source,target\n0,7,8\n1,9,7\n", [[7, 8], [9, 7]]),
+        ("# a comment\nid weight from to\n# another\n5 0.5 1 2\n6 0.25 2 3\n", [[1, 2], [2, 3]]),
+        ("0 1\n1 2 # the last\n", [[0, 1], [1, 2]]),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [64, 1 << 16])
+def test_edges_are_read_from_the_columns_that_names_tell(
+    text: str, edges: list[list[int]], block_bytes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "edges.csv"
+    path.write_text(text)
+    read = [edge for chunk in read_text(path, block_bytes=block_bytes) for edge in chunk.T.tolist()]
+    assert read == edges
+
+
+@needs_native
+def test_names_that_tell_no_ends_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "edges.csv"
+    path.write_text("paper,author\n0,1\n")
+    with pytest.raises(InputError, match="'paper,author' names columns: which are the sources"):
+        list(read_text(path))
+
+
+@needs_native
+def test_a_line_of_too_few_columns_is_told_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "edges.csv"
+    path.write_text("id,source,target\n0,1,2\n1,x\n")
+    with pytest.raises(InputError, match="line 3 is '1,x'"):
+        list(read_text(path))
