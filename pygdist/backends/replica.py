@@ -253,7 +253,10 @@ class ReplicaBackend(RecomputingBackend):
     def whole_degrees(self, degree: Tensor) -> Tensor:
         if self._alone or self._batch is not None or self.hops == 0:
             return degree
-        return in_degrees(self._around.in_degree, False, None)[: degree.size(0)].to(degree)
+        degrees = in_degrees(self._around.in_degree, False, None)[: degree.size(0)].to(degree)
+        owned = slice(0, self.shard.num_owned)
+        # of other edges, such as those with loops, the rows at the rim count what is here
+        return degrees if torch.equal(degrees[owned], degree[owned]) else degree
 
     @override
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:

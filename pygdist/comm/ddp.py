@@ -15,7 +15,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS els
 DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 
 
-def ddp_loss_scale(num_labelled: int, world_size: int) -> float:
+def ddp_loss_scale(num_labelled: float, world_size: int) -> float:
     """Return the factor for each rank's summed loss: DDP's mean of gradients is then that of the mean loss over nodes.
 
     ``num_labelled`` counts the labelled training nodes of the whole graph.

@@ -109,9 +109,9 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self.checkpoint_bytes = 0
 
     @override
-    def loss_scale(self, num_labelled: int, num_here: int) -> float:
+    def loss_scale(self, num_labelled: float, num_here: float) -> float:
         """Return the factor on the summed loss of a step that makes it the mean over the step's nodes."""
-        return 1.0 / max(num_here, 1)
+        return 1.0 / (num_here or 1.0)
 
     @property
     @override

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
+from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import GraphModule
@@ -50,8 +51,15 @@ class NodeClassifier(GraphModule):
         model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
             if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
             the graph.
+        class_weights: Factor on the loss of the nodes of each class. The mean is that of
+            ``torch.nn.CrossEntropyLoss(weight=...)``: the sum of weighted losses over the sum of weights, over all
+            ranks. The score does not count them.
 
     The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
+
+    Raises:
+        InputError: If a weight is negative; in a run, if there is not one weight for each class, or nodes may have
+            several classes.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -59,10 +67,30 @@ class NodeClassifier(GraphModule):
 
     learns_edges: ClassVar[bool | None] = False
 
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend | str = "comm",
+        lr: float = 0.01,
+        weight_decay: float = 5e-4,
+        savings: Savings = Savings(),  # noqa: B008 (frozen)
+        exact_evaluation: bool = True,
+        check: bool = True,
+        class_weights: list[float] | None = None,
+    ) -> None:
+        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation, check)
+        if class_weights is not None and not all(0 <= weight < float("inf") for weight in class_weights):
+            raise InputError(f"class_weights are {class_weights}, expected numbers from 0")
+        self.class_weights = class_weights
+        self._train_share: tuple[Shard, float] | None = None  # of all ranks, for the shard
+
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        shard = self.shard
+        shard, weights = self.shard, self.class_weights
+        if weights is not None and (shard.multi_label or len(weights) != shard.num_classes):
+            kind = "nodes may have several" if shard.multi_label else "one for each is needed"
+            raise InputError(f"class_weights has {len(weights)} numbers for {shard.num_classes} classes, but {kind}")
         for name in ("train", "val", "test"):
             self.metrics.update({f"{name}_loss": MeanMetric(), f"{name}_score": _score(shard)})
         self._score_name = "f1" if shard.multi_label else "acc"
@@ -94,8 +122,8 @@ class NodeClassifier(GraphModule):
         self.place(shard)
         if isinstance(batch, PartBatch) and batch.sample is not None:
             return self._learn_sample(shard, batch.sample)
-        total, count = self._learn(shard, self(shard))
-        return self.scaled(total, shard.counts["train_mask"], count)
+        total, share = self._learn(shard, self(shard))
+        return self.scaled(total, self._share_of_all(shard, share), share)
 
     @override
     def validation_step(self, batch: Shard | PartBatch, batch_idx: int) -> None:
@@ -111,8 +139,23 @@ class NodeClassifier(GraphModule):
         shard, out = self.evaluated(batch)
         return shard.owned_id, out
 
-    def _learn(self, shard: Shard, out: Tensor) -> tuple[Tensor, int]:
-        """Return the summed loss over labelled training nodes, and their number; update and log the metrics."""
+    def _share_of_all(self, shard: Shard, share: float) -> float:
+        """Return the training nodes of all ranks, or their weights if classes have any."""
+        if self.class_weights is None or self.averages_models:
+            return shard.counts["train_mask"]
+        if self._train_share is None or self._train_share[0] is not shard:
+            self._train_share = shard, float(self.communicator.gather([share]).sum())
+        return self._train_share[1] or 1.0
+
+    def _weights_of(self, y: Tensor) -> Tensor | None:
+        """Return the weight of each node's class, 0 without a label; ``None`` if classes have none."""
+        if self.class_weights is None:
+            return None
+        weights = torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
+        return weights[y]  # -1 is the last
+
+    def _learn(self, shard: Shard, out: Tensor) -> tuple[Tensor, float]:
+        """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""
         if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
         return self._noted(out, shard.y, shard.train_mask, "train")
@@ -125,17 +168,18 @@ class NodeClassifier(GraphModule):
         out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
         norm = graph.get("node_norm")
         if norm is None:
-            total, count = self._noted(out, graph.y, graph.train_mask, "train")
+            total, share = self._noted(out, graph.y, graph.train_mask, "train")
         else:  # a node's norm is the share of the part's training nodes that it stands for
-            count = int(shard.train_mask.sum())
-            total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * count)
-        return self.scaled(total, self._in_step(count), count)
+            weights = self._weights_of(shard.y)
+            share = float(shard.train_mask.sum() if weights is None else weights[shard.train_mask].sum())
+            total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * int(shard.train_mask.sum()))
+        return self.scaled(total, self._in_step(share), share)
 
-    def _in_step(self, count: int) -> int:
-        """Return the number of nodes that all ranks train on in a step, at least 1, from that of this rank."""
+    def _in_step(self, share: float) -> float:
+        """Return the nodes that all ranks train on in a step, or their weights; 1 if there are none."""
         if self.averages_models:
-            return max(count, 1)
-        return max(1, int(self.communicator.gather([float(count)]).sum()))
+            return share or 1.0
+        return float(self.communicator.gather([share]).sum()) or 1.0
 
     def _evaluate(self, batch: Shard | PartBatch, stage: Stage) -> None:
         """Update and log the metrics of a stage."""
@@ -151,18 +195,20 @@ class NodeClassifier(GraphModule):
         assert shard.y is not None, "other ranks have labels"
         out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
         self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")
-        self._in_step(0)
+        self._in_step(0.0)
         # it depends on every parameter, as DDP sends all gradients in each step
         return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
 
     def _noted(
         self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
-    ) -> tuple[Tensor, int]:
-        """Return the summed loss over a mask's labelled nodes (times ``weight``) and their number; log the metrics."""
-        total, count = summed_loss(out, y, mask, weight, self.node_losses)
+    ) -> tuple[Tensor, float]:
+        """Return the summed loss over a mask's labelled nodes (times ``weight``) and their share; log the metrics."""
+        of_classes = self._weights_of(y)
+        factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
+        total, count = summed_loss(out, y, mask, factor, self.node_losses)
         rows = labelled(y, mask)
         loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
-        share = count if weight is None else float(weight[rows].sum())
+        share = count if factor is None else float(factor[rows].sum())
         loss.update(total.detach() / (share or 1), weight=share)
         if y.dim() == 2:
             score.update((out[rows] > 0).long(), y[rows].long())  # as predict does; torchmetrics guesses a sigmoid
@@ -172,7 +218,7 @@ class NodeClassifier(GraphModule):
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
-        return total, count
+        return total, share
 
 
 def _score(shard: Shard) -> Metric:

@@ -209,8 +209,11 @@ class GraphModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
-    def scaled(self, total: Tensor, count: int, count_here: int) -> Tensor:
-        """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one."""
+    def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
+        """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one.
+
+        With weights, numbers are sums of weights.
+        """
         strategy = self.trainer.strategy
         if isinstance(strategy, GraphDDPStrategy):
             return total * strategy.loss_scale(count, count_here)

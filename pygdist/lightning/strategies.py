@@ -95,7 +95,7 @@ class GraphDDPStrategy(DDPStrategy):
         """The ranks can communicate: the run has neither ended nor failed."""
         return self._communicator is not None
 
-    def loss_scale(self, num_labelled: int, num_here: int) -> float:
+    def loss_scale(self, num_labelled: float, num_here: float) -> float:
         """Return the factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
 
         ``num_labelled`` training nodes are on all ranks, ``num_here`` of them on this one.

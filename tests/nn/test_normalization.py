@@ -51,7 +51,8 @@ def test_weights_are_those_of_the_whole_graph(options: dict[str, Any], pool: Ran
 
 def _check_kept(rank: int, world_size: int, store: str) -> list[int]:
     backend, shard = _bound(rank, store)
-    layer = distribute(GCNConv(5, 3).double(), backend=backend, savings=Savings(first_hop=False))
+    torch.manual_seed(0)
+    layer = distribute(GCNConv(5, 3).double(), backend=backend, savings=Savings(first_hop=False), check=False)
     calls, weight = [], shard.edge_weight
     assert weight is not None
     for change in (False, False, True):
