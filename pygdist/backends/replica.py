@@ -30,6 +30,7 @@ from pygdist.graph import Shard
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.surroundings import Surroundings
+from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import layer_name
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
@@ -153,7 +154,7 @@ class ReplicaBackend(RecomputingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        edges = [value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)]
+        edges = edges_among(model.forward, args, kwargs)
         if any(value.csr() is self.shard.adjacency.csr() for value in edges):
             return super().model_inputs(model, args, kwargs)
         # a mini-batch of the part is a graph of its own

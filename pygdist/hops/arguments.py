@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
@@ -20,18 +22,43 @@ def mapped(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``change`` to the name and value of each argument of a call; to those in tuples and lists one by one."""
+    """Apply ``change`` to the name and value of each argument of a call.
+
+    Values in tuples and lists are changed one by one; so are those in dictionaries and in PyG's ``Data``, whose keys
+    are their names.
+    """
     parameters = inspect.signature(forward).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names += [""] * (len(args) - len(names))
 
     def changed(name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(changed(name, one) for one in value)
+            values = [changed(name, one) for one in value]
+            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+        if isinstance(value, dict):
+            return type(value)((key, changed(str(key), one)) for key, one in value.items())
+        if isinstance(value, Data):
+            data = copy.copy(value)  # shallow
+            for key, one in value.items():
+                data[key] = changed(key, one)
+            return data
         return change(name, value)
 
     positional = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
     return positional, {name: changed(name, value) for name, value in kwargs.items()}
+
+
+def edges_among(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Adjacency]:
+    """Return the edges among the arguments of a call."""
+    edges: list[Adjacency] = []
+
+    def look(_: str, value: Any) -> Any:
+        if isinstance(value, Adjacency):
+            edges.append(value)
+        return value
+
+    mapped(forward, args, kwargs, look)
+    return edges
 
 
 def each_tensor(out: Any, change: Callable[[Tensor], Tensor]) -> Any:

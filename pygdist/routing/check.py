@@ -25,8 +25,8 @@ from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency, Shard
-from pygdist.hops.arguments import mapped
+from pygdist.graph import Shard
+from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.routing.causes import ELSEWHERE, OVER_NODES, OVER_NODES_OF_PARTS, cause_of, reads_missing_rows
@@ -245,14 +245,7 @@ def _comparable(plain: nn.Module, small: Miniature, *, without_norms: bool) -> t
 
 def _is_of_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:
     """True if a pass gets the edges of another graph than the rank's part."""
-    edges: list[Adjacency] = []
-
-    def look(_: str, value: Any) -> Any:
-        if isinstance(value, Adjacency):
-            edges.append(value)
-        return value
-
-    mapped(model.forward, args, kwargs, look)
+    edges = edges_among(model.forward, args, kwargs)
     return bool(edges) and not any(one.csr() is shard.adjacency.csr() for one in edges)
 
 

@@ -74,9 +74,9 @@ class Run:
         Raises:
             NotComparableError: If no output has a row per node or edge, or most numbers are not finite.
         """
-        rows = [one for one in self.outputs.values() if _kind(one, small) is not None or one.dim()]
+        rows = [one for one in self.outputs.values() if _kind(one, small) is not None]
         if not rows:
-            raise NotComparableError("its output has no tensor with a row for each node")
+            raise NotComparableError("its output has no tensor with a row for each node or edge")
         finite = sum(int(one.isfinite().sum()) for one in rows)
         if 2 * finite < sum(one.numel() for one in rows):
             raise NotComparableError("most numbers of its output are infinite or NaN there")
@@ -162,7 +162,9 @@ def _pass_by(
         run.num_hops.append(0)
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
-        outputs = {f"{number} {at}": one for at, one in enumerate(tensors_of(out))}
+        # whole numbers may be edges, which are of another class on a rank
+        numbers = [one for one in tensors_of(out) if one.is_floating_point() or one.is_complex()]
+        outputs = {f"{number} {at}": one for at, one in enumerate(numbers)}
         run.outputs |= {name: one.detach().clone() for name, one in outputs.items()}
         if number == 1:
             _learn(outputs, small, shard, run if whole is None else whole)
@@ -214,7 +216,7 @@ def _traced(model: nn.Module, run: Run, number: int) -> Iterator[None]:
         noted.clear()
 
     def note(name: str, out: Any) -> None:
-        for one in tensors_of(out):
+        for one in (one for one in tensors_of(out) if one.is_floating_point()):
             noted[name, number * 1000 + calls[name]] = one.detach().clone()
             calls[name] += 1
 

@@ -458,7 +458,7 @@ class Outputs(nn.Module):
         outputs: dict[str, Callable[[], Any]] = {
             "some": lambda: (out, out[x[:, 0] > 0]),
             "edges": lambda: out[edge_index[1]],
-            "attention": lambda: self.conv(x, edge_index, return_attention_weights=True)[1][1],
+            "attention": lambda: self.conv(x, edge_index, return_attention_weights=True),
             "loss": lambda: {"out": out, "loss": out.square().sum()},
             "nested": lambda: [(out, {"hidden": out.tanh()})],
             "nothing": lambda: SimpleNamespace(out=out),

@@ -31,7 +31,7 @@ from pygdist.backends.recomputing.inputs import ModelInputs, kinds_of
 from pygdist.backends.recomputing.rows import make_rows
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
-from pygdist.hops.arguments import each_tensor, first_rows
+from pygdist.hops.arguments import each_tensor, edges_among, first_rows
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import layer_name
 from pygdist.hops.untouched import IrreversibleError, untouched
@@ -205,7 +205,7 @@ class RecomputingBackend(Backend):
         by_widths = self._on_graph.rows
         with torch.inference_mode(False):  # training uses what evaluation may begin
             if key not in entry.facts:
-                entry.facts[key] = look_at(call, rehearse, partial(self._attempt, model), begin_pass)
+                entry.facts[key] = self._looked_at(call, rehearse, begin_pass)
             facts = entry.facts[key]
             if facts.widths not in by_widths:
                 by_widths[facts.widths] = self.rows_of(facts.widths, Probe(call, facts, rehearse, begin_pass))
@@ -213,6 +213,23 @@ class RecomputingBackend(Backend):
         extended = self.extended(call, rows)
         self._pass = self._part_pass(rows, facts)
         return extended
+
+    def _looked_at(self, call: Call, rehearse: Rehearse, begin_pass: Callable[[], None]) -> ModelFacts:
+        """Run a model on a few nodes, and refuse one whose edges cannot be replaced."""
+        has_edges = bool(edges_among(call.model.forward, call.args, call.kwargs))
+        no_edges = InputError(
+            f"backend '{self._title}' gives the model more rows and edges than the rank's own, in place of those among "
+            f"its arguments, but {type(call.model).__name__} gets no edges; pass shard.adjacency as an argument"
+        )
+        try:
+            facts = look_at(call, rehearse, partial(self._attempt, call.model), begin_pass)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if has_edges or isinstance(error, InputError):
+                raise
+            raise no_edges from error
+        if facts.widths and not has_edges:
+            raise no_edges
+        return facts
 
     def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> PartPass:
         return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)

@@ -1,0 +1,125 @@
+"""Models are called as people call theirs: with a ``Data``, dictionaries, tuples or keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN, GCNConv
+
+from pygdist.backends import ReplicaBackend, resolve_backend
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.native import load
+from pygdist.routing import distribute
+from pygdist.testing import RankPool, random_graph
+
+BACKENDS = ["comm", "cache", "hybrid", "tensor", "replica"]
+needs_planner = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
+backends_ = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=needs_planner if name == "hybrid" else ()) for name in BACKENDS]
+)
+
+
+class Pair(NamedTuple):
+    """Features and edges."""
+
+    x: Tensor
+    edges: Tensor
+
+
+class Net(nn.Module):
+    """Two layers that take their graph in some form."""
+
+    def __init__(self, take: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.first, self.last, self.take = GCNConv(5, 4), GCNConv(4, 3), take
+
+    def forward(self, graph: Any) -> Tensor:
+        x, edges = self.take(graph)
+        out: Tensor = self.last(self.first(x, edges).relu(), edges)
+        return out
+
+
+CALLS: dict[str, tuple[Callable[[Any], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Any]]] = {
+    "data": (lambda graph: (graph.x, graph.edge_index), lambda x, edges: Data(x=x, edge_index=edges, name="mine")),
+    "dictionary": (lambda graph: (graph["x"], graph["edges"]), lambda x, edges: {"x": x, "edges": edges}),
+    "nested": (lambda graph: (graph[0]["x"], graph[1][0]), lambda x, edges: ({"x": x}, [edges, None])),
+    "named": (lambda graph: (graph.x, graph.edges), Pair),
+}
+
+
+def _outputs(rank: int, world_size: int, folder: str, backend_name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each model's output in its second pass, compared with one process before its first, and the ids of its rows."""
+    communicator, outputs = Communicator(dist.new_group()), {}
+    shard = Shard.load(f"{folder}/{'replicas' if backend_name == 'replica' else 'nodes'}", rank)
+    for name, (take, graph) in CALLS.items():
+        backend = ReplicaBackend(hops=2) if backend_name == "replica" else resolve_backend(backend_name)
+        backend.bind(shard, communicator)
+        torch.manual_seed(0)
+        model = distribute(Net(take).double(), backend=backend)
+        for _ in range(2):
+            out = model(graph=graph(shard.x, shard.adjacency))
+        outputs[name] = shard.owned_id, out.detach()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Parts for two ranks, of both placements."""
+    folder = tmp_path_factory.mktemp("calls")
+    data, part = random_graph("directed")
+    for name, hops in (("nodes", 1), ("replicas", 2)):
+        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
+    return str(folder)
+
+
+@backends_
+def test_a_model_may_take_its_graph_in_any_form(backend: str, parts: str, pool: RankPool) -> None:
+    data, _ = random_graph("directed")
+    for outputs in pool.run(_outputs, 2, parts, backend):
+        for name, (take, graph) in CALLS.items():
+            torch.manual_seed(0)
+            expected = Net(take).double()(graph(data.x, data.edge_index))
+            rows, out = outputs[name]
+            assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12), name
+
+
+class ReadsGlobals(nn.Module):
+    """Reads a graph that is not among its arguments."""
+
+    def __init__(self, edges: Any) -> None:
+        super().__init__()
+        self.net, self.edges = GCN(5, 4, num_layers=2, out_channels=3), [edges]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x, self.edges[0])
+        return out
+
+
+def _reads_globals(rank: int, world_size: int, folder: str, backend_name: str) -> str:
+    shard, backend = Shard.load(f"{folder}/nodes", rank), resolve_backend(backend_name)
+    backend.bind(shard, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    model = distribute(ReadsGlobals(shard.adjacency).double(), backend=backend, check=False)
+    try:
+        return str(tuple(model(shard.x).shape)) if rank < world_size else ""
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", pytest.param("hybrid", marks=needs_planner)])
+def test_a_model_that_gets_no_edges_is_refused_where_they_must_be_others(
+    backend: str, parts: str, pool: RankPool
+) -> None:
+    for said in pool.run(_reads_globals, 2, parts, backend):
+        if backend in ("comm", "tensor"):
+            assert said.endswith(", 3)")
+        else:
+            assert "ReadsGlobals gets no edges; pass shard.adjacency as an argument" in said
