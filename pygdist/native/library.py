@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 14
+ABI_VERSION = 15
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
 _INT = ctypes.c_int32
@@ -95,7 +95,7 @@ class NativePlacement(ctypes.Structure):
 class NativeText(ctypes.Structure):
     """``pygdist_text``: the position in a text with edges."""
 
-    _fields_ = (*_fields(_LONG, "max_id line count id header_line"), *_fields(_INT, "columns may_have_header"))
+    _fields_ = (*_fields(_LONG, "max_id line count id"), *_fields(_INT, "columns"))
 
 
 class Status(IntEnum):

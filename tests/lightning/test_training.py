@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.nn import functional
 
 from pygdist import InputError
@@ -207,3 +209,21 @@ def test_fit_and_test_and_fit_again_in_one_process(pool: RankPool, tmp_path: Pat
     assert first == second
     assert first[1] > 0.25
     assert first[2] == ["GCNConv", "GCNConv"], "after a run the model is plain again"
+
+
+def _copied(rank: int, world_size: int, folder: str) -> bool:
+    """A module that was trained can be copied, and the copy trained."""
+    module, data = runs.module(folder)
+    runs.trainer(rank, world_size, folder, max_epochs=1).fit(module, datamodule=data)
+    twin = copy.deepcopy(module)
+    before = {name: value.clone() for name, value in module.model.state_dict().items()}
+    assert all(torch.equal(value, before[name]) for name, value in twin.model.state_dict().items())
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)  # it copies the module
+    runs.trainer(rank, world_size, folder, max_epochs=3, callbacks=[averaging]).fit(twin, datamodule=data)
+    same = all(torch.equal(value, before[name]) for name, value in module.model.state_dict().items())
+    return same and not all(torch.equal(value, before[name]) for name, value in twin.model.state_dict().items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trained_module_can_be_copied(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    assert all(pool.run(_copied, world_size, str(tmp_path)))

@@ -46,7 +46,7 @@ def read_text(
             an id is negative or not below ``num_nodes``, the file cannot be read, or there is no native library.
     """
     native = require(f"{path}: reading text", ", or pass the edges as .npy")
-    state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1, may_have_header=0)
+    state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1)
     edge = np.empty((block_bytes // 3 + 1, 2), dtype=np.int64)
     places: tuple[int, int] | None = None
     for whole in _blocks(path, block_bytes, progress):

@@ -48,12 +48,6 @@ int32_t parse_line(const char* at, const char* end, int64_t* ids) {
   }
 }
 
-// True if a line without an edge may be the names of columns: it begins like a name.
-bool may_be_names(const char* at, const char* end) {
-  while (at < end && (is_blank(*at) || *at == '"' || *at == '\'' || *at == '_')) ++at;
-  return at < end && ((*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z'));
-}
-
 }  // namespace
 
 extern "C" {
@@ -70,20 +64,14 @@ int32_t pygdist_parse_edges(const char* text, int64_t length, pygdist_text* stat
     int64_t* const ids = edge + 2 * state->count;
     const int32_t columns = parse_line(at, end, ids);
     if (columns) {
-      if (columns == -PYGDIST_BAD_LINE && state->may_have_header && !state->columns &&
-          may_be_names(at, end)) {
-        state->may_have_header = 0;  // names of columns
-        state->header_line = state->line;
-      } else {
-        if (columns < 2) return PYGDIST_BAD_LINE;
-        if (!state->columns) state->columns = columns;
-        if (columns != state->columns) return PYGDIST_BAD_LINE;
-        for (int32_t i = 0; i < 2; ++i) {
-          state->id = ids[i];
-          if (ids[i] < 0 || ids[i] > state->max_id) return PYGDIST_BAD_ID;
-        }
-        ++state->count;
+      if (columns < 2) return PYGDIST_BAD_LINE;
+      if (!state->columns) state->columns = columns;
+      if (columns != state->columns) return PYGDIST_BAD_LINE;
+      for (int32_t i = 0; i < 2; ++i) {
+        state->id = ids[i];
+        if (ids[i] < 0 || ids[i] > state->max_id) return PYGDIST_BAD_ID;
       }
+      ++state->count;
     }
     at = next;
   }

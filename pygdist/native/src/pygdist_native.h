@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 14
+#define PYGDIST_ABI_VERSION 15
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -227,13 +227,11 @@ PYGDIST_API int32_t pygdist_follow_dependencies(const pygdist_dependencies* give
 // Edges as text: one edge per line, ids in the first two columns, columns separated by blanks or a comma; `#` begins a
 // comment.
 typedef struct pygdist_text {
-  int64_t max_id;           // the largest id allowed
-  int64_t line;             // lines read so far; after a failure the one at fault
-  int64_t count;            // edges of this call
-  int64_t id;               // after PYGDIST_BAD_ID the one at fault
-  int64_t header_line;      // the line that was taken for the names of the columns; 0 if none was
-  int32_t columns;          // of every line; 0 before the first edge
-  int32_t may_have_header;  // 1 if the first line that is no comment may be names
+  int64_t max_id;   // the largest id allowed
+  int64_t line;     // lines read so far; after a failure the one at fault
+  int64_t count;    // edges of this call
+  int64_t id;       // after PYGDIST_BAD_ID the one at fault
+  int32_t columns;  // of every line; 0 before the first edge
 } pygdist_text;
 
 // Reads whole lines and writes the edges into edge[k][2], which has room for one edge per 3 characters.
