@@ -42,7 +42,7 @@ def _bound(folder: str, rank: int) -> tuple[CacheBackend, Shard, Communicator]:
 def _epochs(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
     backend, shard, communicator = _bound(folder, rank)
     torch.manual_seed(0)
-    model = distribute(GCN(5, 6, num_layers=3, out_channels=3).double(), backend=backend)
+    model = distribute(GCN(5, 6, num_layers=3, out_channels=3).double(), backend=backend, check=False)
     sent, calls = [], []
     for _ in range(3):
         communicator.meter.reset()
@@ -73,7 +73,7 @@ def _rows(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]:
     backend, shard, _ = _bound(folder, rank)
     torch.manual_seed(0)
     layers = [Seen(5, 6), Seen(6, 6), Seen(6, 3)]
-    model = distribute(_Chain(layers).double(), backend=backend)
+    model = distribute(_Chain(layers).double(), backend=backend, check=False)
     out = model(shard.x, shard.adjacency)
     assert out.shape == (shard.num_owned, 3)
     return [layer.seen for layer in layers]
@@ -147,7 +147,7 @@ def _depths(rank: int, world_size: int, folder: str, kind: str) -> tuple[float, 
     twin = copy.deepcopy(model)
     with torch.no_grad():
         whole = twin(data.x, data.edge_index)
-    ours = distribute(model, backend=backend)(shard.x, shard.adjacency)
+    ours = distribute(model, backend=backend, check=False)(shard.x, shard.adjacency)
     pairs = zip(tensors_of(ours), tensors_of(whole), strict=True)
     apart = max(float((one - two[shard.owned_id]).detach().abs().max()) for one, two in pairs)
     return apart, model.between, next(iter(backend._on_graph.rows.values())).computed
@@ -195,7 +195,7 @@ class Changing(nn.Module):
 def _changing(rank: int, world_size: int, folder: str) -> None:
     backend, shard, _ = _bound(folder, rank)
     model = Changing().double()
-    distribute(model, backend=backend)
+    distribute(model, backend=backend, check=False)
     model(shard.x, shard.adjacency)
     model.own_edges = True
     with pytest.raises(InputError, match=r"GCNConv gets edges that the model made.*call undistribute"):
@@ -223,7 +223,7 @@ class Noisy(nn.Module):
 
 def _widths(rank: int, world_size: int, folder: str, dropout: float) -> tuple[int, ...]:
     backend, shard, _ = _bound(folder, rank)
-    distribute(model := Noisy(dropout).double(), backend=backend)
+    distribute(model := Noisy(dropout).double(), backend=backend, check=False)
     model(shard.x, shard.adjacency)
     (found,) = backend._on_graph.rows
     return found
@@ -265,7 +265,7 @@ def _branching(rank: int, world_size: int, folder: str) -> None:
     torch.manual_seed(0)
     model = Branching().double()
     twin = copy.deepcopy(model)
-    distribute(model, backend=backend)
+    distribute(model, backend=backend, check=False)
     whole, own = torch.zeros(200, dtype=torch.long), torch.zeros(shard.num_owned, dtype=torch.long)
     wanted = torch.arange(shard.num_owned - 1, 0, -2)
     everywhere = torch.arange(200)
@@ -288,7 +288,7 @@ def _branching(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(InputError, match="GCNConv: the model makes more hops than the 2 of its first pass"):
         model(*args)
     undistribute(model)
-    distribute(model, backend=backend)
+    distribute(model, backend=backend, check=False)
     twin.depth = 3
     check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id)
     with pytest.raises(InputError, match=r"GCNConv runs outside a forward pass of the model.*checkpointing"):
@@ -304,7 +304,7 @@ def test_models_that_do_more_than_at_first(tmp_path: Path, pool: RankPool) -> No
 def _inferred(rank: int, world_size: int, folder: str, ratio: float) -> None:
     shard, backend = Shard.load(folder, rank), HybridBackend(cache_ratio=ratio)
     backend.bind(shard, Communicator(dist.new_group()))
-    model = distribute(pyg.GraphSAGE(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    model = distribute(pyg.GraphSAGE(5, 6, num_layers=2, out_channels=3).double(), backend=backend, check=False)
     with torch.inference_mode():
         model(shard.x, shard.adjacency)
     model(shard.x, shard.adjacency).sum().backward()
@@ -326,7 +326,7 @@ def _sequential(rank: int, world_size: int, folder: str) -> float:
     steps = [(pyg.GCNConv(5, 6), "x, e, w -> x"), nn.ReLU(), (pyg.GCNConv(6, 3), "x, e, w -> x")]
     model = pyg.Sequential("x, e, w", steps).double()
     whole = model(data.x, data.edge_index, data.edge_weight).detach()
-    ours = distribute(model, backend=backend)(shard.x, shard.adjacency, shard.edge_weight)
+    ours = distribute(model, backend=backend, check=False)(shard.x, shard.adjacency, shard.edge_weight)
     return float((ours - whole[shard.owned_id]).detach().abs().max())
 
 
@@ -340,7 +340,7 @@ def _divided(rank: int, world_size: int, folder: str) -> bool:
     backend, shard, _ = _bound(folder, rank)
     torch.manual_seed(0)
     model = Divided().double()
-    distribute(model, backend=backend)(shard.x, shard.adjacency).sum().backward()
+    distribute(model, backend=backend, check=False)(shard.x, shard.adjacency).sum().backward()
     return all(bool(one.grad.isfinite().all()) for one in model.parameters() if one.grad is not None)
 
 
@@ -372,7 +372,7 @@ class Weighted(GCN):
 
 def _as_long_as_one_rank(rank: int, world_size: int, folder: str) -> tuple[float, int]:
     backend, shard, communicator = _bound(folder, rank)
-    model = distribute(Weighted(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    model = distribute(Weighted(5, 6, num_layers=2, out_channels=3).double(), backend=backend, check=False)
     length = int(communicator.gather([shard.num_owned])[0])
     weight = torch.arange(length, dtype=torch.float64)
     out = model(shard.x, shard.adjacency, weight)
@@ -432,7 +432,7 @@ def _unusual(rank: int, world_size: int, folder: str, kind: str, backend: Backen
     backend.bind(shard, Communicator(dist.new_group()))
     torch.manual_seed(0)
     plain = Unusual(kind).double()
-    model = distribute(copy.deepcopy(plain), backend=backend)
+    model = distribute(copy.deepcopy(plain), backend=backend, check=False)
     found = largest_differences(
         distributed_step(model, shard, backend.communicator), reference_step(plain, data), shard.owned_id
     )
@@ -467,7 +467,7 @@ class Products(TorchDispatchMode):
 def _product_rows(rank: int, world_size: int, folder: str, name: str) -> tuple[list[int], tuple[int, ...]]:
     backend, shard, _ = _bound(folder, rank)
     torch.manual_seed(0)
-    model = distribute(getattr(pyg, name)(5, 6, num_layers=2, out_channels=3).double(), backend=backend)
+    model = distribute(getattr(pyg, name)(5, 6, num_layers=2, out_channels=3).double(), backend=backend, check=False)
     for _ in range(2):
         model(shard.x, shard.adjacency).sum().backward()
     with Products() as products:
@@ -520,7 +520,7 @@ class UpdatesEdgesLast(MessagePassing):
 
 def _edges_last(rank: int, world_size: int, folder: str, of_nodes: bool) -> bool:
     backend, shard, _ = _bound(folder, rank)
-    model = distribute(UpdatesEdgesLast(of_nodes), backend=backend)
+    model = distribute(UpdatesEdgesLast(of_nodes), backend=backend, check=False)
     attr = torch.ones(shard.adjacency.size(1), 1, dtype=shard.x.dtype)
     if of_nodes:
         with pytest.raises(InputError, match="updates edges from rows of nodes after the model's last hop"):

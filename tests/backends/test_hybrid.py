@@ -190,7 +190,7 @@ def _plan(
         backend.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
         model = GraphSAGE(shard.x.size(1), 8, 2, 4, dropout=0.5, norm="BatchNorm").double()
-        distribute(model, backend=backend)
+        distribute(model, backend=backend, check=False)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.eval()
         generator = torch.get_rng_state()
@@ -285,7 +285,7 @@ def _first_hop(rank: int, world_size: int, folder: str, mib: float) -> tuple[flo
     backend = HybridBackend()
     backend.bind(Shard.load(folder, rank), Communicator(dist.new_group()))
     model = GCN(5, 40, num_layers=2, out_channels=4).double()
-    distribute(model, backend=backend, savings=Savings(first_hop_mib=mib))
+    distribute(model, backend=backend, savings=Savings(first_hop_mib=mib), check=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it does not fit
         for _ in range(2):
@@ -312,7 +312,10 @@ def _exchanges(rank: int, world_size: int, folder: str, name: str) -> tuple[list
         backend.bind(Shard.load(folder, rank), Communicator(dist.new_group()))
         layers = {"GCN": GCN, "GAT": GAT, "GATv2": partial(GAT, v2=True)}[name]
         model = distribute(
-            layers(5, 8, num_layers=2, out_channels=4).double(), backend=backend, savings=Savings(first_hop=False)
+            layers(5, 8, num_layers=2, out_channels=4).double(),
+            backend=backend,
+            savings=Savings(first_hop=False),
+            check=False,
         )
         for _ in range(2):  # in the first, GCN's weights are exchanged too
             backend.communicator.meter.reset()
@@ -444,7 +447,7 @@ def _edges_only(rank: int, world_size: int, folder: str) -> None:
     for backend in (HybridBackend(), CommBackend()):
         backend.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
-        model = distribute(EdgesOnly().double(), backend=backend)
+        model = distribute(EdgesOnly().double(), backend=backend, check=False)
         outputs.append(model(shard.x, shard.adjacency, shard.edge_attr))
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
 

@@ -109,7 +109,7 @@ def _made() -> Model:
 def _on_rank(rank: int, world_size: int, store: str, backend: str | Backend) -> tuple[Tensor, Tensor, list[Any]]:
     shard, bound = Shard.load(store, rank), resolve_backend(backend)
     bound.bind(shard, Communicator(dist.new_group()))
-    outputs, counts = _steps(distribute(_made(), backend=bound), shard.x, shard.adjacency)
+    outputs, counts = _steps(distribute(_made(), backend=bound, check=False), shard.x, shard.adjacency)
     return shard.owned_id, outputs, counts
 
 
@@ -138,7 +138,7 @@ def _refused(rank: int, world_size: int, store: str, backend: str) -> str:
     model = _made()
     model.first.draws = iter(range(9))
     try:
-        distribute(model, backend=bound)(shard.x, shard.adjacency)
+        distribute(model, backend=bound, check=False)(shard.x, shard.adjacency)
     except InputError as error:
         return str(error)
     return ""
@@ -169,7 +169,7 @@ def _doubled(rank: int, world_size: int, store: str, backend: str) -> float:
     shard, bound = Shard.load(store, rank), resolve_backend(backend)
     bound.bind(shard, Communicator(dist.new_group()))
     before = shard.x.clone()
-    distribute(Doubling().double(), backend=bound)(shard.x, shard.adjacency)
+    distribute(Doubling().double(), backend=bound, check=False)(shard.x, shard.adjacency)
     return float((shard.x / before).max())
 
 

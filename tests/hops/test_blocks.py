@@ -76,7 +76,7 @@ def _blocked(model: nn.Module, shard: Shard | None = None, savings: Savings = TI
     backend = SingleBackend()
     if shard is not None:
         backend.bind(shard, Communicator())
-    return distribute(model, backend=backend, savings=savings)
+    return distribute(model, backend=backend, savings=savings, check=False)
 
 
 def _gradients(model: nn.Module, loss: Tensor, *inputs: Tensor) -> list[Tensor]:

@@ -44,7 +44,7 @@ def shard(tmp_path: Path) -> Shard:
 def _hops(layer: MessagePassing, shard: Shard) -> tuple[list[Hop], Tensor]:
     backend = Noting()
     backend.bind(shard, Communicator())
-    out = distribute(layer.double(), backend=backend)(shard.x, shard.adjacency)
+    out = distribute(layer.double(), backend=backend, check=False)(shard.x, shard.adjacency)
     return backend.hops, out
 
 

@@ -92,7 +92,7 @@ def _check_learned(rank: int, world_size: int, store: str) -> None:
     layer(data.x, data.edge_index, weight).square().sum().backward()
     assert shard.edge_weight is not None
     local = shard.edge_weight.clone().requires_grad_()
-    distribute(layer, backend=backend)
+    distribute(layer, backend=backend, check=False)
     layer(shard.x, shard.adjacency, local).square().sum().backward()
     assert local.grad is not None
     assert weight.grad is not None

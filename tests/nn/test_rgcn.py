@@ -33,7 +33,7 @@ def _step(rank: int, world_size: int, store: str, backend: str) -> float:
     plain = RGCN(132, 6, num_layers=2, out_channels=349, num_relations=8, num_bases=3).double()
     bound = resolve_backend(backend)
     bound.bind(shard, Communicator(dist.new_group(), check_order=True))
-    model = distribute(copy.deepcopy(plain), backend=bound)
+    model = distribute(copy.deepcopy(plain), backend=bound, check=False)
     found = distributed_step(model, shard, bound.communicator)
     worst = largest_differences(found, reference_step(plain, data), shard.owned_id)
     return max(one.absolute for one in worst.values())
@@ -55,7 +55,7 @@ def _chosen(rank: int, world_size: int, store: str) -> list[object]:
     shard, bound = Shard.load(store, rank), resolve_backend("comm")
     bound.bind(shard, Communicator(dist.new_group()))
     layer = RGCNConv(132, 6, num_relations=8).double()
-    distribute(layer, backend=bound)
+    distribute(layer, backend=bound, check=False)
     layer(shard.x, shard.adjacency, shard.edge_type)
     return [hasattr(layer, "_use_segment_matmul_heuristic_output"), torch_geometric.backend.use_segment_matmul]
 

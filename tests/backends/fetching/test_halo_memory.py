@@ -168,7 +168,7 @@ def test_a_pass_without_a_backward_pass_leaves_nothing(norm: str, tmp_path: Path
     _, shard = one_rank(tmp_path)
     backend = CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
-    model = distribute(GCN(5, 4, num_layers=2, out_channels=3, norm=norm).double(), backend=backend)
+    model = distribute(GCN(5, 4, num_layers=2, out_channels=3, norm=norm).double(), backend=backend, check=False)
     rows: list[Any] = []
     model.convs[0].register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out)))
     model.act.register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out)))
@@ -184,7 +184,7 @@ def test_what_stays_on_the_device_is_not_copied(tmp_path: Path) -> None:
     write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])
     shard, backend = Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
-    model = distribute(GCNConv(WIDTH, 2).double(), backend=backend)
+    model = distribute(GCNConv(WIDTH, 2).double(), backend=backend, check=False)
     for _ in range(2):  # the sum over features is kept from the first pass on
         model(shard.x, shard.adjacency, shard.edge_weight).sum().backward()
     with mock.patch.object(Overflow, "empty", side_effect=AssertionError("a file")):
@@ -214,7 +214,7 @@ def test_layers_called_by_themselves_keep_their_rows_in_files(tmp_path: Path) ->
     write_store(data, torch.zeros(NODES).long().numpy(), tmp_path, num_parts=1, method="", arguments={}, notes=[])
     shard, backend = Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
-    model = distribute(Parts().double(), backend=backend)
+    model = distribute(Parts().double(), backend=backend, check=False)
     x = shard.x.exp().requires_grad_()
     with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
         model.conv(x, shard.adjacency).sum().backward()
@@ -237,7 +237,7 @@ def test_nothing_goes_to_files_after_a_pass_that_failed(tmp_path: Path) -> None:
     _, shard = one_rank(tmp_path)
     backend = CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
-    model = distribute(Breaks().double(), backend=backend)
+    model = distribute(Breaks().double(), backend=backend, check=False)
     with pytest.raises(RuntimeError, match="in the middle"):
         model(shard.x, shard.adjacency)
     _keeps_nothing_in_files()
@@ -254,7 +254,7 @@ def test_an_interrupted_pass_keeps_rows_in_files_no_longer_than_until_the_next(t
     _, shard = one_rank(tmp_path)
     backend = CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
-    model = distribute(GCN(5, 4, num_layers=1).double(), backend=backend)
+    model = distribute(GCN(5, 4, num_layers=1).double(), backend=backend, check=False)
     with (
         mock.patch.object(model.convs[0].lin, "forward", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
@@ -274,7 +274,7 @@ def test_a_compiled_model_keeps_its_rows_in_files(tmp_path: Path) -> None:
     plain, shard, backend = _model("GCN", 3), Shard.load(tmp_path, 0), CommBackend(halo_gib=1.0)
     backend.bind(shard, Communicator())
     torch._dynamo.reset()
-    model = torch.compile(distribute(copy.deepcopy(plain), backend=backend), backend="aot_eager")
+    model = torch.compile(distribute(copy.deepcopy(plain), backend=backend, check=False), backend="aot_eager")
     with mock.patch.object(Overflow, "empty", autospec=True, side_effect=Overflow.empty) as made:
         same(epoch(model, shard.x, shard.adjacency), epoch(plain, data.x, data.edge_index), rtol=1e-12)
     assert made.call_count >= 4

@@ -57,7 +57,7 @@ def _run(
 ) -> Found:
     shard, backend = Shard.load(store, rank), TensorBackend(memory_gib=memory_gib)
     backend.bind(shard, Communicator(dist.new_group(), check_order=True))
-    model, meter = distribute(_model(kind), backend=backend), backend.communicator.meter
+    model, meter = distribute(_model(kind), backend=backend, check=False), backend.communicator.meter
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed + rank)
