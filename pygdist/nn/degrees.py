@@ -27,12 +27,12 @@ class Degrees:
         """Count the in-edges of nodes; see PyG's ``degree``."""
         edges = edges_of(index)
         if edges is None:
-            counted: Tensor = degree(index, num_nodes, dtype)
-            return counted
-        key = (num_nodes, dtype)
-        return edges.slot(_DEGREES, Memo).get(
-            key, (edges,), lambda: self._ranks.whole_degrees(degree(index, num_nodes, dtype))
+            here: Tensor = degree(index, num_nodes, dtype)
+            return here
+        counted = edges.slot(_DEGREES, Memo).get(
+            (num_nodes, dtype), (), lambda: self._ranks.whole_degrees(degree(index, num_nodes, dtype))
         )
+        return counted.clone()  # people write into degrees: deg.pow_(-0.5)
 
 
 def _refused(name: str) -> Callable[..., Any]:

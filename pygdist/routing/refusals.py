@@ -106,7 +106,8 @@ def refuse_own_values(
         if of_edges and any(value.size(0) == one.size(1) for one in edges):
             raise InputError(
                 f"{layer_name(layer)}: '{name}' is a parameter with a value for each edge, but edges are sorted by "
-                "destination here, and each rank has some of them; compute values of edges from edge_attr"
+                "destination here, and each rank has some of them; compute values of edges from edge_attr",
+                of_one_rank=True,  # by the number of edges that this rank has
             )
         return value
 

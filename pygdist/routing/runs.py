@@ -246,12 +246,12 @@ def differences(part: Run, whole: Run, small: Miniature, shard: Shard) -> dict[s
     for name, theirs in whole.outputs.items():
         worst = max(worst, _of_rows(part.outputs.get(name), theirs, small, shard))
     scale = max((float(one.abs().max()) for one in whole.gradients.values() if one.numel()), default=0.0)
-    found = {"output": worst}
+    apart = {"output": worst}
     for name, one in whole.gradients.items():
-        found[f"gradient of '{name}'"] = difference(part.gradients.get(name), one, scale)
+        apart[f"gradient of '{name}'"] = difference(part.gradients.get(name), one, scale)
     for name, one in whole.buffers.items():
-        found[f"buffer '{name}'"] = difference(part.buffers.get(name), one)
-    return found
+        apart[f"buffer '{name}'"] = difference(part.buffers.get(name), one)
+    return apart
 
 
 def first_difference(part: Run, whole: Run, small: Miniature, shard: Shard, tolerance: float) -> int:

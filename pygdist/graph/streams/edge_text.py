@@ -49,12 +49,13 @@ def read_text(
     state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1)
     edge = np.empty((block_bytes // 3 + 1, 2), dtype=np.int64)
     places: tuple[int, int] | None = None
+    num_columns = 0  # of the line that names them
     for whole in _blocks(path, block_bytes, progress):
         block = whole
         if places is None:
-            block, places = _without_names(path, whole)
+            block, places, num_columns = _without_names(path, whole)
         if places not in (None, (0, 1), (1, 0)):
-            block = _of_columns(block, places)
+            block = _of_columns(block, places, num_columns)
         before = state.line
         status = native.pygdist_parse_edges(block, len(block), ctypes.byref(state), edge.ctypes.data)
         if status == Status.BAD_LINE:
@@ -98,11 +99,12 @@ def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Iterator
         raise InputError(f"{path}: could not be read ({error})") from error
 
 
-def _without_names(path: Path, block: bytes) -> tuple[bytes, tuple[int, int] | None]:
+def _without_names(path: Path, block: bytes) -> tuple[bytes, tuple[int, int] | None, int]:
     """Make a comment of a first line that names the columns, and return the places of sources and targets.
 
     Returns:
-        The block, and the places: the first two columns if no line names any; ``None`` if all lines are comments.
+        The block, the places (the first two columns if no line names any; ``None`` if all lines are comments), and the
+        number of columns that are named.
     """
     start = 0
     while start < len(block):
@@ -111,7 +113,7 @@ def _without_names(path: Path, block: bytes) -> tuple[bytes, tuple[int, int] | N
         if line.strip() and not line.lstrip().startswith(b"#"):
             names = _columns(line.partition(b"#")[0].decode(errors="replace"))
             if all(_NUMBER.fullmatch(name) for name in names) or len(names) < 2:
-                return block, (0, 1)
+                return block, (0, 1), 0
             places = ends_of(names)
             if places is None:
                 raise InputError(
@@ -119,24 +121,26 @@ def _without_names(path: Path, block: bytes) -> tuple[bytes, tuple[int, int] | N
                     "edges? Name these source and target, or remove the line"
                 )
             log.info("%s: edges go from column %s to column %s", path, names[places[0]], names[places[1]])
-            return block[:start] + b"#" + block[start + 1 :], places
+            return block[:start] + b"#" + block[start + 1 :], places, len(names)
         start = end + 1 if end >= 0 else len(block)
-    return block, None
+    return block, None, 0
 
 
 def _columns(line: str) -> list[str]:
-    return [one.strip() for one in line.split(",")] if "," in line else line.split()
+    columns = line.split(",") if "," in line else line.split()
+    return [one.strip().strip("\"'") for one in columns]
 
 
-def _of_columns(block: bytes, places: tuple[int, int]) -> bytes:
-    """Cut each line to two of its columns; lines that have not so many stay as they are."""
+def _of_columns(block: bytes, places: tuple[int, int], num_columns: int) -> bytes:
+    """Cut each line to two of its columns; a line with another number of columns becomes one that is no edge."""
     source, target = places
     lines = block.split(b"\n")
     for number, line in enumerate(lines):
-        if not line.lstrip().startswith(b"#"):
-            columns = line.split(b",") if b"," in line else line.split()
-            if len(columns) > max(places):
-                lines[number] = columns[source] + b" " + columns[target]
+        text = line.partition(b"#")[0]
+        if text.strip():
+            columns = text.split(b",") if b"," in text else text.split()
+            whole = len(columns) == num_columns
+            lines[number] = columns[source] + b" " + columns[target] if whole else b"?"
     return b"\n".join(lines)
 
 

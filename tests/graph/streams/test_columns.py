@@ -71,6 +71,15 @@ def test_names_that_tell_no_ends_are_refused(tmp_path: Path) -> None:
 @needs_native
 def test_a_line_of_too_few_columns_is_told_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "edges.csv"
-    path.write_text("id,source,target\n0,1,2\n1,x\n")
-    with pytest.raises(InputError, match="line 3 is '1,x'"):
+    for line in ("1,x", "1,3", "1,2,3,4"):  # the second would be an edge
+        path.write_text(f"id,source,target\n0,1,2\n{line}\n")
+        with pytest.raises(InputError, match=f"line 3 is '{line}'"):
+            list(read_text(path))
+
+
+@needs_native
+def test_quoted_ids_are_no_names(tmp_path: Path) -> None:
+    path = tmp_path / "edges.csv"
+    path.write_text('"0","1"\n')
+    with pytest.raises(InputError, match="line 1 is"):
         list(read_text(path))
