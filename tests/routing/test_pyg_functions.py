@@ -59,12 +59,12 @@ class ByAlias(BySource):
         return count_edges(target, num_nodes, torch.float64)
 
 
-class ByRoot(BySource):
+class Squared(BySource):
     """Writes into the degrees, as normalisations do."""
 
     @override
     def degrees(self, edge_index: Tensor, num_nodes: int) -> Tensor:
-        return degree(edge_index[1], num_nodes, torch.float64).clamp_(min=1).pow_(-0.5)
+        return degree(edge_index[1], num_nodes, torch.float64).add_(1).pow_(2)
 
 
 class ByPath(BySource):
@@ -160,7 +160,7 @@ class Two(nn.Module):
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "name": BySource,
     "alias": ByAlias,
-    "in-place": ByRoot,
+    "in-place": Squared,
     "path": ByPath,
     "short-path": ByShortPath,
     "helper": ByHelper,
