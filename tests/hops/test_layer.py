@@ -105,7 +105,15 @@ def biased() -> MessagePassing:
         another_aggregation,
         biased,
     ],
-    ids=["message", "aggregate", "update", "fused", "message-of-one-layer", "aggregation-of-one-layer", "biased-weight"],
+    ids=[
+        "message",
+        "aggregate",
+        "update",
+        "fused",
+        "message-of-one-layer",
+        "aggregation-of-one-layer",
+        "biased-weight",
+    ],
 )
 def test_a_changed_layer_trains_as_it_is(make: Callable[[], MessagePassing], graph: tuple[Data, Shard]) -> None:
     data, shard = graph
