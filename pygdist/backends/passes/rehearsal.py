@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.fetching.fetcher import check_rows
 from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
@@ -105,6 +106,8 @@ class Rehearsal:
 
     def propagate(self, hop: Hop) -> Tensor:
         """Note what a hop reads, run it and time it."""
+        for name, rows in hop.sources.items():
+            check_rows(hop, name, rows, self.num_rows, f"the model was given {self.num_rows} nodes to try it")
         if any(rows.requires_grad for rows in hop.sources.values()):
             self.graded.add(self._hop)
         self.widths[self._hop] = sum(
