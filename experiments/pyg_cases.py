@@ -46,6 +46,11 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", self.title or self.model.split("(")[0])
 
+    @property
+    def training_call(self) -> str:
+        """Calls the model in training."""
+        return self.trains or self.call
+
 
 def target_indegree(data: Data) -> Data:
     """Give each edge the in-degree of its target, as ``TargetIndegree`` does."""
@@ -56,7 +61,8 @@ def target_indegree(data: Data) -> Data:
 
 def gcn_norm(data: Data) -> Data:
     """Add self-loops and normalised weights, as ``GCNNorm`` does, and sort edges again."""
-    made = GCNNorm()(Data(edge_index=data.edge_index, num_nodes=data.num_nodes, x=data.x))
+    ones = torch.ones(data.num_edges, dtype=data.x.dtype)
+    made = GCNNorm()(Data(edge_index=data.edge_index, edge_weight=ones, num_nodes=data.num_nodes))
     order = made.edge_index[1].argsort(stable=True)
     kept: dict[str, Any] = {name: data[name] for name in ("x", "y", "train_mask")}
     return Data(edge_index=made.edge_index[:, order], edge_weight=made.edge_weight[order], **kept)
@@ -163,7 +169,7 @@ CASES = [
     Case(file="examples/graphland.py", model="Model(dataset.num_features, 16, dataset.num_classes)"),
     Case(file="examples/hierarchical_sampling.py", model=f"GraphSAGE({_PLAIN}, num_layers=3)"),
     Case(file="examples/infomax_inductive.py", draws=True, title="DeepGraphInfomax",
-         call="model(x, [(edge_index, None, (x.size(0), x.size(0)))] * 3)",
+         call="model(x, [(edge_index, None, (None, None))] * 3)",
          model="DeepGraphInfomax(16, Encoder(dataset.num_features, 16), lambda z, *_: torch.sigmoid(z.mean(dim=0)), "
                "corruption)"),
     Case(file="examples/infomax_transductive.py", model="Encoder(dataset.num_features, 16)"),
@@ -176,14 +182,14 @@ CASES = [
          call="model(y.clamp(min=0), edge_index, mask=train_mask)"),
     Case(file="examples/lightgcn.py", model="LightGCN(num_nodes=data.num_nodes, embedding_dim=16, num_layers=2)",
          call="model.get_embedding(edge_index)"),
-    Case(file="examples/link_pred.py", model="Net()", call="model(edge_index, edge_index[:, :5].flip(0))"),
+    Case(file="examples/link_pred.py", model="Net(dataset.num_features, 16, 8)", call="model.encode(x, edge_index)"),
     Case(file="examples/linkx.py",
          model="LINKX(data.num_nodes, data.num_features, 16, dataset.num_classes, num_layers=1)"),
     Case(file="examples/mixhop.py", model="MixHop()"),
     Case(file="examples/ogbn_products_gat.py",
          model="GAT(dataset.num_features, 4, dataset.num_classes, num_layers=3, heads=4)"),
     Case(file="examples/ogbn_products_sage.py", model=_NET.replace("Net", "SAGE"),
-         call="model(x, [(edge_index, None, (x.size(0), x.size(0)))] * 3)"),
+         call="model(x, [(edge_index, None, (None, None))] * 3)"),
     Case(file="examples/ogbn_proteins_deepgcn.py", model="DeeperGCN(hidden_channels=16, num_layers=4)",
          names={"data": Data(x=torch.zeros(1, 8), edge_attr=torch.zeros(1, 4), y=torch.zeros(1, 3))},
          call="model(x, edge_index, edge_attr)"),

@@ -161,10 +161,17 @@ def _call(text: str, module: types.ModuleType, model: nn.Module, data: Data) -> 
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of plain PyG: a step, which tensors of the output have a row per node, and the number of hops."""
+    """Results of plain PyG: a step, and the number of hops.
+
+    Attributes:
+        step: The step.
+        of_nodes: Whether each tensor of the output has a row per node, in training and in evaluation.
+        num_hops: Number of calls of ``propagate`` in a pass.
+        has_norms: The model has norms over nodes.
+    """
 
     step: Step
-    of_nodes: tuple[bool, ...]
+    of_nodes: dict[bool, list[bool]]
     num_hops: int
     has_norms: bool
 
@@ -181,17 +188,22 @@ def _reference(rank: int, world_size: int, checkout: Path, case: Case) -> Refere
             for one in model.modules():
                 if isinstance(one, MessagePassing):
                     one.register_propagate_forward_pre_hook(lambda *_: hops.update(["hops"]))
-            with torch.no_grad():
-                outputs = _call(case.call, module, model.eval(), data)
-            of_nodes = tuple(one.dim() > 0 and one.size(0) == data.num_nodes for one in outputs)
-            num_hops = hops["hops"]
-            _, model, _, _ = example(checkout, case)
+            of_nodes = {}
+            for training in (True, False):
+                hops.clear()
+                text = case.training_call if training else case.call
+                outputs = _call(text, module, model.train(training and not case.draws), data)
+                of_nodes[training] = [one.dim() > 0 and one.size(0) == data.num_nodes for one in outputs]
+            if not all(any(one) for one in of_nodes.values()):
+                return "no output has a row for each node"
+            module, model, _, _ = example(checkout, case)
             step = _step(case, module, model, data, of_nodes, torch.arange(data.num_nodes), Communicator())
     except Exception as error:  # of any code of an example
-        return "; ".join([f"{type(error).__name__}: {error}".splitlines()[0], *missing])
+        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        return "; ".join([f"{type(error).__name__}: {said}", *(missing if isinstance(error, NameError) else [])])
     finally:
         torch.set_default_dtype(torch.float32)
-    return Reference(step, of_nodes, num_hops, any(isinstance(one, tuple(GLOBAL_NORMS)) for one in model.modules()))
+    return Reference(step, of_nodes, hops["hops"], any(isinstance(one, tuple(GLOBAL_NORMS)) for one in model.modules()))
 
 
 def _step(
@@ -199,40 +211,40 @@ def _step(
     module: types.ModuleType,
     model: nn.Module,
     data: Data,
-    of_nodes: Sequence[bool],
+    of_nodes: dict[bool, list[bool]],
     rows: Tensor,
     communicator: Communicator,
 ) -> Step:
     """Make two passes in training, the backward pass of a weighted sum over training nodes, and an evaluation."""
 
-    def run(text: str) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs = _call(text, module, model, data)
-        whole = {f"output {at}": one for at, one in enumerate(outputs) if not of_nodes[at]}
-        return torch.cat([outputs[at][: len(rows)].flatten(1) for at, is_row in enumerate(of_nodes) if is_row], 1), whole
+    def run(training: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        text = case.training_call if training else case.call
+        outputs = list(zip(_call(text, module, model, data), of_nodes[training], strict=True))
+        others = {f"output {at}": one for at, (one, is_row) in enumerate(outputs) if not is_row}
+        return torch.cat([one[: len(rows)].flatten(1) for one, is_row in outputs if is_row], 1), others
 
     with without_dropout():
         model.train(not case.draws)
-        run(case.trains or case.call)
-        out, whole = run(case.trains or case.call)
+        run(True)
+        out, others = run(True)
         weights = torch.randn(1000, out.size(1), generator=torch.Generator().manual_seed(2))[rows]
         total = (out * weights * data.train_mask.view(-1, 1)).sum()
         if total.requires_grad:
             total.backward()
         model.eval()
         with torch.no_grad():
-            evaluated, _ = run(case.call)
-    parameters = {name: one for name, one in model.named_parameters()}
+            evaluated, _ = run(False)
+    parameters = dict(model.named_parameters())
     flat = [total.detach().view(1)]
     flat += [(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in parameters.values()]
     summed = communicator.sum_over_ranks(torch.cat(flat), label="gradients").split([one.numel() for one in flat])
-    gradients = {name: one.view(parameters[name].shape) for name, one in zip(parameters, summed[1:], strict=True)}
     buffers = {name: one for name, one in model.named_buffers() if one.is_floating_point()}
     return Step(
         loss=float(summed[0]),
         output=out.detach(),
-        gradients=gradients,
+        gradients={name: one.view(parameters[name].shape) for name, one in zip(parameters, summed[1:], strict=True)},
         parameters={},
-        buffers=buffers | {name: one.detach() for name, one in whole.items()},
+        buffers=buffers | {name: one.detach() for name, one in others.items()},
         evaluated=evaluated,
         unused=frozenset(),
     )
@@ -252,6 +264,8 @@ def _on_rank(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module, model, _, _ = example(checkout, case)
+            for one in model.state_dict().values():  # as DistributedDataParallel does; PyG leaves some unset
+                dist.broadcast(one, 0)
             distribute(model, backend=backend)
             step = _step(case, module, model, data, reference.of_nodes, shard.owned_id, communicator)
     except InputError as error:
@@ -260,7 +274,10 @@ def _on_rank(
         torch.set_default_dtype(torch.float32)
         backend.unbind()
     said = next((str(one.message) for one in caught if "without having been compared" in str(one.message)), "")
-    differences = largest_differences(step, reference.step, shard.owned_id)
+    try:
+        differences = largest_differences(step, reference.step, shard.owned_id)
+    except AssertionError as error:  # of other shapes
+        return "wrong", float("inf"), str(error)
     quantity = max(differences, key=lambda name: differences[name].relative)
     difference = differences[quantity].relative
     if difference <= _TOLERANCE:

@@ -155,10 +155,11 @@ class ReplicaBackend(RecomputingBackend):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         edges = edges_among(model.forward, args, kwargs)
-        if any(value.csr() is self.shard.adjacency.csr() for value in edges):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        of_part = not tensors or any(value is self.shard.x for value in tensors)
+        if any(value.csr() is self.shard.adjacency.csr() for value in edges) or (of_part and not edges):
             return super().model_inputs(model, args, kwargs)
         # a mini-batch of the part is a graph of its own
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         norm = next((norm for edge in edges if (norm := edge.slot(EDGE_NORM)) is not None), None)
         in_weights = kwargs.get("edge_weight") is not None or (
             norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in tensors)

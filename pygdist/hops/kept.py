@@ -38,6 +38,7 @@ class Kept:
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
         classes: By layer class: the subclass that routes its hops to this backend.
+        uncompared: A model was put on this backend to be compared with one process, and has not been called.
     """
 
     def __init__(self, host: Host) -> None:
@@ -48,6 +49,7 @@ class Kept:
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}
+        self.uncompared = False
 
     def forget(self) -> None:
         """Drop what was computed for one graph, here and in layers that cache (``cached=True``)."""

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch_geometric import EdgeIndex
 
 from pygdist.graph.identity import identity_of
 
@@ -95,6 +96,8 @@ class Snapshot:
                 return [*((name, value) for value in _values(one)), *self._remember_object(one)]
         if isinstance(one, (tuple, frozenset)):
             return [(name, value) for value in one]
+        if isinstance(one, EdgeIndex):  # has no memory but that of the tensors in it
+            return [(name, value) for value in vars(one).values()]
         if isinstance(one, Tensor):
             return self._remember_tensor(name, one)
         if isinstance(one, functools.partial):

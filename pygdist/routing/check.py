@@ -24,7 +24,7 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError
+from pygdist.errors import InputError, LostRankError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
@@ -194,14 +194,15 @@ class _Check:
     ) -> list[tuple[Shard, Run]]:
         try:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
-        except Exception as error:
-            if not reads_missing_rows(error):
-                error.add_note(f"raised while the model was tried on a small graph before it trains; {_SWITCH}")
-                raise
+        except (InputError, LostRankError) as error:
+            error.add_note(f"raised while the model was tried on a small graph before it trains; {_SWITCH}")
+            raise
+        except Exception as error:  # whatever a model says of what it gets on a rank
             last = traceback.extract_tb(error.__traceback__)[-1]
+            cause = f" {ELSEWHERE}" if reads_missing_rows(error) else ""
             raise InputError(
                 f"{type(plain).__name__} runs on one process, but not on a part of a graph: {type(error).__name__}: "
-                f"{error} ({last.filename}:{last.lineno}). {ELSEWHERE} ({_SWITCH})",
+                f"{error} ({last.filename}:{last.lineno}).{cause} ({_SWITCH})",
                 of_one_rank=True,
             ) from error
 

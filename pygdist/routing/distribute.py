@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,6 +95,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
+    kept.uncompared = check
     kept.first_hop.forget()
     backend.forget_model(model)
     inside = {one for layer in model.modules() if isinstance(layer, MessagePassing) for one in layer.modules()}
@@ -144,6 +146,7 @@ class _BeginForward:
         self.backend, self.unchecked = backend, unchecked
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.backend.kept.uncompared = False
         if self.unchecked:
             self.unchecked = not _compare(module, self.backend, args, kwargs, _WAYS)
         self.backend.kept.first_hop.begin_forward()
@@ -306,6 +309,8 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = getattr(type(self), _BACKEND)
         backend.kept.relations.begin_layer()
+        if backend.kept.uncompared and backend.num_ranks > 1:
+            _tell_uncompared(backend, self)
         if any(isinstance(value, nn.Parameter) for value in (*args, *kwargs.values())):
             refuse_own_values(self, forward, args, kwargs)
         try:
@@ -323,6 +328,18 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return run
+
+
+def _tell_uncompared(backend: Backend, layer: MessagePassing) -> None:
+    """Warn, once, that a model is called in a way that :func:`distribute` does not see."""
+    backend.kept.uncompared = False
+    if backend.communicator.rank == 0:
+        warnings.warn(
+            f"{layer_name(layer)} runs outside of a call of the model, as in model.encode(...), without having been "
+            "compared with one process on a small graph. Call the model itself, or distribute the module that is "
+            "called (model.encoder)",
+            stacklevel=3,
+        )
 
 
 def _shortcut(substitute: Callable[..., Tensor | None], forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

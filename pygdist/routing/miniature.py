@@ -117,7 +117,8 @@ class Miniature:
         inputs = []
         for at, (value, kind) in enumerate(values):
             field = _FIELDS[int(looks[at][0])] if looks[at][0] >= 0 else ""
-            inputs.append(_input(value, kind, field, graph, low[at], high[at], seed=at))
+            seed = _FIELDS.index(field) if field else len(_FIELDS) + at  # a field may be several arguments
+            inputs.append(_input(value, kind, field, graph, low[at], high[at], seed=seed))
         device = next((value.device for value, _ in values if isinstance(value, Tensor)), torch.device("cpu"))
         return cls(graph, inputs, call, num_parts, device)
 
@@ -216,7 +217,8 @@ def _input(value: Any, kind: Kind, field: str, graph: Graph, low: float, high: f
     elif value.is_complex() or low > high:
         raise NotComparableError(f"it takes {value.dtype} numbers of shape {tuple(value.shape)}")
     else:
-        rows = torch.randint(int(low), int(high) + 1, shape, generator=generator, dtype=value.dtype)
+        least = 0 if low == -1 else int(low)  # labels, of nodes that are in no mask
+        rows = torch.randint(least, max(least, int(high)) + 1, shape, generator=generator, dtype=value.dtype)
     return _Input(rows, kind, field)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv
 
-from pygdist.backends import ReplicaBackend, resolve_backend
+from pygdist.backends import Backend, ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
@@ -92,38 +92,86 @@ def test_a_model_may_take_its_graph_in_any_form(backend: str, parts: str, pool: 
 
 
 class ReadsGlobals(nn.Module):
-    """Reads a graph that is not among its arguments."""
+    """Reads a graph that is not among its arguments, or its edges."""
 
-    def __init__(self, edges: Any) -> None:
+    def __init__(self, x: Tensor, edges: Any) -> None:
         super().__init__()
-        self.net, self.edges = GCN(5, 4, num_layers=2, out_channels=3), [edges]
+        self.net, self.graph = GCN(5, 4, num_layers=2, out_channels=3), [x, edges]
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x, self.edges[0])
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        out: Tensor = self.net(self.graph[0] if x is None else x, self.graph[1])
         return out
 
 
-def _reads_globals(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, Tensor] | str:
-    shard, backend = Shard.load(f"{folder}/nodes", rank), resolve_backend(backend_name)
+def _bound(backend_name: str, folder: str, rank: int) -> tuple[Shard, Backend]:
+    shard = Shard.load(f"{folder}/{'replicas' if backend_name == 'replica' else 'nodes'}", rank)
+    backend = ReplicaBackend(hops=2) if backend_name == "replica" else resolve_backend(backend_name)
     backend.bind(shard, Communicator(dist.new_group()))
     torch.manual_seed(0)
-    model = distribute(ReadsGlobals(shard.adjacency).double(), backend=backend, check=False)
+    return shard, backend
+
+
+def _reads_globals(
+    rank: int, world_size: int, folder: str, backend_name: str, gets_x: bool
+) -> tuple[Tensor, Tensor] | str:
+    shard, backend = _bound(backend_name, folder, rank)
+    model = distribute(ReadsGlobals(shard.x, shard.adjacency).double(), backend=backend)
     try:
-        return shard.owned_id, model(shard.x).detach()
+        return shard.owned_id, model(*[shard.x][: int(gets_x)]).detach()
     except InputError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", pytest.param("hybrid", marks=needs_planner)])
+@backends_
+@pytest.mark.parametrize("gets_x", [True, False], ids=["features", "nothing"])
 def test_a_model_that_gets_no_edges_is_refused_where_they_must_be_others(
+    gets_x: bool, backend: str, parts: str, pool: RankPool
+) -> None:
+    data, _ = random_graph("directed")
+    torch.manual_seed(0)
+    expected = ReadsGlobals(data.x, data.edge_index).double()()
+    for found in pool.run(_reads_globals, 2, parts, backend, gets_x):
+        if backend in ("cache", "replica"):
+            assert "shard.adjacency is not among those of ReadsGlobals; pass it as it is" in found
+        else:
+            rows, out = found
+            assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
+
+
+class OfIds(nn.Module):
+    """Does not run where all ids are zero, as on the few nodes of a rehearsal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GCN(5, 4, num_layers=2, out_channels=3)
+
+    def forward(self, x: Tensor, ids: Tensor, edges: Tensor) -> Tensor:
+        if not ids.any():
+            raise LookupError("no ids")
+        out: Tensor = self.net(x, edges)
+        return out
+
+
+def _of_ids(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, Tensor] | str:
+    shard, backend = _bound(backend_name, folder, rank)
+    model = distribute(OfIds().double(), backend=backend, check=False)
+    try:
+        return shard.owned_id, model(shard.x, shard.owned_id + 1, shard.adjacency).detach()
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["cache", pytest.param("hybrid", marks=needs_planner)])
+def test_a_model_that_fails_on_few_nodes_is_refused_or_its_rows_are_fetched(
     backend: str, parts: str, pool: RankPool
 ) -> None:
     data, _ = random_graph("directed")
     torch.manual_seed(0)
-    expected = ReadsGlobals(data.edge_index).double()(data.x)
-    for found in pool.run(_reads_globals, 2, parts, backend):
+    expected = OfIds().double()(data.x, torch.ones(1), data.edge_index)
+    for found in pool.run(_of_ids, 2, parts, backend):
         if backend == "cache":
-            assert "ReadsGlobals gets no edges; pass shard.adjacency as an argument" in found
+            assert "where OfIds fails: LookupError: no ids (" in found
+            assert found.endswith("if it runs on other inputs, use backend comm or tensor")
         else:
             rows, out = found
             assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric import EdgeIndex
 
+from pygdist.graph import Adjacency
 from pygdist.hops.untouched import IrreversibleError, untouched
 
 TOTAL = 0
@@ -233,6 +235,17 @@ def test_nothing_changed() -> None:
     with untouched(model) as snapshot:
         model.lin(torch.rand(2))
     assert snapshot.changed == []
+
+
+def test_edges_that_a_model_holds() -> None:
+    model, edges = Model(), torch.tensor([[1, 2], [0, 1]])
+    model.history = [Adjacency(edges, num_src=3, num_dst=2), EdgeIndex(edges.clone(), sparse_size=(3, 3))]
+    with untouched(model) as snapshot:
+        model.history.pop()
+        edges[0, 0] = 2
+    assert len(model.history) == 2
+    assert edges[0, 0] == 1
+    assert snapshot.changed
 
 
 @pytest.mark.parametrize("iterator", [itertools.count(), iter([1]), (one for one in range(3))])

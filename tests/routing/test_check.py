@@ -423,7 +423,8 @@ def _checked(rank: int, world_size: int, folder: str, make: Callable[[], Any], c
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 try:
-                    distribute(model.double(), backend=backend)(shard.x, shard.adjacency)
+                    distribute(model.double(), backend=backend)
+                    model.called(shard) if hasattr(model, "called") else model(shard.x, shard.adjacency)
                     if isinstance(model, Changing):
                         model.change()
                 except InputError as error:
@@ -431,6 +432,82 @@ def _checked(rank: int, world_size: int, folder: str, make: Callable[[], Any], c
             said += "".join(str(one.message) for one in warned)
             undistribute(model)
     return runs.call_count, said
+
+
+class Twice(nn.Module):
+    """Takes one field of the graph as several arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = GCNConv(5, 3), nn.Linear(5, 3)
+
+    def forward(self, xs: list[Tensor], edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(xs[0], edge_index) + self.lin(xs[1])
+        return out
+
+    def called(self, shard: Shard) -> None:
+        self([shard.x, shard.x], shard.adjacency)
+
+
+class Labelled(nn.Module):
+    """Knows the labels of some nodes; those of others are -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.labels = GCNConv(5, 3), nn.Embedding(3, 5)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor, edge_index: Tensor) -> Tensor:
+        known = torch.zeros_like(x)
+        known[mask] = self.labels(y[mask])
+        out: Tensor = self.conv(x + known, edge_index)
+        return out
+
+    def called(self, shard: Shard) -> None:
+        assert shard.y is not None
+        self(shard.x, shard.y, shard.y >= 0, shard.adjacency)
+
+
+@pytest.mark.parametrize("make", [Twice, Labelled])
+def test_models_that_are_called_in_other_ways_are_compared(make: Any, parts: str, pool: RankPool) -> None:
+    assert pool.run(_checked, 2, parts, make) == [(1, "")] * 2
+
+
+class OddPart(nn.Module):
+    """Does not run on a part, for a reason of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if type(edge_index) is not Tensor:
+            raise KeyError("an odd part")
+        out: Tensor = self.conv(x, edge_index)
+        return out
+
+
+def test_what_fails_on_parts_alone_is_told_in_one_line(parts: str, pool: RankPool) -> None:
+    for _, said in pool.run(_checked, 2, parts, OddPart):
+        assert "OddPart runs on one process, but not on a part of a graph: KeyError: 'an odd part' (" in said
+        assert "test_check.py:" in said
+        assert "propagate" not in said
+
+
+class Encodes(GCN):
+    """Is called by a method of another name, as PyG's autoencoders are."""
+
+    def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.forward(x, edge_index)
+
+    def called(self, shard: Shard) -> None:
+        for _ in range(2):
+            self.encode(shard.x, shard.adjacency)
+
+
+def test_other_methods_than_forward_are_told(parts: str, pool: RankPool) -> None:
+    (first, said), (second, other) = pool.run(_checked, 2, parts, partial(Encodes, 5, 4, num_layers=2, out_channels=3))
+    assert (first, second, other) == (0, 0, "")
+    assert said.count("GCNConv runs outside of a call of the model, as in model.encode(...)") == 1
 
 
 class Changing(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import layer_name
+from pygdist.hops.layer import layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 
 
@@ -226,11 +227,12 @@ class RecomputingBackend(Backend):
         Raises:
             InputError: If the hops stay unknown, and this backend fetches no rows.
         """
-        name, has_edges = type(call.model).__name__, bool(edges_among(call.model.forward, call.args, call.kwargs))
+        name, has_edges = own_class(call.model).__name__, bool(edges_among(call.model.forward, call.args, call.kwargs))
         reason = (
             f"backend '{self._title}' gives the model more rows and edges than the rank's own, in place of those among "
-            f"its arguments, but {name} gets no edges; pass shard.adjacency as an argument"
+            f"its arguments, but shard.adjacency is not among those of {name}; pass it as it is"
         )
+        mistake: Exception | None = None
         try:
             facts = look_at(call, rehearse, partial(self._attempt, call.model), begin_pass)
             if has_edges or not facts.widths:
@@ -240,11 +242,19 @@ class RecomputingBackend(Backend):
                 f"backend '{self._title}' first runs the model on a few nodes, and could not put it back afterwards: "
                 f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
             )
-        except (IndexError, RuntimeError, ValueError) as error:
-            if has_edges or isinstance(error, InputError):
+        except Exception as error:  # whatever a model says of these nodes
+            if has_edges and isinstance(error, InputError):
                 raise
+            mistake, last = error, traceback.extract_tb(error.__traceback__)[-1]
+            if has_edges:
+                reason = (
+                    f"backend '{self._title}' first runs the model on a few nodes, with ones and zeros in place of its "
+                    f"inputs, where {name} fails: {type(error).__name__}: {error} ({last.filename}:{last.lineno}); if "
+                    "it runs on other inputs, use backend "
+                    f"{names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
+                )
         if not self.fetches:
-            raise InputError(reason)
+            raise InputError(reason) from mistake
         if self.communicator.rank == 0:
             warnings.warn(f"all rows of other ranks are fetched, and none computed: {reason}", stacklevel=2)
         return None
@@ -313,8 +323,9 @@ class RecomputingBackend(Backend):
         running = self._now
         if running is None:
             raise InputError(
-                f"{what} runs outside a forward pass of the model: backend '{self._title}' does not support layers "
-                f"called by themselves; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
+                f"{what} runs outside a forward pass of the model, as in model.encode(...): backend '{self._title}' "
+                "does not support layers called by themselves; call the model, distribute the module that is called "
+                f"(model.encoder), or use backend {names_of(lambda abilities: abilities.reruns_layers)}"
             )
         return running
 
