@@ -2,10 +2,10 @@
 
     python -m experiments.pyg_examples --checkout CHECKOUT --out figures
 
-CHECKOUT is a checkout of PyG's repository, or a folder that holds one as ``pytorch_geometric/``; without the option, the
-environment variable ``PYG_CHECKOUT`` or the folder beside the installed package. No text of PyG is kept here: a model's
-classes and functions are taken from its file, which is parsed but not run. ``experiments/pyg_cases.py`` says how each
-model is made and called.
+CHECKOUT is a checkout of PyG's repository, or a folder that holds one as ``pytorch_geometric/``; without the option,
+the environment variable ``PYG_CHECKOUT`` names it, or it is beside the installed package. No text of PyG is kept here:
+a model's classes and functions are taken from its file, which is parsed but not run. ``experiments/pyg_cases.py`` says
+how each model is made and called.
 
 Every model runs on a graph with nodes without edges and parts of several sizes: on one process with plain PyG, then on
 pygdist with one rank, and with two on each backend; two passes in training, a backward pass, an evaluation, in float64
@@ -49,7 +49,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import to_undirected
 
-from experiments.machine import cores, provenance
+from experiments.machine import provenance
 from experiments.pyg_cases import CASES, Case
 from pygdist.backends import Backend, ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
@@ -90,9 +90,9 @@ def definitions(path: Path, stand_ins: dict[str, Any]) -> tuple[types.ModuleType
     sys.modules[module.__name__] = module
     missing = []
     for node in tree.body:
-        if not isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
-            if not _is_constant(node, stand_ins):
-                continue
+        defines = isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef))
+        if not defines and not _is_constant(node, stand_ins):
+            continue
         try:
             exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
         except (ImportError, NameError) as error:
@@ -120,7 +120,12 @@ def _default_arguments(tree: ast.Module) -> types.SimpleNamespace:
 def example(checkout: Path, case: Case) -> tuple[types.ModuleType, nn.Module, Data, list[str]]:
     """Return the definitions of an example, its model with parameters from one seed, and its graph."""
     data = graph(case)
-    facts = {"num_features": FEATURES, "num_node_features": FEATURES, "num_classes": CLASSES, "num_relations": RELATIONS}
+    facts = {
+        "num_features": FEATURES,
+        "num_node_features": FEATURES,
+        "num_classes": CLASSES,
+        "num_relations": RELATIONS,
+    }
     dataset = types.SimpleNamespace(**facts)
     stand_ins = {"dataset": dataset, "train_dataset": dataset, "data": data, "device": torch.device("cpu")}
     module, missing = definitions(checkout / case.file, stand_ins)
@@ -152,7 +157,7 @@ def graph(case: Case) -> Data:
 def _call(text: str, module: types.ModuleType, model: nn.Module, data: Data) -> list[Tensor]:
     """Evaluate the call of a model, and return the floating-point tensors of its output."""
     vars(module)["data"] = data
-    out = eval(text, {**vars(module), "model": model, **{name: data[name] for name in data.keys()}})
+    out = eval(text, {**vars(module), "model": model, **dict(iter(data))})
     return [one for one in tensors_of(out) if one.is_floating_point()]
 
 

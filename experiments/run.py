@@ -73,8 +73,8 @@ class Experiment:
         return self.path.stem
 
     def folder(self, out: Path) -> Path:
-        """Return the folder of the results; there is one for each paper."""
-        return out / (self.path.parent.name if self.path.parent != HERE else "cluster")
+        """Return the folder of the results: one for each folder of experiments."""
+        return out / self.path.parent.name
 
 
 def read(path: Path) -> Experiment:

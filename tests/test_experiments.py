@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import run
+from experiments import pyg_examples, run
 from experiments.harness import Setting, settings_of
 from experiments.machine import SOME_FAILED
+from experiments.pyg_cases import Case
 from pygdist.native import load
 from pygdist.report import read_description
 from pygdist.report.tables import rerun_command
+from pygdist.testing import RankPool
 from tests.server import script
 
 ROOT = Path(__file__).parents[1]
@@ -188,6 +190,61 @@ def test_averaging(tmp_path: Path) -> None:
     size = (32 * 2 * 8 + 8) + (8 * 2 * 10 + 10)  # of a GraphSAGE of two layers: both sides' weights, and a bias
     epochs = 2 + 2  # those that do not count, too
     assert float(row["sent_mb"]) == 2 * epochs * size * 4 / 1e6
+
+
+#: A script of the kind of PyG's examples; it does not run here.
+EXAMPLE = """
+import argparse
+import torch
+from torch_geometric.nn import GCNConv
+from a_package_that_nobody_has import dataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument('--hidden-channels', type=int, default=16)
+parser.add_argument('--bias', action='store_true')
+args = parser.parse_args()
+OUT = 3
+dataset = dataset('Cora')
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = GCNConv(dataset.num_features, args.hidden_channels, bias=args.bias)
+        self.conv2 = GCNConv(args.hidden_channels, OUT)
+
+    def forward(self, x, edge_index):
+        out = self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+        BODY
+        return out
+
+
+model = Net().to(args.device)
+"""
+VERDICTS = {
+    "pass": ("exact", ""),
+    "out = out - out.mean(0)": ("refused", "Net would train other numbers with backend '...'"),
+    "out = out + torch.rand(out.size(0), 1)": ("wrong*", "it draws random numbers in evaluation too"),
+    "assert torch.is_grad_enabled() or type(edge_index) is torch.Tensor, 'a part'": ("crash", "AssertionError: a part"),
+    "raise OSError('no disk')": ("not run", "plain PyG: OSError: no disk"),
+    "nobody(out)": ("not run", "name 'nobody' is not defined; No module named 'a_package_that_nobody_has'"),
+}
+
+
+@pytest.mark.parametrize("body", VERDICTS)
+def test_verdicts_on_examples(body: str, tmp_path: Path, pool: RankPool) -> None:
+    (tmp_path / "net.py").write_text(EXAMPLE.replace("BODY", body))
+    verdict, reason = VERDICTS[body]
+    row = pyg_examples.row(pool, tmp_path, Case(file="net.py", model="Net()"), ["comm"], tmp_path)
+    assert (row["model"], row["comm"]) == ("Net", verdict)
+    assert reason in row["reason"]
+
+
+def test_examples_need_a_checkout(tmp_path: Path) -> None:
+    outcome = script("experiments.pyg_examples", f"--checkout={tmp_path}", folder=tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert f"error: there is no examples/gcn.py in {tmp_path}; give --checkout" in outcome.err
 
 
 DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" not in path.parts]

@@ -19,7 +19,7 @@ from pygdist.nn.readouts import READOUTS
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
     "ChebConv": "scales its Laplacian by a maximum over all edges",
-    "DeepGraphInfomax": "compares each node with a summary of all nodes, and with nodes of the whole graph in another order",
+    "DeepGraphInfomax": "compares each node with a summary of all nodes, and with nodes in an order drawn at random",
     "DirGNNConv": "needs the out-edges of each node; a shard holds the in-edges",
     "DynamicEdgeConv": "builds its edges inside the layer from a search over all nodes",
     "GPSConv": "attends over all nodes",

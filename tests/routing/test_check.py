@@ -467,6 +467,29 @@ class Labelled(nn.Module):
         self(shard.x, shard.y, shard.y >= 0, shard.adjacency)
 
 
+class Spare(nn.Module):
+    """Does more with more arguments, as models do that see no edges in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.conv = nn.Linear(5, 3), GCNConv(3, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor | None = None) -> Tensor:
+        out: Tensor = self.lin(x)
+        return out if edge_index is None else self.conv(out, edge_index) - out.mean(0)
+
+    def called(self, shard: Shard) -> None:
+        self(shard.x)
+        self(shard.x)
+        self(shard.x, shard.adjacency)
+
+
+def test_each_form_of_call_is_compared(parts: str, pool: RankPool) -> None:
+    for runs, said in pool.run(_checked, 2, parts, Spare):
+        assert runs == 3  # of the first form, of the other, and once more to find the module
+        assert "the first difference is in Spare.forward (by" in said
+
+
 @pytest.mark.parametrize("make", [Twice, Labelled])
 def test_models_that_are_called_in_other_ways_are_compared(make: Any, parts: str, pool: RankPool) -> None:
     assert pool.run(_checked, 2, parts, make) == [(1, "")] * 2
