@@ -194,6 +194,8 @@ class _Check:
     ) -> list[tuple[Shard, Run]]:
         try:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
+        except InputError as error:
+            raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:
             if not reads_missing_rows(error):
                 error.add_note(f"raised while the model was tried on a small graph before it trains; {_SWITCH}")
