@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "prototypes": (Prototypes, OVER_NODES),
     "number-of-nodes": (lambda: Then(lambda x, _: x / x.size(0)), OVER_NODES),
     "sequence": (Sequence, BY_NUMBER),
-    "gradient": (lambda: Then(_unit_gradient), ELSEWHERE),
+    "gradient": (lambda: Then(_unit_gradient), causes.OF_GRADIENTS),
     "sinks": (lambda: Then(_without_edges(slice(0, 1))), ELSEWHERE),
     "isolated": (lambda: Then(_without_edges(slice(0, 2))), ELSEWHERE),
     "scattered": (
