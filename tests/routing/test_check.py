@@ -300,16 +300,6 @@ def _bound(name: str, folder: str, rank: int, communicator: Communicator) -> tup
     return shard, backend
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Parts of a graph for two ranks, in a folder for each placement."""
-    folder = tmp_path_factory.mktemp("check")
-    data, part = random_graph("directed")
-    for name, hops in (("nodes", 1), ("replicas", 3)):
-        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
-    return str(folder)
-
-
 def _said(rank: int, world_size: int, folder: str, backend_name: str, models: list[str]) -> dict[str, str]:
     """What the first pass of each model says."""
     communicator, said = Communicator(dist.new_group()), {}
