@@ -28,6 +28,7 @@ import ast
 import csv
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import types
@@ -66,6 +67,7 @@ from pygdist.testing.ranks import RankError
 BACKENDS = ("single", "comm", "cache", "hybrid", "tensor", "replica")
 FEATURES, CLASSES, RELATIONS = 8, 3, 2
 _FIELDS = ("x", "edge_weight", "edge_attr", "edge_type", "y", "train_mask")
+_ROOT = Path(__file__).resolve().parents[1]
 _TOLERANCE = 1e-10
 _MOST_SECONDS = 60.0
 
@@ -339,10 +341,15 @@ def row(pool: RankPool, checkout: Path, case: Case, backends: Sequence[str], wor
         shown[name], difference, said = verdict(pool, checkout, case, name, reference, work)
         largest = max(largest, difference)
         if said:
-            reasons.setdefault(said.replace(f"'{name}'", "'...'"), []).append(name)
+            reasons.setdefault(_without_places(said, checkout).replace(f"'{name}'", "'...'"), []).append(name)
     shown["difference"] = f"{largest:.0e}"
     shown["reason"] = " | ".join(f"{', '.join(names)}: {said}" for said, names in reasons.items())
     return shown
+
+
+def _without_places(text: str, checkout: Path) -> str:
+    """Return a message without the folders of this machine."""
+    return re.sub(r"/\S*/site-packages/", "", text.replace(f"{checkout}/", "").replace(f"{_ROOT}/", ""))
 
 
 def find_checkout(given: Path | None) -> Path:
