@@ -128,6 +128,55 @@ def test_a_model_that_gets_no_edges_is_refused_where_they_must_be_others(
             assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
 
 
+class ByOthers(nn.Module):
+    """Is called by methods of other names too, and keeps normalised edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = GCNConv(5, 4, cached=True), GCNConv(4, 3, cached=True)
+
+    def encode(self, x: Tensor, edges: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x, edges).relu(), edges)
+        return out
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.encode(x, edges).tanh()
+
+
+def _by_others(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, list[Tensor]] | str:
+    """Return the ids of the rows, and outputs and gradients of calls of both kinds in turn."""
+    shard, backend = _bound(backend_name, folder, rank)
+    model, found = distribute(ByOthers().double(), backend=backend, check=False), []
+    try:
+        for call in (model, model.encode, model, model.encode, model):
+            out = call(shard.x, shard.adjacency)
+            model.zero_grad()
+            out.square().sum().backward()
+            grad = model.first.lin.weight.grad
+            found += [out.detach(), backend.communicator.sum_over_ranks(grad, label="gradients")]
+    except InputError as error:
+        return str(error)
+    return shard.owned_id, found
+
+
+@backends_
+def test_other_methods_than_forward_run_where_rows_are_fetched(backend: str, parts: str, pool: RankPool) -> None:
+    data, _ = random_graph("directed")
+    torch.manual_seed(0)
+    model = ByOthers().double()
+    for found in pool.run(_by_others, 2, parts, backend):
+        if backend in ("cache", "replica"):
+            assert "GCNConv runs outside a forward pass of the model, as in model.encode(...)" in found
+            continue
+        rows, results = found
+        for at, call in enumerate((model, model.encode, model, model.encode, model)):
+            out = call(data.x, data.edge_index)
+            model.zero_grad()
+            out.square().sum().backward()
+            assert torch.allclose(results[2 * at], out[rows], rtol=0, atol=1e-12)
+            assert torch.allclose(results[2 * at + 1], model.first.lin.weight.grad, rtol=0, atol=1e-10)
+
+
 class OfIds(nn.Module):
     """Does not run where all ids are zero, as on the few nodes of a rehearsal."""
 

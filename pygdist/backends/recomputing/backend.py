@@ -36,7 +36,7 @@ from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import layer_name, own_class
+from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 
 
@@ -89,11 +89,12 @@ class RecomputingBackend(Backend):
     """
 
     abilities = Abilities(reruns_layers=False)
-    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass", "_done")
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass", "_done", "_outside")
     _fetcher: Fetcher | None = None
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now
     _done: PartPass | FetchedPass | None = None  # the last pass, of which layers may run again in the backward pass
+    _outside: FetchedPass | None = None  # what layers run on that are called by themselves
 
     def __init__(self, options: FetchOptions | None = FetchOptions()) -> None:  # noqa: B008 (frozen)
         super().__init__()
@@ -314,9 +315,14 @@ class RecomputingBackend(Backend):
     @property
     def _now(self) -> Pass | None:
         """The pass that runs, or runs again in the backward pass (activation checkpointing)."""
-        if self._pass is None and torch._C._current_graph_task_id() != -1:
-            return self._done
-        return self._pass
+        running = self._pass
+        if running is None and torch._C._current_graph_task_id() != -1:
+            running = self._done
+        if running is None and self.fetches:
+            if self._outside is None:
+                self._outside = self._fetched_pass()
+            running = self._outside
+        return running
 
     def _running(self, what: str = "a layer") -> Pass:
         """The pass that runs; an error if the model is not running."""
@@ -345,7 +351,14 @@ class RecomputingBackend(Backend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._running(layer_name(layer)).run_layer(layer, forward, args, kwargs)
+        running = self._running(layer_name(layer))
+        if running is not self._outside:
+            return running.run_layer(layer, forward, args, kwargs)
+        forget_local_state(layer)  # of the model's rows, which are more
+        try:
+            return running.run_layer(layer, forward, args, kwargs)
+        finally:
+            forget_local_state(layer)
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
