@@ -18,7 +18,7 @@ from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.edge_tables import kind_of, open_tables
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
-from pygdist.graph.streams.tables import EdgeRows, EdgeTable, Names
+from pygdist.graph.streams.tables import ANY_ID, EdgeRows, EdgeTable, Names
 
 _TABLE_OPTIONS = ("columns", "string_ids", "names")  # of EdgeOptions, for text and Parquet
 
@@ -129,7 +129,7 @@ def _from_tables(
         path, table = tables[0]
         notes += table.columns.notes(str(path))
         names, num_nodes = _names_and_number(path, table, options, num_nodes)
-        if table.first_id and options.first_id is None:
+        if table.first_id and options.first_id is None and names is None:
             first = table.first_id
             notes.append(f"{path}: ids start at {first} in this format, so node 0 is id {first}")
         if table.mirrored:
@@ -175,7 +175,7 @@ def _rows_of_tables(
     """Yield the rows of all tables, one after the other; nodes are numbered from 0, where ids start at ``first``."""
     for path, table in tables:
         enter_stage(progress, f"reading {path.name}")
-        for rows in table.read(names, None if num_nodes is None or names is not None else num_nodes + first):
+        for rows in table.read(names, range(first, ANY_ID.stop if num_nodes is None else first + num_nodes)):
             moved = _from_zero(rows, first, path)
             yield _mirrored(moved, table.mirrored) if table.mirrored else moved
 

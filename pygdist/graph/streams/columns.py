@@ -48,6 +48,10 @@ _REST = {
     "userid",
     "paper",
     "paperid",
+    "person",
+    "page",
+    "account",
+    "entity",
 }
 
 

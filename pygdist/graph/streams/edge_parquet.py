@@ -78,7 +78,7 @@ def _are_names(path: Path, schema: Any, columns: Columns, named: bool | None) ->
         are.append(is_name)
     if named is False and any(are):
         name = columns.names[columns.ends[are.index(True)]]
-        raise InputError(f"{path}: column {name} holds string, but string_ids is false; leave it out")
+        raise InputError(f"{path}: column {name} holds string, expected whole numbers as ids")
     if are[0] != are[1] and not named:
         kinds = " and ".join(f"column {schema.names[place]} holds {schema.field(place).type}" for place in columns.ends)
         raise InputError(f"{path}: {kinds}, expected ids of one kind; set string_ids to take both as names")
@@ -86,7 +86,7 @@ def _are_names(path: Path, schema: Any, columns: Columns, named: bool | None) ->
 
 
 def _rows(
-    path: Path, columns: Columns, progress: Progress | None, names: Names | None, num_nodes: int | None
+    path: Path, columns: Columns, progress: Progress | None, names: Names | None, ids: range
 ) -> Iterator[EdgeRows]:
     import pyarrow
     from pyarrow import parquet
@@ -104,7 +104,7 @@ def _rows(
                 arrays = [batch.column(batch.schema.get_field_index(name)) for name in read]
                 ends = [_plain(array, pyarrow.string() if names is not None else None) for array in arrays[:2]]
                 values = [_plain(array, None) for array in arrays[2:]]
-                yield EdgeRows(numbered(ends, names, num_nodes, refuse), valued(columns, values, refuse))
+                yield EdgeRows(numbered(ends, names, ids, refuse), valued(columns, values, refuse))
                 done += batch.num_rows
                 advance(batch.num_rows)
     except (OSError, pyarrow.ArrowException) as error:

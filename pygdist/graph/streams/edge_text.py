@@ -1,8 +1,8 @@
 """Edges from text files, one a line: lists such as SNAP's, tables with names of columns, MatrixMarket, KONECT.
 
-Cells are separated by commas, semicolons, tabs or blanks. Lines that begin with ``#``, ``%`` or ``//`` are comments;
-among ids that are names, only before the first edge. A first line that is no edge, or the last comment before, names
-the columns (:mod:`pygdist.graph.streams.columns`); all lines have as many. The native parser reads lists of whole
+Commas, semicolons, bars, tabs or blanks separate cells. Lines that begin with ``#``, ``%`` or ``//`` are comments;
+after the first edge between names, only if a blank follows. A first line that is no edge, or the last comment before,
+names the columns (:mod:`pygdist.graph.streams.columns`); all lines have as many. The native parser reads lists of whole
 numbers, pyarrow (extra ``parquet``) all else. Files may be compressed.
 """
 
@@ -26,9 +26,20 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.streams.columns import Wanted, wanted_columns
 from pygdist.graph.streams.progress import Progress, watched
-from pygdist.graph.streams.tables import EdgeRows, EdgeTable, Names, has_pyarrow, numbered, require_pyarrow, valued
+from pygdist.graph.streams.tables import (
+    ANY_ID,
+    EdgeRows,
+    EdgeTable,
+    Names,
+    expected_ids,
+    has_pyarrow,
+    numbered,
+    require_pyarrow,
+    valued,
+)
 from pygdist.graph.streams.text_layout import (
     COMMENT,
+    COMMENT_AMONG_NAMES,
     TextLayout,
     cells_of,
     is_whole,
@@ -40,13 +51,15 @@ from pygdist.graph.streams.text_layout import (
 from pygdist.native import NativeText, Status, require
 
 _BLOCK_BYTES = 1 << 24
+_HEAD_BYTES = 1 << 16
 _MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 _OTHER_COMMENTS = re.compile(rb"^([ \t]*)(?:%|//)", re.MULTILINE)
 _ANY_COMMENT = re.compile(rb"^[ \t]*(?:#|%|//).*$", re.MULTILINE)
-_BLANKS = re.compile(rb"[ \t]+")
-_ONLY_BLANKS = re.compile(rb"^[ \t]+$", re.MULTILINE)
+_COMMENT_AMONG_NAMES = re.compile(rb"^[ \t]*(?:#|%|//)(?:[ \t].*)?$", re.MULTILINE)
 _LATE_COMMENT = re.compile(rb" #.*$", re.MULTILINE)
+_BLANKS = re.compile(rb"[ \t]+")
 _OUTER_BLANKS = re.compile(rb"^[ \t]+|[ \t]+$", re.MULTILINE)
+_ONLY_BLANKS = re.compile(rb"^[ \t]+$", re.MULTILINE)
 _PYTHONS: dict[str, Callable[[IO[bytes]], object]] = {".gz": gzip.open, ".bz2": BZ2File, ".xz": lzma.open}
 _PYARROWS = {".zst": "zstd", ".lz4": "lz4"}
 PACKED = (*_PYTHONS, *_PYARROWS)
@@ -81,19 +94,24 @@ def open_text(
         InputError: If the file cannot be read, or the columns cannot be found.
     """
     layout, before = None, 0
-    with contextlib.closing(_blocks(path, block_bytes, None)) as blocks:
-        for block in blocks:
-            lines = block.decode(errors="replace").replace("\r\n", "\n").split("\n")
+    with contextlib.closing(_heads(path, block_bytes)) as heads:
+        for head in heads:
+            lines = head.decode(errors="replace").replace("\r\n", "\n").split("\n")
+            matrix = matrix or lines[0].lower().startswith("%%matrixmarket")
+            if matrix and named:
+                raise InputError(f"{path}: nodes of a matrix have numbers, not names; leave string_ids and names out")
             if matrix:
                 layout = matrix_layout(path, lines, wanted)
             else:
                 layout = text_layout(path, lines, wanted, named, before=before)
             if layout is not None:
                 break
-            before += block.count(b"\n")
+            before += head.count(b"\n")
     if layout is None:
         return None
-    text = _Text(path, layout, before + layout.first, block_bytes, [] if notes is None else notes, progress)
+    notes = [] if notes is None else notes
+    notes += layout.notes
+    text = _Text(path, layout, before + layout.first, block_bytes, notes, progress)
     return EdgeTable(
         columns=layout.columns, named=layout.named, read=text.rows, first_id=layout.first_id, mirrored=layout.mirrored,
         num_nodes=layout.num_nodes,
@@ -111,7 +129,7 @@ def read_text(
     """
     table = open_text(path, wanted=wanted_columns(columns), block_bytes=block_bytes)
     names = Names() if table is not None and table.named else None
-    for rows in () if table is None else table.read(names, num_nodes):
+    for rows in () if table is None else table.read(names, ANY_ID if num_nodes is None else range(num_nodes)):
         yield rows.ends
 
 
@@ -126,10 +144,10 @@ class _Text:
     notes: list[str]
     progress: Progress | None
 
-    def rows(self, names: Names | None, num_nodes: int | None) -> Iterator[EdgeRows]:
+    def rows(self, names: Names | None, ids: range) -> Iterator[EdgeRows]:
         """Read the edges once, some at a time."""
         reason = self.layout.needs_pyarrow
-        parse = self._with_pyarrow(reason, names, num_nodes) if reason else self._natively(num_nodes)
+        parse = self._with_pyarrow(reason, names, ids) if reason else self._natively(ids)
         count = line = 0
         block = b"\n"
         for block in _blocks(self.path, self.block_bytes, self.progress):
@@ -143,7 +161,8 @@ class _Text:
             line += num_lines
         self._compare(count)
         last = block[block.rfind(b"\n") + 1 :].decode(errors="replace")
-        if count and last.strip() and (self.layout.named or not COMMENT.match(last)):
+        comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
+        if count and last.strip() and not comment.match(last):
             self.notes.append(f"{self.path}: the last line, {shown(last)}, has no end (newline): is the file whole?")
 
     def _compare(self, count: int) -> None:
@@ -157,9 +176,9 @@ class _Text:
         if count < expected:
             self.notes.append(f"{text}: is the file whole?")
 
-    def _natively(self, num_nodes: int | None) -> Callable[[bytes, int], EdgeRows]:
+    def _natively(self, ids: range) -> Callable[[bytes, int], EdgeRows]:
         native = require(f"{self.path}: reading text", ", or pass the edges as .npy")
-        state = NativeText(max_id=(1 << 63) - 1 if num_nodes is None else num_nodes - 1)
+        state = NativeText(max_id=ids.stop - 1 if ids.stop < ANY_ID.stop else ANY_ID.stop)
         edge = np.empty((self.block_bytes // 3 + 1, 2), dtype=np.int64)
         columns = self.layout.columns
 
@@ -169,20 +188,17 @@ class _Text:
             status = native.pygdist_parse_edges(text, len(text), ctypes.byref(state), edge.ctypes.data)
             if status == Status.BAD_LINE and has_pyarrow() and (len(columns.names) > 2 or b'"' in text):
                 # other columns may have blanks or quotes, which the native parser does not know
-                return self._with_pyarrow("quoted cells", None, num_nodes)(block, line) or EdgeRows(edge[:0].T, {})
+                return self._with_pyarrow("quoted cells", None, ids)(block, line) or EdgeRows(edge[:0].T, {})
             if status == Status.BAD_LINE:
                 raise self._no_edge(block, line, state.line - line - 1)
             if status == Status.BAD_ID:
-                allowed = "ids start at 0" if num_nodes is None else f"but the graph has nodes 0 to {num_nodes - 1}"
-                raise InputError(f"{self.path}: line {state.line} has id {state.id}, {allowed}")
+                raise InputError(f"{self.path}: line {state.line} has id {state.id}, {expected_ids(state.id, ids)}")
             chunk = edge[: state.count].T
             return EdgeRows(chunk if columns.ends == (0, 1) else chunk[::-1], {})
 
         return parse
 
-    def _with_pyarrow(
-        self, reason: str, names: Names | None, num_nodes: int | None
-    ) -> Callable[[bytes, int], EdgeRows | None]:
+    def _with_pyarrow(self, reason: str, names: Names | None, ids: range) -> Callable[[bytes, int], EdgeRows | None]:
         require_pyarrow(f"{self.path}: {reason}")
         import pyarrow
         from pyarrow import csv
@@ -214,15 +230,13 @@ class _Text:
             def refuse(row: int, problem: str) -> InputError:
                 return InputError(f"{self.path}: line {line + 1 + int(at[row])} {problem}")
 
-            return EdgeRows(numbered(arrays[:2], names, num_nodes, refuse), valued(columns, arrays[2:], refuse))
+            return EdgeRows(numbered(arrays[:2], names, ids, refuse), valued(columns, arrays[2:], refuse))
 
         return parse
 
     def _one_blank(self, block: bytes) -> bytes:
         """Make a block of text one that pyarrow reads, with as many lines."""
-        text = block.replace(b"\r\n", b"\n")
-        if not self.layout.named:
-            text = _ANY_COMMENT.sub(b"", text)
+        text = (_COMMENT_AMONG_NAMES if self.layout.named else _ANY_COMMENT).sub(b"", block.replace(b"\r\n", b"\n"))
         if self.layout.separator != " ":
             return _ONLY_BLANKS.sub(b"", text)
         text = _BLANKS.sub(b" ", text)
@@ -272,6 +286,18 @@ def _lines_with_text(text: bytes) -> NDArray[np.int64]:
     """Return the numbers of the lines that are not empty, from 0."""
     ends = np.flatnonzero(np.frombuffer(text if text.endswith(b"\n") else text + b"\n", dtype=np.uint8) == ord("\n"))
     return np.flatnonzero(np.diff(ends, prepend=-1) > 1)
+
+
+def _heads(path: Path, block_bytes: int) -> Generator[bytes, None, None]:
+    """Yield the text in pieces of whole lines that are long enough to tell the layout."""
+    head = b""
+    for block in _blocks(path, block_bytes, None):
+        head += block
+        if len(head) >= _HEAD_BYTES:
+            yield head
+            head = b""
+    if head:
+        yield head
 
 
 def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Generator[bytes, None, None]:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.streams.columns import Columns
 
-_LARGEST_ID = (1 << 63) - 1
+ANY_ID = range((1 << 63) - 1)
+"""The range of ids if the number of nodes is not known."""
 
 
 class EdgeRows(NamedTuple):
@@ -33,8 +34,8 @@ class EdgeTable:
     Attributes:
         columns: The columns to read.
         named: Ids are names, not numbers.
-        read: Called with the names and numbers of nodes (``None`` for whole numbers) and the number of nodes, if it is
-            known. Yields the rows, and raises ``InputError`` at one that cannot be read.
+        read: Called with the names of the nodes (``None`` for whole numbers) and the range of their ids. Yields the
+            rows, and raises ``InputError`` at one that cannot be read.
         first_id: Id of the first node, if the format says so: 1 in a matrix.
         mirrored: The format says that the reverse of each edge is meant too: 1, or -1 if with the opposite weight.
         num_nodes: Number of nodes, if the file says so.
@@ -43,7 +44,7 @@ class EdgeTable:
 
     columns: Columns
     named: bool
-    read: Callable[[Names | None, int | None], Iterator[EdgeRows]]
+    read: Callable[[Names | None, range], Iterator[EdgeRows]]
     first_id: int | None = None
     mirrored: int = 0
     num_nodes: int | None = None
@@ -90,14 +91,14 @@ class Names:
 
 
 def numbered(
-    ends: Sequence[Any], names: Names | None, num_nodes: int | None, refuse: Callable[[int, str], InputError]
+    ends: Sequence[Any], names: Names | None, ids: range, refuse: Callable[[int, str], InputError]
 ) -> NDArray[np.int64]:
     """Return the numbers of the nodes at the ends of some rows, int64 of shape ``(2, k)``.
 
     Args:
         ends: Two arrays of pyarrow's, of integers, or of strings if there are ``names``.
         names: Numbers by name.
-        num_nodes: Number of nodes, if it is known.
+        ids: Range of the ids that are numbers.
         refuse: Called with a row and what is wrong with it; returns the error.
     """
     for end in ends:
@@ -105,11 +106,10 @@ def numbered(
             raise refuse(int(np.flatnonzero(end.is_null().to_numpy(zero_copy_only=False))[0]), "has an empty id")
     if names is None:
         arrays = [end.to_numpy(zero_copy_only=False) for end in ends]
-        last = _LARGEST_ID if num_nodes is None else num_nodes - 1
-        wrong = np.flatnonzero((arrays[0] < 0) | (arrays[1] < 0) | (arrays[0] > last) | (arrays[1] > last))
+        wrong = np.flatnonzero(np.any([(array < ids.start) | (array >= ids.stop) for array in arrays], axis=0))
         if len(wrong):
             edge = tuple(int(array[wrong[0]]) for array in arrays)
-            raise refuse(int(wrong[0]), f"holds ids {edge}, expected 0 to {last}")
+            raise refuse(int(wrong[0]), f"holds ids {edge}, {expected_ids(max(edge), ids)}")
         return np.stack([array.astype(np.int64) for array in arrays])
     from pyarrow import compute
 
@@ -125,6 +125,12 @@ def numbered(
         name = ends[0 if numbers[0, row] < 0 else 1][row]
         raise refuse(row, f"holds id '{name}', which is none of the {len(names)} known names")
     return numbers
+
+
+def expected_ids(wrong: int, ids: range) -> str:
+    """Tell which ids are expected in place of a wrong one."""
+    expected = f"expected ids {ids.start} to {ids.stop - 1}" if ids.stop < ANY_ID.stop else f"ids start at {ids.start}"
+    return expected + ("; if ids start at 1, set first_id=1" if wrong == ids.stop and not ids.start else "")
 
 
 def valued(

@@ -17,8 +17,9 @@ from pygdist.errors import InputError
 from pygdist.graph.streams.columns import Columns, Wanted, choose
 
 COMMENT = re.compile(r"[ \t]*(#|%|//)")
+COMMENT_AMONG_NAMES = re.compile(r"[ \t]*(#|%|//)([ \t]|$)")
 _WHOLE = re.compile(r"-?[0-9]+")
-_NUMBER = re.compile(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?|")
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|")
 _KONECT = re.compile(r"%\s*(sym|asym|bip)\s+(\w+)")
 _KONECT_SIZE = re.compile(r"%\s*([0-9]+)(\s+[0-9]+){1,2}\s*")
 _SNAP_SIZE = re.compile(r"\bEdges:\s*([0-9]+)\b", re.IGNORECASE)
@@ -31,7 +32,7 @@ class TextLayout:
 
     Attributes:
         columns: The columns to read.
-        separator: ``,``, ``;``, a tab, or a blank for any number of blanks and tabs.
+        separator: ``,``, ``;``, ``|``, a tab, or a blank for any number of blanks and tabs.
         first: Number of lines before the first edge: comments, names of columns.
         named: Ids are names, not numbers. Then only the first lines are comments.
         decimal: Decimal point of numbers.
@@ -40,6 +41,7 @@ class TextLayout:
         num_nodes: Number of nodes, if the file says so.
         num_lines: Number of edges that the file says it holds.
         exact: A file with another number of edges is damaged.
+        notes: What to tell about the first lines.
     """
 
     columns: Columns
@@ -52,6 +54,7 @@ class TextLayout:
     num_nodes: int | None = None
     num_lines: int | None = None
     exact: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def needs_pyarrow(self) -> str:
@@ -62,7 +65,7 @@ class TextLayout:
             return "weights and attributes"
         if self.columns.ends not in ((0, 1), (1, 0)):
             return "columns other than the first two"
-        return "the separator ;" if self.separator == ";" else ""
+        return f"the separator {self.separator}" if self.separator in ";|" else ""
 
 
 def text_layout(
@@ -87,7 +90,7 @@ def text_layout(
         raise InputError(f"{path}: line {before + rows[0] + 1} is {shown(sample[0])}, expected two ids, as columns")
     first, has_names = rows[0], _names_columns(names, wanted, path, sample, separator)
     if has_names:
-        first, sample = first + 1, sample[1:]
+        first += 1
     elif commented := _names_in_comment(comments, len(names), separator, wanted):
         names, has_names = commented, True
     else:
@@ -95,7 +98,8 @@ def text_layout(
     columns = choose(str(path), names, wanted, named=has_names)
     if columns is None:
         raise _unknown_ends(path, lines[rows[0]])
-    cells = [cells_of(line, separator) for line in sample[:_SAMPLE_LINES]]
+    below = (line for line in lines[first:] if line.strip() and not COMMENT_AMONG_NAMES.match(line))
+    cells = [cells_of(_without_note(line), separator) for line in itertools.islice(below, _SAMPLE_LINES)]
     are_names = named if named is not None else _are_names(cells, columns)
     if are_names and first > rows[0] and not wanted.get("source"):
         ids = {cell for row in cells for place, cell in enumerate(row) if place in columns.ends}
@@ -109,7 +113,8 @@ def text_layout(
         decimal="," if separator == ";" and _has_commas(cells, columns) else ".",
         num_lines=next((int(size[1]) for line in comments if (size := _SNAP_SIZE.search(line))), None),
     )
-    return _konect(path, layout, comments, wanted) if comments and comments[0].startswith("%") else layout
+    layout = _konect(path, layout, comments, wanted) if comments and comments[0].startswith("%") else layout
+    return replace(layout, notes=_notes(path, layout, lines[rows[0]], has_names, comments, wanted))
 
 
 def cells_of(line: str, separator: str) -> list[str]:
@@ -167,8 +172,9 @@ def matrix_layout(path: Path, lines: Sequence[str], wanted: Wanted) -> TextLayou
 def _separator(sample: Sequence[str]) -> str:
     """Tell the separator from the first lines; blanks if there is no other."""
     line, other = sample[0], sample[min(1, len(sample) - 1)]
-    if ";" in line and line.count(";") == other.count(";"):
-        return ";"
+    for separator in ";|":
+        if separator in line and line.count(separator) == other.count(separator):
+            return separator
     if "," in line:
         return ","
     tabs = line.count("\t")
@@ -182,9 +188,12 @@ def _names_columns(cells: list[str], wanted: Wanted, path: Path, sample: Sequenc
         return False
     if any(not is_whole(name) for names in wanted.values() for name in names):
         return True
-    if source := wanted.get("source"):  # a number: names stand over numbers, or nothing tells, and the line is an edge
-        place, below = int(source[0]) - 1, cells_of(sample[min(1, len(sample) - 1)], separator)
-        return place < min(len(below), len(cells)) and is_whole(below[place]) and not is_whole(cells[place])
+    if wanted.get("source"):  # by number: names stand over numbers, or nothing tells, and the line is an edge
+        below = [cells_of(line, separator) for line in sample[1:]]
+        below = [row for row in below if len(row) == len(cells)]
+        return bool(below) and any(
+            is_word(cell) and not any(is_word(row[place]) for row in below) for place, cell in enumerate(cells)
+        )
     if choose(str(path), cells, {}, named=True) is None:
         raise _unknown_ends(path, sample[0])
     return True
@@ -221,6 +230,22 @@ def _are_names(cells: Sequence[list[str]], columns: Columns) -> bool:
     """Tell if ids are names: more than half of the rows have one that is no number; fewer are mistakes."""
     rows = [[row[place] for place in columns.ends] for row in cells if len(row) == len(columns.names)]
     return 2 * sum(any(map(is_word, row)) for row in rows) > len(rows)
+
+
+def _notes(
+    path: Path, layout: TextLayout, line: str, has_names: bool, comments: Sequence[str], wanted: Wanted
+) -> tuple[str, ...]:
+    """Return what to tell about the first line and the comments where both might be edges."""
+    notes = []
+    if all(map(is_whole, wanted.get("source", "x"))) and (has_names or layout.named):
+        kind = "names columns" if has_names else "is an edge"
+        notes.append(f"{path}: the first line, {shown(line)}, {kind}")
+    if layout.named and not has_names:
+        for comment in comments:
+            cells = cells_of(comment, layout.separator)
+            if not COMMENT_AMONG_NAMES.match(comment) and len(cells) == len(layout.columns.names):
+                notes.append(f"{path}: {shown(comment)} is a comment, no edge")
+    return tuple(notes)
 
 
 def _has_commas(cells: Sequence[list[str]], columns: Columns) -> bool:

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph import GraphFiles, WholeGraph, open_part, prepare, read_meta
 from pygdist.graph.streams.edge_text import open_text
-from pygdist.graph.streams.tables import Names
+from pygdist.graph.streams.tables import ANY_ID, Names
 from pygdist.native import load
 from pygdist.partition import partition_graph
 
@@ -112,7 +112,7 @@ WRONG_VALUES: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "no such column": (b"u,v,w\n0,1,1\n", {"columns": "weight=cost"}, "no column 'cost'; its columns are u, v, w"),
     "an id that is none": (b"u,v,w\n0,1,1\n1,b,2\n", {}, "line 3 is '1,b,2', expected two ids"),
     "an empty id": (b"u,v,w\n0,,1\n", {}, "line 2 has an empty id"),
-    "an id beyond": (b"u,v,w\n0,1,1\n1,7,1\n", {"num_nodes": 5}, r"line 3 holds ids \(1, 7\), expected 0 to 4"),
+    "an id beyond": (b"u,v,w\n0,1,1\n1,7,1\n", {"num_nodes": 5}, r"line 3 holds ids \(1, 7\), expected ids 0 to 4"),
     "a carriage return": (b"u,v,w\n0,1,1\r1,2,1\r\n", {}, "line 2 is"),
     "a quote that does not end": (b'u,v,w\n0,1,1\n1,"2,1\n2,3,1\n', {}, "line 3 is"),
     "no text": (b"u,v\n\xff\xfe,a\nb,c\n", {"string_ids": True}, "line 2 is not text in UTF-8"),
@@ -134,7 +134,7 @@ def test_the_line_of_a_wrong_cell_counts_all_blocks(tmp_path: Path) -> None:
     table = open_text(path, wanted={}, block_bytes=32)
     assert table is not None
     with pytest.raises(InputError, match="line 43 has 'x'"):
-        list(table.read(None, None))
+        list(table.read(None, ANY_ID))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,8 @@ NAMES = {
     "a header": (b"follower,followee\nann,bob\nbob, cy\nann,7\n", {}),
     "blanks": (b"# people\nsource target\nann bob\nbob   cy\nann 7\n", {}),
     "columns by number": (b"ann\tbob\nbob\tcy\nann\t7\n", {"columns": "source=1,target=2"}),
+    "an edge that looks like names": (b"ann bob\nbob cy\nann 7\n", {"columns": "source=1,target=2"}),
+    "bars": (b"Person1Id|Person2Id\nann|bob\nbob|cy\nann|7\n", {}),
     "quotes": (b'source;target\n"ann";bob\nbob;"cy"\nann;"7"\n', {}),
 }
 
@@ -235,7 +237,7 @@ def test_numbers_of_names_do_not_depend_on_blocks(tmp_path: Path) -> None:
     for block_bytes in (32, 1 << 20):
         table, names = open_text(path, wanted={}, block_bytes=block_bytes), Names()
         assert table is not None
-        found.append((np.concatenate([rows.ends for rows in table.read(names, None)], axis=1).tolist(), list(names)))
+        found.append((np.concatenate([rows.ends for rows in table.read(names, ANY_ID)], axis=1).tolist(), list(names)))
     assert found[0] == found[1]
     assert found[0][1][:2] == path.read_text().split()[2:4]
 
@@ -249,7 +251,32 @@ def test_names_of_parquet(tmp_path: Path) -> None:
     assert graph.names.read_text() == "a\nb\n"
 
 
+def test_the_first_line_is_told_if_it_may_name_columns(tmp_path: Path) -> None:
+    graph = opened(tmp_path / "e.csv", b"paper,author\np1,a1\n", columns="source=1,target=2")
+    assert any("the first line, 'paper,author', is an edge" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.csv", b"paper,author,year\np1,a1,1999\n", columns="source=1,target=2")
+    assert edges_of(graph) == [[0, 1]]
+    assert any("the first line, 'paper,author,year', names columns" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.csv", b"paper,author,year\np1,a1,1999", columns="source=1,target=2")  # no last end
+    assert edges_of(graph) == [[0, 1]]
+    graph = opened(tmp_path / "e.csv", b"ann,bob\nann,7\nann,cy\n", columns="source=1,target=2")
+    assert edges_of(graph) == [[0, 1], [0, 2], [0, 3]]
+
+
+def test_comments_among_names(tmp_path: Path) -> None:
+    content = b"# two tags\n#ai,#ml\n#nlp,#ml\n# c, d\n%x,#nlp\n#\n# the end"
+    graph = opened(tmp_path / "e.csv", b"source,target\n" + content)
+    assert edges_of(graph) == [[0, 1], [2, 1], [3, 2]]
+    assert not any("whole" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.csv", b"#nlp,#ml\na,b\n", columns="source=1,target=2")
+    assert any("'#nlp,#ml' is a comment, no edge" in note for note in graph.notes)
+
+
 def test_numbers_as_names(tmp_path: Path) -> None:
+    graph = opened(tmp_path / "out.e", b"% asym weighted\n1 2\n2 1\n", string_ids=True)
+    assert (edges_of(graph), graph.edges.num_nodes) == ([[0, 1], [1, 0]], 2)
+    with pytest.raises(InputError, match="nodes of a matrix have numbers, not names"):
+        opened(tmp_path / "e.mtx", b"%%MatrixMarket matrix", string_ids=True)
     graph = opened(tmp_path / "e.txt", b"007 7\n7 8\n", string_ids=True)
     assert (edges_of(graph), graph.edges.num_nodes) == ([[0, 1], [1, 2]], 3)
 
@@ -282,6 +309,7 @@ def test_features_of_nodes_with_names(tmp_path: Path) -> None:
         (b"u,v\na,b\n", {"string_ids": False}, "line 2 is 'a,b', expected two ids"),
         (b"u,v\na, \n", {}, "line 2 has an id that is empty"),
         (b"u,v\n1,2\n3,b\n4,5\n", {}, "line 3 is '3,b', .* set string_ids if ids are names"),
+        (b"10.0.0.1 10.0.0.2\n", {}, r"first line '10.0.0.1 10.0.0.2' seems to name columns"),
         (b"a b\nb c\n", {"string_ids": True}, "first line 'a b' seems to name columns: .* source=1,target=2"),
     ],
 )
@@ -307,6 +335,9 @@ def test_ids_from_1_are_told_and_moved(tmp_path: Path) -> None:
         assert edges_of(opened(path, first_id=1, num_nodes=3)) == [[0, 1], [1, 2]]
         with pytest.raises(InputError, match=r"\b3\b"):
             edges_of(opened(path, first_id=1, num_nodes=2))
+    for content, options in ((b"1 2\n2 3\n", {}), (b"1 2 5\n2 3 5\n", {"columns": "weight=3"})):
+        with pytest.raises(InputError, match="expected ids 0 to 2; if ids start at 1, set first_id=1"):
+            opened(tmp_path / "e.txt", content, num_nodes=3, **options)
     assert not any("smallest" in note for note in opened(tmp_path / "e.txt", first_id=0).notes)
     with pytest.raises(InputError, match=r"e.txt: holds id 0, but ids start at 1"):
         opened(tmp_path / "e.txt", b"0 1\n", first_id=1)
@@ -333,6 +364,8 @@ def test_matrices(
     assert (edges_of(graph), graph.edges.num_nodes) == (edges, 3)
     assert values_of(graph) == ({} if weights is None else {"edge_weight": weights})
     assert any("node 0 is id 1" in note for note in graph.notes)
+    (tmp_path / "m.mtx").rename(tmp_path / "m.txt")
+    assert edges_of(opened(tmp_path / "m.txt")) == edges
 
 
 @needs_native
@@ -349,7 +382,7 @@ def test_matrices(
         (MATRIX.format("pattern", "general", 3) + "1 1\n2 2\n", "holds 2 edges, but its first lines say 3"),
         (MATRIX.format("real", "general", 1) + "1 1 1\n2 2 2\n", "holds 2 edges, but its first lines say 1"),
         (MATRIX.format("pattern", "general", 1) + "4 1\n", "line 3 has id 4"),
-        (MATRIX.format("real", "general", 1) + "0 1 1\n", "holds id 0, but ids start at 1"),
+        (MATRIX.format("real", "general", 1) + "0 1 1\n", r"line 3 holds ids \(0, 1\), expected ids 1 to 3"),
     ],
 )
 def test_matrices_that_are_refused(content: str, message: str, tmp_path: Path) -> None:
