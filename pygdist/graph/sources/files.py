@@ -165,6 +165,8 @@ class GraphFiles:
             notes.append("kept one edge of each source and target")
         file, num_nodes, ids = self._numbered(edges, scratch, progress, notes)
         fields |= edges.values
+        if file.num_edges == 0:
+            notes.append(f"{self.edges}: holds no edges")
         _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
         self._check(fields, num_nodes, file.num_edges, {**dict.fromkeys(edges.values, paths["edge_index"]), **paths})
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}

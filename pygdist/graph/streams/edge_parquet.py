@@ -46,13 +46,14 @@ def open_parquet(
     if columns is None:
         raise InputError(
             f"{path}: columns {', '.join(schema.names[:6])}: which are the sources and the targets of edges? Say so "
-            "with columns: source=NAME,target=NAME"
+            "with columns source=NAME,target=NAME"
         )
     named = _are_names(path, schema, columns, named)
     for place in columns.values:
         kind = _kind(schema.field(place).type)
-        if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_decimal(kind)):
-            advice = "leave it out with columns: weight=" if place == columns.weight else "name others"
+        types = pyarrow.types
+        if not any(test(kind) for test in (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)):
+            advice = "leave it out with columns weight=" if place == columns.weight else "name others"
             raise InputError(f"{path}: column {schema.names[place]} holds {kind}, expected numbers; {advice}")
     kinds = tuple(str(_kind(schema.field(place).type)) for place in columns.values)
     return EdgeTable(columns=columns, named=named, read=partial(_rows, path, columns, progress), kinds=kinds)
@@ -72,7 +73,7 @@ def _are_names(path: Path, schema: Any, columns: Columns, named: bool | None) ->
     are = []
     for place in columns.ends:
         kind = _kind(schema.field(place).type)
-        is_name = any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string))
+        is_name = str(kind) in ("string", "large_string", "string_view")
         if not is_name and not pyarrow.types.is_integer(kind):
             raise InputError(f"{path}: column {schema.names[place]} holds {kind}, expected ids: integers or strings")
         are.append(is_name)

@@ -136,20 +136,19 @@ def expected_ids(wrong: int, ids: range) -> str:
 def valued(
     columns: Columns, arrays: Sequence[Any], refuse: Callable[[int, str], InputError]
 ) -> dict[str, NDArray[Any]]:
-    """Return weights and attributes from arrays of pyarrow's, one for each of ``columns.values``; all are numbers."""
+    """Return weights and attributes from arrays of pyarrow's numbers, one for each of ``columns.values``.
+
+    Values are float32 where they were, else float64.
+    """
     found = []
     for place, array in zip(columns.values, arrays, strict=True):
         if array.null_count:
             row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             raise refuse(row, f"has nothing in column {columns.names[place]}, expected a number")
-        found.append(array.to_numpy(zero_copy_only=False))
-    values = {}
-    if columns.weight is not None:
-        weight = found.pop(0)
-        values["edge_weight"] = weight if weight.dtype.kind == "f" else weight.astype(np.float64)
-    if found:
-        values["edge_attr"] = np.stack(found, axis=1)
-    return values
+        values = array.to_numpy(zero_copy_only=False)
+        found.append(values if values.dtype in (np.float32, np.float64) else values.astype(np.float64))
+    by_field = {} if columns.weight is None else {"edge_weight": found.pop(0)}
+    return by_field | ({"edge_attr": np.stack(found, axis=1)} if found else {})
 
 
 def has_pyarrow() -> bool:

@@ -208,7 +208,7 @@ def _unknown_ends(path: Path, line: str) -> InputError:
     text = shown(line)
     return InputError(
         f"{path}: the first line {text} seems to name columns: which are the sources and the targets of edges? Say so "
-        "with columns: source=NAME,target=NAME, or by their numbers, source=1,target=2, if the line is an edge"
+        "with columns source=NAME,target=NAME, or by their numbers, source=1,target=2, if the line is an edge"
     )
 
 

@@ -83,14 +83,15 @@ def test_values_of_parquet(tmp_path: Path) -> None:
             "time": [5, 6],
             "dst": pyarrow.array([1, 2], pyarrow.uint32()),
             "w": pyarrow.array([0.5, 2.0], pyarrow.float32()),
+            "sure": [True, False],
             "price": pyarrow.array([1, 2], pyarrow.decimal128(5, 2)),
             "src": [0, 1],
         }
     )
     parquet.write_table(table, tmp_path / "edges.parquet")
-    graph = opened(tmp_path / "edges.parquet", columns={"attributes": ["price", "time"]})
+    graph = opened(tmp_path / "edges.parquet", columns={"attributes": ["price", "time", "sure"]})
     assert edges_of(graph) == [[0, 1], [1, 2]]
-    assert values_of(graph) == {"edge_weight": [0.5, 2.0], "edge_attr": [[1.0, 5.0], [2.0, 6.0]]}
+    assert values_of(graph) == {"edge_weight": [0.5, 2.0], "edge_attr": [[1.0, 5.0, 1.0], [2.0, 6.0, 0.0]]}
     assert graph.fields["edge_weight"].dtype == np.float32
 
 
@@ -240,6 +241,27 @@ def test_numbers_of_names_do_not_depend_on_blocks(tmp_path: Path) -> None:
         found.append((np.concatenate([rows.ends for rows in table.read(names, ANY_ID)], axis=1).tolist(), list(names)))
     assert found[0] == found[1]
     assert found[0][1][:2] == path.read_text().split()[2:4]
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "message"),
+    [
+        ({"src": ["a"], "dst": [1]}, {}, "column src holds string and column dst holds int64, .* set string_ids"),
+        ({"src": ["a"], "dst": ["b"]}, {"string_ids": False}, "column src holds string, expected whole numbers"),
+        ({"src": [1.5], "dst": [1]}, {}, "column src holds double, expected ids"),
+        ({"src": ["a"], "dst": ["b\nc"]}, {}, "row 0 has an id that is empty, or holds the end of a line"),
+        ({"src": ["a", "b"], "dst": ["b", None]}, {}, "row 1 has an empty id"),
+        ({"src": [0], "dst": [1], "w": ["x"]}, {}, "column w holds string, expected numbers; leave it out"),
+        ({"src": [0, 1], "dst": [1, 0], "w": [1.0, None]}, {}, "row 1 has nothing in column w"),
+        ({"src": [0], "dst": [1]}, {"columns": "weight=w"}, "has no column 'w'; its columns are src, dst"),
+        ({"a.src": [0], "x": [1]}, {}, "columns a.src, x: which are the sources"),
+        ({"src": pyarrow.array([], pyarrow.int64()), "dst": pyarrow.array([], pyarrow.int64())}, {}, "holds no edges"),
+    ],
+)
+def test_tables_that_are_refused(table: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table(table), tmp_path / "e.parquet")
+    with pytest.raises(InputError, match=rf"e.parquet: {message}"):
+        opened(tmp_path / "e.parquet", **options)
 
 
 def test_names_of_parquet(tmp_path: Path) -> None:
