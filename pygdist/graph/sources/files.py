@@ -202,7 +202,7 @@ class GraphFiles:
         if not folder.is_dir():
             return False
         inside = [path.name for path in folder.iterdir()]
-        return "edges" in inside or any(name.endswith(".npy") for name in inside) or not inside
+        return "graph.json" in inside or any(name.endswith(".npy") for name in inside) or not inside
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Map all arrays but the edges; also return the number of nodes if they determine it."""

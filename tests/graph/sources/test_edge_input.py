@@ -16,7 +16,7 @@ from pyarrow import parquet
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph import GraphFiles, WholeGraph, open_part, prepare, read_meta
+from pygdist.graph import GraphFiles, WholeGraph, load_graph, open_part, prepare, read_meta
 from pygdist.graph.streams.edge_text import open_text
 from pygdist.graph.streams.tables import ANY_ID, Names
 from pygdist.native import load
@@ -116,6 +116,7 @@ WRONG_VALUES: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "an id beyond": (b"u,v,w\n0,1,1\n1,7,1\n", {"num_nodes": 5}, r"line 3 holds ids \(1, 7\), expected ids 0 to 4"),
     "a carriage return": (b"u,v,w\n0,1,1\r1,2,1\r\n", {}, "line 2 is"),
     "a quote that does not end": (b'u,v,w\n0,1,1\n1,"2,1\n2,3,1\n', {}, "line 3 is"),
+    "a cell of two lines": (b'u,v,w,label\n0,1,1,a\n1,2,1,"b\n2,3,1,c"\n', {}, "line 3 is '1,2,1,\"b'"),
     "no text": (b"u,v\n\xff\xfe,a\nb,c\n", {"string_ids": True}, "line 2 is not text in UTF-8"),
 }
 
@@ -449,6 +450,27 @@ def test_several_files_have_the_same_columns(tmp_path: Path) -> None:
     assert edges_of(opened(folder / "*.csv")) == [[0, 1], [2, 3]]
     with pytest.raises(InputError, match=r"\*.tsv: no file matches"):
         opened(folder / "*.tsv")
+
+
+@needs_native
+def test_folders_in_a_folder(tmp_path: Path) -> None:
+    for name in ("day=2/part-0", "day=1/part-0", "day=1/_temporary/part-1", ".hidden/part-0"):
+        (tmp_path / "edges" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "edges" / name).write_text(f"0 {name[4]}\n")
+    assert edges_of(opened(tmp_path / "edges", relabel=False)) == [[0, 1], [0, 2]]
+    (tmp_path / "empty").mkdir()
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.zeros((2, 1), int))
+    with pytest.raises(InputError, match=r"has no edge_index\.npy"):
+        opened(tmp_path / "empty")
+    with pytest.raises(InputError, match=r"a\.npy: one of several files"):
+        opened(tmp_path / "*.npy")
+
+
+def test_a_file_of_edges_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("0,1\n")
+    with pytest.raises(InputError, match=r"e.csv' is a file; partition it with pygdist partition --input="):
+        load_graph(tmp_path / "e.csv")
 
 
 def test_parquet_files_of_other_types_are_refused(tmp_path: Path) -> None:
