@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.streams.columns import Wanted, wanted_columns
+from pygdist.graph.streams.columns import Wanted
 from pygdist.graph.streams.progress import Progress, watched
 from pygdist.graph.streams.tables import (
     ANY_ID,
@@ -118,21 +118,6 @@ def open_text(
     )  # fmt: skip
 
 
-def read_text(
-    path: Path, *, num_nodes: int | None = None, block_bytes: int = _BLOCK_BYTES, columns: str | None = None
-) -> Iterator[NDArray[np.int64]]:
-    """Read the edges of a text file once, ``block_bytes`` of text at a time, as int64 of shape ``(2, k)``.
-
-    Raises:
-        InputError: If a line is not an edge or has not as many columns as the first one, names of columns tell no ends,
-            an id is negative or not below ``num_nodes``, the file cannot be read, or a library is missing.
-    """
-    table = open_text(path, wanted=wanted_columns(columns), block_bytes=block_bytes)
-    names = Names() if table is not None and table.named else None
-    for rows in () if table is None else table.read(names, ANY_ID if num_nodes is None else range(num_nodes)):
-        yield rows.ends
-
-
 @dataclass(frozen=True)
 class _Text:
     """A text file of known layout, and the number of its lines before the first edge."""
@@ -184,7 +169,7 @@ class _Text:
 
         def parse(block: bytes, line: int) -> EdgeRows:
             text = _OTHER_COMMENTS.sub(rb"\1#", block) if b"%" in block or b"//" in block else block
-            state.line, state.columns = line, len(columns.names) if len(columns.names) > 1 else 0
+            state.line, state.columns = line, len(columns.names)
             status = native.pygdist_parse_edges(text, len(text), ctypes.byref(state), edge.ctypes.data)
             if status == Status.BAD_LINE and has_pyarrow() and (len(columns.names) > 2 or b'"' in text):
                 # other columns may have blanks or quotes, which the native parser does not know
@@ -271,13 +256,12 @@ class _Text:
         lines, columns = block.split(b"\n"), self.layout.columns
         text = lines[place].decode(errors="replace")
         ids = "two ids" if self.layout.named else "two ids (whole numbers)"
-        message = f"{self.path}: line {line + 1 + place} is {shown(text)}, expected {ids}"
-        if len(columns.names) > 1:
-            message += f" in {len(columns.names)} columns"
+        where, count = f"{self.path}: line {line + 1 + place}", len(columns.names)
+        message = f"{where} is {shown(text)}, expected {ids} in {count} columns"
         cells = cells_of(text, self.layout.separator)
         if place == len(lines) - 1:
             message += "; this last line has no end (newline): is the file whole?"
-        elif len(cells) == len(columns.names) and any(is_word(cells[end]) for end in columns.ends):
+        elif len(cells) == count and any(is_word(cells[end]) for end in columns.ends):
             message += "; set string_ids if ids are names"
         return InputError(message)
 

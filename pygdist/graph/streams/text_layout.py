@@ -175,11 +175,11 @@ def _separator(sample: Sequence[str]) -> str:
     for separator in ";|":
         if separator in line and line.count(separator) == other.count(separator):
             return separator
-    if "," in line:
-        return ","
     tabs = line.count("\t")
     alike = 2 * sum(other.count("\t") == tabs for other in sample) > len(sample)
-    return "\t" if tabs and alike and all(cell.strip() for cell in line.strip().split("\t")) else " "
+    if tabs and alike and all(cell.strip(" ,") for cell in line.strip().split("\t")) and ",\t" not in line:
+        return "\t"
+    return "," if "," in line else " "
 
 
 def _names_columns(cells: list[str], wanted: Wanted, path: Path, sample: Sequence[str], separator: str) -> bool:

@@ -207,6 +207,7 @@ NAMES = {
     "columns by number": (b"ann\tbob\nbob\tcy\nann\t7\n", {"columns": "source=1,target=2"}),
     "an edge that looks like names": (b"ann bob\nbob cy\nann 7\n", {"columns": "source=1,target=2"}),
     "bars": (b"Person1Id|Person2Id\nann|bob\nbob|cy\nann|7\n", {}),
+    "tabs": (b"source\ttarget\ttitle\nann\tbob\ta, b\nbob\tcy\tc\nann\t7\td, e\n", {}),
     "quotes": (b'source;target\n"ann";bob\nbob;"cy"\nann;"7"\n', {}),
 }
 
@@ -229,6 +230,13 @@ def test_names_are_numbered_and_kept(case: str, tmp_path: Path) -> None:
     assert found == {("ann", "bob"), ("bob", "cy"), ("ann", "7")}
     assert meta["num_nodes"] == 4
     assert read_meta(tmp_path / "store")["files"]["ids"]["bytes"] == len("ann\nbob\ncy\n7\n")
+
+
+def test_names_with_commas_between_tabs(tmp_path: Path) -> None:
+    graph = opened(tmp_path / "e.tsv", b"Doe, J\tRoe, R\nRoe, R\tPoe, E\n", columns="source=1,target=2")
+    assert edges_of(graph) == [[0, 1], [1, 2]]
+    assert graph.names is not None
+    assert graph.names.read_text() == "Doe, J\nRoe, R\nPoe, E\n"
 
 
 def test_numbers_of_names_do_not_depend_on_blocks(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ from pygdist.graph import (
     save_npy,
     write_graph,
 )
-from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph
 from tests.graph.store.test_meta import random_graph
+from tests.graph.streams.test_columns import read_text
 
 needs_native = pytest.mark.skipif(load() is None, reason="reading text needs the native library")
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.columns import choose, ends_of, wanted_columns
-from pygdist.graph.streams.edge_text import read_text
+from pygdist.graph.streams.edge_text import open_text
+from pygdist.graph.streams.tables import ANY_ID
 from pygdist.native import load
+
+
+def read_text(path: Path, block_bytes: int = 1 << 24) -> Iterator[NDArray[np.int64]]:
+    """Read the edges of a list of numbers in blocks."""
+    table = open_text(path, wanted={}, block_bytes=block_bytes)
+    assert table is not None
+    yield from (rows.ends for rows in table.read(None, ANY_ID))
+
 
 needs_native = pytest.mark.skipif(load() is None, reason="text is read by the native library")
 
