@@ -149,8 +149,8 @@ class _Text:
         comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
         if count and last.strip() and not comment.match(last):
             raise InputError(
-                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last number may be cut; if the "
-                "file is whole, end the line"
+                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last number may be cut; if "
+                "the file is whole, end the line"
             )
 
     def _compare(self, count: int) -> None:
