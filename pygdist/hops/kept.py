@@ -16,6 +16,7 @@ from pygdist.hops.hop import Hop, Kernel
 from pygdist.hops.host import Host
 from pygdist.hops.layer import forget_local_state
 from pygdist.nn.degrees import Degrees
+from pygdist.nn.laplacian import GlobalLaplacian
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.readouts import Readouts
 from pygdist.nn.relations import KeptRelations
@@ -30,6 +31,7 @@ class Kept:
 
     Attributes:
         gcn_norm: Normalised edges of GCN and its relatives.
+        laplacian: The graph Laplacian.
         self_loops: Edges with self-loops added or removed.
         relations: Edges of single relations.
         readouts: Sums and means over all nodes.
@@ -44,6 +46,7 @@ class Kept:
         self.host = host
         self.gcn_norm = GlobalGCNNorm(host)
         self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
+        self.laplacian = GlobalLaplacian(host, self.self_loops)
         self.readouts, self.degrees = Readouts(host), Degrees(host)
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()

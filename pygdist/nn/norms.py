@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import norm as pyg
 
 from pygdist.errors import InputError
+
+Number = TypeVar("Number", int, float)
 
 
 class Ranks(Protocol):
@@ -31,6 +33,9 @@ class Ranks(Protocol):
 
     def source_rows(self, x: Tensor) -> Tensor:
         """Return one row per source of the adjacency, from one row per owned node."""
+
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        """Sum values of edges by source over all ranks; one number per row, right for those that this rank owns."""
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
@@ -50,7 +55,7 @@ class Ranks(Protocol):
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum over all ranks; differentiable."""
 
-    def max_over_ranks(self, value: int) -> int:
+    def max_over_ranks(self, value: Number) -> Number:
         """Return the largest value of any rank."""
 
 

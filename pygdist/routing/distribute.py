@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing, RGCNConv, global_add_pool, global_mean_pool
+from torch_geometric.nn import ChebConv, MessagePassing, RGCNConv, global_add_pool, global_mean_pool
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, get_laplacian, remove_self_loops
 
 from pygdist.backends.base import Backend
 from pygdist.errors import InputError
@@ -48,6 +48,7 @@ from pygdist.hops.layer import (
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
+from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.causes import reads_missing_rows
@@ -195,14 +196,16 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
     body: dict[str, Any] = {"SUPPORTS_FUSED_EDGE_INDEX": True}
     for name in ("propagate", "edge_updater"):
         body |= dict.fromkeys(routed_names(name), _routed(base, name))
-    # a subclass may leave ``forward`` to a class that was rebound
-    forward: Callable[..., Any] = getattr(type(base.__name__, bases, {}), "forward")  # noqa: B009 (made just now)
+    made: Any = type(base.__name__, bases, {})  # a subclass may leave its methods to a class that was rebound
+    forward: Callable[..., Any] = made.forward
     if not writes_hops(base):  # a hop of the layer's own may do anything with its rows
         cheaper, attention = cheaper_forward(base), attention_forward(base)
         if cheaper is not None:
             forward = _shortcut(partial(cheaper, backend.kept), forward)
         elif attention is not None:
             forward = _shortcut(partial(attention, backend), forward)
+    if issubclass(base, ChebConv):
+        body["__norm__"] = chebyshev_norm(made.__norm__, backend.kept.laplacian)
     if base.update is not MessagePassing.update:
         body["update"] = with_passed_rows(base.update)
     # torch.compile leaves layers as they are and compiles the code between them
@@ -214,6 +217,7 @@ def _replacements(kept: Kept) -> dict[Any, Any]:
     """PyG's functions that look at all edges or nodes, and those that know of other ranks."""
     return {
         gcn_norm: kept.gcn_norm,
+        get_laplacian: kept.laplacian,
         remove_self_loops: kept.self_loops.remove,
         add_self_loops: kept.self_loops.add,
         add_remaining_self_loops: kept.self_loops.add_remaining,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch_geometric.nn import EGConv, MessagePassing
+from torch_geometric.nn import ChebConv, EGConv, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
-from pygdist.backends.base import Backend
+from pygdist.backends.base import Backend, names_of
 from pygdist.errors import InputError
 from pygdist.hops.arguments import edges_among, mapped
 from pygdist.hops.layer import layer_name, methods_of
@@ -18,7 +18,6 @@ from pygdist.nn.readouts import READOUTS
 
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
-    "ChebConv": "scales its Laplacian by a maximum over all edges",
     "DirGNNConv": "needs the out-edges of each node; a shard holds the in-edges",
     "DynamicEdgeConv": "builds its edges inside the layer from a search over all nodes",
     "GPSConv": "attends over all nodes",
@@ -31,9 +30,6 @@ REFUSED_LAYERS: dict[str, str] = {
     "LightGCN": "holds an embedding of every node of the graph",
     "Node2Vec": "holds an embedding of every node of the graph",
     "PANConv": "multiplies powers of the whole adjacency matrix inside the layer",
-    "PointNetConv": "needs node positions, which a shard does not hold",
-    "PointTransformerConv": "needs node positions, which a shard does not hold",
-    "PPFConv": "needs node positions, which a shard does not hold",
     "SparseLinear": "holds a row of weights for every node of the graph (LINKX)",
     "SuperGATConv": "samples negative edges among all nodes inside the layer",
     "WLConv": "numbers the colours that occur in the whole graph inside the layer",
@@ -70,6 +66,11 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
             return (
                 "adds self-loops up to the highest node of all edges, which no rank knows; with add_self_loops=False "
                 "it runs, and torch_geometric.transforms.AddRemainingSelfLoops adds them to the graph"
+            )
+        if isinstance(module, ChebConv) and backend.abilities.trains_parts:
+            return (
+                "normalises by out-degrees, and a part that trains by itself has the in-edges of its nodes; use backend "
+                f"{names_of(lambda abilities: not abilities.trains_parts)}"
             )
         return backend.refuse(module)
     if readouts := _readouts(type(module)):
