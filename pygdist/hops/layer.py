@@ -16,7 +16,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GINConv, GINEConv, GraphConv, Linear, MessagePassing, SAGEConv
 
-from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 
 BASE = "_pygdist_base"
 """Attribute of a class that stands for a layer's: the layer's own class."""
@@ -226,9 +226,13 @@ def stood_in_for(layer: MessagePassing) -> MessagePassing:
 
 
 def methods_of(cls: type) -> list[types.FunctionType]:
-    """The methods of a class and of its bases; not those of ``nn.Module``, which know nothing of PyG."""
+    """The methods of a class and of its bases as they were written, without decorators such as ``torch.no_grad()``.
+
+    Not those of ``nn.Module``, which know nothing of PyG.
+    """
     bases = (base for base in cls.__mro__ if base not in (nn.Module, object))
-    return [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    methods = (value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType))
+    return [one for one in map(inspect.unwrap, methods) if isinstance(one, types.FunctionType)]
 
 
 def calls_by_name(cls: type, replacements: Replacements) -> bool:
@@ -257,17 +261,29 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
 
 
 def _uses(function: types.FunctionType, replacements: Replacements) -> bool:
-    return bool(_others(function, replacements))
+    decorated = getattr(function, "__wrapped__", None)
+    within = isinstance(decorated, types.FunctionType) and _uses(decorated, replacements)
+    return within or bool(_others(function, replacements))
 
 
 def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:
-    """The same code with other globals."""
-    variables = {**function.__globals__, **_others(function, replacements)}
-    copy = types.FunctionType(
-        function.__code__, variables, function.__name__, function.__defaults__, function.__closure__
-    )
+    """The same code with other globals; a decorator calls a copy of what it decorates."""
+    variables, closure = {**function.__globals__, **_others(function, replacements)}, function.__closure__
+    attributes, decorated = dict(vars(function)), vars(function).get("__wrapped__")
+    if isinstance(decorated, types.FunctionType) and closure is not None:
+        again = attributes["__wrapped__"] = _rebind(decorated, replacements)
+        closure = tuple(types.CellType(again) if _content(cell) is decorated else cell for cell in closure)
+    copy = types.FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    vars(copy).update(attributes)
     return copy
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty until the end of a definition
+        return None
 
 
 def _others(
@@ -350,13 +366,14 @@ _FEWER: dict[tuple[type[MessagePassing], ...], Literal["rows", "pairs"]] = {
 }
 
 
-def norms_over_edges(layer: MessagePassing) -> list[str]:
-    """Class names of norms in the modules that the layer's ``message`` calls."""
+def modules_of_messages(layer: MessagePassing) -> list[nn.Module]:
+    """Modules that the layer's ``message`` calls, and all in them."""
     names = type(layer).message.__code__.co_names
     modules = [module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)]
-    return [
-        type(part).__name__
-        for module in modules
-        for part in module.modules()
-        if any(cls in GLOBAL_NORMS for cls in type(part).__mro__)
-    ]
+    return [part for module in modules for part in module.modules()]
+
+
+def norms_over_edges(layer: MessagePassing) -> list[str]:
+    """Class names of norms in the modules that the layer's ``message`` calls; those of each row by itself aside."""
+    norms = GLOBAL_NORMS.keys() - set(INSTANCE_NORMS)
+    return [type(one).__name__ for one in modules_of_messages(layer) if norms & set(type(one).__mro__)]

@@ -1,8 +1,8 @@
 """PyG's graph Laplacian over the whole graph, for ``ChebConv`` and for models that call ``get_laplacian``.
 
 It is scaled by out-degrees, and ``ChebConv`` divides it by its largest entry. A rank has the in-edges of its nodes
-alone: it sums the weights of edges by source, owners add up what the ranks found of their nodes, and the degrees go back
-to all ranks that read these nodes.
+alone: it sums the weights of edges by source, owners add up what ranks found of their nodes, and the degrees go back to
+all ranks that read these nodes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class GlobalLaplacian:
         most = ranks.max_over_ranks(float(here.max()) if here.numel() else float("-inf"))
         ties = own & (weight.detach() == most)
         total, count = ranks.sum_over_ranks(torch.stack([weight[ties].sum(), ties.sum().to(weight)]))
-        return total / count
+        largest: Tensor = total / count
+        return largest
 
     def _num_owned(self, num_nodes: int) -> int:
         return self._ranks.owned_rows(torch.empty(num_nodes, 0)).size(0)
@@ -126,7 +127,7 @@ class _Returned(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Return the gradient of each sum to all its terms."""
         return ctx.source_rows(gradient)[: ctx.num_sources], None, None

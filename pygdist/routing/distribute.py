@@ -20,10 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import ChebConv, MessagePassing, RGCNConv, global_add_pool, global_mean_pool
+from torch_geometric.nn import ChebConv, CorrectAndSmooth, MessagePassing, RGCNConv, global_add_pool, global_mean_pool
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, get_laplacian, remove_self_loops
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    degree,
+    get_laplacian,
+    one_hot,
+    remove_self_loops,
+)
 
 from pygdist.backends.base import Backend
 from pygdist.errors import InputError
@@ -36,6 +43,7 @@ from pygdist.hops.layer import (
     calls_by_name,
     forget_local_state,
     layer_name,
+    modules_of_messages,
     put_local_propagate_back,
     rebound,
     relations_in_turn,
@@ -48,8 +56,9 @@ from pygdist.hops.layer import (
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
+from pygdist.nn.label_propagation import corrected
 from pygdist.nn.laplacian import chebyshev_norm
-from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
@@ -80,6 +89,8 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=CommBackend())
         >>> out = model(shard.x, shard.adjacency)  # one row per owned node
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
     for path, module in model.named_modules():
@@ -97,16 +108,15 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     backend.savings = savings
     kept.first_hop.forget()
     backend.forget_model(model)
-    inside = {one for layer in model.modules() if isinstance(layer, MessagePassing) for one in layer.modules()}
+    layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
+    inside = {one for layer in layers for one in layer.modules()}
+    of_edges = {one for layer in layers for one in modules_of_messages(layer) if isinstance(one, INSTANCE_NORMS)}
     for module in list(model.modules()):
         base = type(module)
         if isinstance(module, MessagePassing):
             forget_local_state(module)
             kept.layers.add(module)
-        elif base in READOUTS:
-            if module in inside:
-                continue
-        elif _global_forward(base) is None and not calls_by_name(base, _replacements(kept)):
+        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, kept):
             continue
         module.__class__ = _routed_class(backend, base)
     model.__dict__[_HOOK] = (
@@ -187,6 +197,8 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
             body["forward"] = make(backend)
         else:
             bases = rebound(base, _replacements(backend.kept))
+            if issubclass(base, CorrectAndSmooth):
+                body["correct"] = corrected(_made(base, bases).correct, backend)
         classes[base] = type(f"Distributed{base.__name__}", bases, body)
     return classes[base]
 
@@ -196,8 +208,7 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
     body: dict[str, Any] = {"SUPPORTS_FUSED_EDGE_INDEX": True}
     for name in ("propagate", "edge_updater"):
         body |= dict.fromkeys(routed_names(name), _routed(base, name))
-    made: Any = type(base.__name__, bases, {})  # a subclass may leave its methods to a class that was rebound
-    forward: Callable[..., Any] = made.forward
+    forward: Callable[..., Any] = _made(base, bases).forward
     if not writes_hops(base):  # a hop of the layer's own may do anything with its rows
         cheaper, attention = cheaper_forward(base), attention_forward(base)
         if cheaper is not None:
@@ -205,12 +216,17 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
         elif attention is not None:
             forward = _shortcut(partial(attention, backend), forward)
     if issubclass(base, ChebConv):
-        body["__norm__"] = chebyshev_norm(made.__norm__, backend.kept.laplacian)
+        body["__norm__"] = chebyshev_norm(_made(base, bases).__norm__, backend.kept.laplacian)
     if base.update is not MessagePassing.update:
         body["update"] = with_passed_rows(base.update)
     # torch.compile leaves layers as they are and compiles the code between them
     body["forward"] = torch.compiler.disable(_entered(forward))
     return body
+
+
+def _made(base: type[nn.Module], bases: tuple[type, ...]) -> Any:
+    """Return a class to look methods up in: a subclass may leave them to a class that was rebound."""
+    return type(base.__name__, bases, {})
 
 
 def _replacements(kept: Kept) -> dict[Any, Any]:
@@ -225,8 +241,14 @@ def _replacements(kept: Kept) -> dict[Any, Any]:
         global_add_pool: kept.readouts.add,
         global_mean_pool: kept.readouts.mean,
         degree: kept.degrees.count,
+        one_hot: kept.one_hot,
         **WHOLE_GRAPH,
     }
+
+
+def _is_routed(base: type[nn.Module], kept: Kept) -> bool:
+    """True for a module that looks at all nodes or edges, beside the hops of layers."""
+    return _global_forward(base) is not None or calls_by_name(base, _replacements(kept))
 
 
 def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:

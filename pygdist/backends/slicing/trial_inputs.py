@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.hops.layer import CACHES, own_class
+from pygdist.hops.layer import CACHES, methods_of, own_class
 
 ANY_WIDTH = 7  # of rows, for a layer that takes any
 _NODES, _EDGES = 6, 17  # at least so many
@@ -48,9 +47,8 @@ def plain_copy(layer: MessagePassing) -> MessagePassing:
 
 def propagates(cls: type[MessagePassing]) -> bool:
     """True if a method of the layer class names ``propagate``; False if only a layer inside makes hops."""
-    written = cls.__mro__[: cls.__mro__.index(MessagePassing)]
-    functions = [value for one in written for value in vars(one).values() if isinstance(value, types.FunctionType)]
-    return any("propagate" in function.__code__.co_names for function in functions)
+    own = set(methods_of(cls)) - set(methods_of(MessagePassing))
+    return any("propagate" in function.__code__.co_names for function in own)
 
 
 def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
