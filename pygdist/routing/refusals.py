@@ -137,14 +137,16 @@ def _is_compiled(module: nn.Module, path: str) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         known = {cls.__name__ for cls in _subclasses(MessagePassing)}
         return not path or any(getattr(one, "original_name", "") in known for one in parts)
-    if isinstance(module, torch.fx.GraphModule) and not any(isinstance(one, MessagePassing) for one in parts):
+    has_layers = any(isinstance(one, MessagePassing) for one in parts)
+    if isinstance(module, torch.fx.GraphModule) and not has_layers:
         names = {node.name for node in module.graph.nodes if node.op == "placeholder"}
         return any("edge" in name or "adj" in name for name in names)
     return False
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for one in cls.__subclasses__():
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    subclasses: list[type[Any]] = cls.__subclasses__()
+    for one in subclasses:
         yield one
         yield from _subclasses(one)
 
