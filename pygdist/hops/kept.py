@@ -47,7 +47,7 @@ class Kept:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.gcn_norm = GlobalGCNNorm(host)
-        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
+        self.self_loops, self.relations = KeptSelfLoops(host), KeptRelations()
         self.laplacian = GlobalLaplacian(host, self.self_loops)
         self.readouts, self.degrees, self.one_hot = Readouts(host), Degrees(host), OneHot(host)
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)

@@ -34,6 +34,21 @@ class OneHot:
         return out
 
 
+def without_ids(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``LabelPropagation.forward`` for a rank that also computes rows of others, of which ids do not tell."""
+
+    @functools.wraps(forward)
+    def run(self: Any, y: Tensor, edge_index: Any, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if mask is not None and mask.dtype != torch.bool:
+            raise InputError(
+                "LabelPropagation: mask holds ids of a rank's nodes, but ranks also compute rows of other nodes here; "
+                "pass a bool for each node"
+            )
+        return forward(self, y, edge_index, mask, *args, **kwargs)
+
+    return run
+
+
 def corrected(correct: Callable[..., Tensor], ranks: Ranks) -> Callable[..., Tensor]:
     """Return ``CorrectAndSmooth.correct`` with the mean error of all ranks' training nodes."""
 

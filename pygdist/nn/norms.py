@@ -152,7 +152,7 @@ def _torch_instance_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
         use_batch = module.training or not module.track_running_stats
         momentum = module.momentum if module.training and module.track_running_stats else None
         rows = x.movedim(-1, 0)
-        flat = rows.reshape(rows.size(0), -1)
+        flat = rows.flatten(1)
         out = _channel_norm(module, ranks, flat, use_batch=use_batch, momentum=momentum)
         return out.reshape(rows.shape).movedim(0, -1)
     if module.training and module.track_running_stats:

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import ChebConv, CorrectAndSmooth, MessagePassing, RGCNConv, global_add_pool, global_mean_pool
+from torch_geometric.nn import (
+    ChebConv,
+    CorrectAndSmooth,
+    LabelPropagation,
+    MessagePassing,
+    RGCNConv,
+    global_add_pool,
+    global_mean_pool,
+)
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import (
@@ -56,7 +64,7 @@ from pygdist.hops.layer import (
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
-from pygdist.nn.label_propagation import corrected
+from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
@@ -193,8 +201,11 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
         if issubclass(base, MessagePassing):
             bases = rebound(base, _replacements(backend.kept))
             body |= _body_of_layer(backend, base, bases)
-        elif make is not None:
+        elif make is not None and _norm_class(base) in (None, base):
             body["forward"] = make(backend)
+        elif make is not None:  # a norm of the user's, whose forward() may call that of its parent
+            norm: Any = _norm_class(base)
+            bases = (base, type(norm.__name__, (norm,), {"forward": make(backend)}))
         else:
             bases = rebound(base, _replacements(backend.kept))
             if issubclass(base, CorrectAndSmooth):
@@ -215,6 +226,8 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
             forward = _shortcut(partial(cheaper, backend.kept), forward)
         elif attention is not None:
             forward = _shortcut(partial(attention, backend), forward)
+    if issubclass(base, LabelPropagation) and not backend.abilities.reruns_layers:
+        forward = without_ids(forward)
     if issubclass(base, ChebConv):
         body["__norm__"] = chebyshev_norm(_made(base, bases).__norm__, backend.kept.laplacian)
     if base.update is not MessagePassing.update:
@@ -253,7 +266,8 @@ def _is_routed(base: type[nn.Module], kept: Kept) -> bool:
 
 def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:
     """Return what makes the ``forward`` of a module that looks at all nodes; ``None`` for any other module."""
-    norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), READOUTS.get(base))
+    known = _norm_class(base)
+    norm = READOUTS.get(base) if known is None else GLOBAL_NORMS[known]
     if norm is not None:
         return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
     if pads(base):
@@ -262,6 +276,11 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
             lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, *args, **kwargs)
         )
     return None
+
+
+def _norm_class(base: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the norm over nodes that a class is, or is derived from."""
+    return next((cls for cls in base.__mro__ if cls in GLOBAL_NORMS), None)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:

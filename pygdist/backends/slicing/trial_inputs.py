@@ -67,8 +67,7 @@ def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     of_nodes |= {name: rand(nodes, _POSITIONS) for name in ("pos", "normal")}
     of_nodes["node_type"] = torch.zeros(nodes, dtype=torch.int64)
     other = _second_width(layer)
-    if other not in (None, width):
-        of_nodes["x"] = of_nodes["x"], rand(nodes, other)
+    pair = {} if other in (None, width) else {"x": (of_nodes["x"], rand(nodes, other))}
     edge_index = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
     of_nodes |= {name: edge_index for name in parameters if name.endswith("edge_index")}
     num_types = getattr(layer, "num_relations", 1)
@@ -78,7 +77,8 @@ def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     }
     attributes = ({"edge_attr": rand(edges, width)} for width in _edge_widths(layer, width))
     for more in itertools.chain(({**of_edges, **one} for one in attributes), [of_edges, {}]):
-        yield {name: value for name, value in {**of_nodes, **more}.items() if name in parameters}
+        for rows in (pair, {}) if pair else ({},):
+            yield {name: value for name, value in {**of_nodes, **rows, **more}.items() if name in parameters}
     if "x" in parameters:  # rows of several layers (``DNAConv``), or none beside positions
         names = {name: value for name, value in {**of_nodes, **of_edges}.items() if name in parameters}
         yield {**names, "x": None if "pos" in parameters else rand(nodes, 2, width)}
