@@ -260,10 +260,12 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
     return tuple(bases)
 
 
-def _uses(function: types.FunctionType, replacements: Replacements) -> bool:
-    decorated = getattr(function, "__wrapped__", None)
-    within = isinstance(decorated, types.FunctionType) and _uses(decorated, replacements)
-    return within or bool(_others(function, replacements))
+def _uses(
+    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+) -> bool:
+    decorated = vars(function).get("__wrapped__")
+    within = isinstance(decorated, types.FunctionType) and _uses(decorated, replacements, (*callers, function))
+    return within or bool(_others(function, replacements, callers))
 
 
 def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:
@@ -302,7 +304,7 @@ def _others(
             others |= {} if view is None else {name: view}
         elif isinstance(value, types.FunctionType) and value in replacements:
             others[name] = replacements[value]
-        elif _is_helper(value) and value not in callers and _others(value, replacements, (*callers, function)):
+        elif _is_helper(value) and value not in callers and _uses(value, replacements, (*callers, function)):
             others[name] = _rebind(value, replacements)
     return others
 
