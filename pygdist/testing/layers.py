@@ -145,17 +145,17 @@ class Cached(nn.Module):
 
 
 class Placed(nn.Module):
-    """Two layers that read where nodes are: positions, and normals, are columns of the input."""
+    """Two layers that read where nodes are: positions, and normals, are made of the input."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.lin, self.out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
         self.first, self.second = make(HIDDEN, HIDDEN), make(HIDDEN, HIDDEN)
-        self.with_normals = isinstance(self.first, pyg.PPFConv)
+        takes_normals = isinstance(self.first, pyg.PPFConv)
+        self.places = nn.ModuleList(nn.Linear(in_channels, 3) for _ in range(1 + takes_normals))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        pos, normal, hidden = x[:, :3], x[:, -3:].tanh(), self.lin(x)
-        places = (pos, normal) if self.with_normals else (pos,)
+        hidden, places = self.lin(x), [place(x) for place in self.places]
         for layer in (self.first, self.second):
             hidden = layer(hidden, *places, edge_index).tanh()
         return self.out(hidden)
@@ -198,10 +198,10 @@ class Uneven(pyg.SAGEConv):
     """Source rows that are wider than destination rows."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__((in_channels, 3), out_channels)
+        super().__init__((in_channels, -(-in_channels // 2)), out_channels)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return super().forward((x, x[:, :3]), edge_index)
+        return super().forward((x, x[:, ::2]), edge_index)
 
 
 class ScaledCheb(pyg.ChebConv):
