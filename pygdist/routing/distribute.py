@@ -29,6 +29,7 @@ from torch_geometric.nn import (
     global_add_pool,
     global_mean_pool,
 )
+from torch_geometric.nn.aggr import PatchTransformerAggregation, QuantileAggregation
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 from torch_geometric.utils import (
@@ -62,7 +63,7 @@ from pygdist.hops.layer import (
     written_hop,
 )
 from pygdist.hops.savings import Savings
-from pygdist.nn.aggregation import padded_aggregation, pads
+from pygdist.nn.aggregation import padded_aggregation, pads, quantile_aggregation
 from pygdist.nn.degrees import WHOLE_GRAPH
 from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
@@ -73,6 +74,7 @@ from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals, refuse_own_values
 
+_OTHER_ROWS = "Encountered tensor with size"  # PyG's words for rows that do not fit the size of a hop
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
@@ -270,11 +272,14 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     norm = READOUTS.get(base) if known is None else GLOBAL_NORMS[known]
     if norm is not None:
         return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
+    forward = base.forward
     if pads(base):
-        forward = base.forward
+        more = int(issubclass(base, PatchTransformerAggregation))  # which adds one itself
         return lambda backend: (
-            lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, *args, **kwargs)
+            lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, more, *args, **kwargs)
         )
+    if issubclass(base, QuantileAggregation):
+        return lambda _: lambda self, *args, **kwargs: quantile_aggregation(partial(forward, self), *args, **kwargs)
     return None
 
 
@@ -352,6 +357,12 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
         except (IndexError, RuntimeError, ValueError) as error:
+            if _OTHER_ROWS in str(error) and not isinstance(error, InputError):
+                raise InputError(
+                    f"{layer_name(self)}: {error} The hop leads to other rows than the nodes of the graph, such as one "
+                    "row for all of them, and only hops from nodes to nodes are distributed",
+                    of_one_rank=True,
+                ) from error
             if backend.communicator.world_size == 1 or not reads_missing_rows(error):
                 raise
             raise InputError(

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 from torch import nn
 from torch.nn.modules.batchnorm import _LazyNormBase
-from torch_geometric.nn import ChebConv, CorrectAndSmooth, EGConv, LabelPropagation, MessagePassing
+from torch_geometric.nn import ChebConv, CorrectAndSmooth, EGConv, LabelPropagation, MeshCNNConv, MessagePassing
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
@@ -60,15 +60,16 @@ _POOLS = ("global_max_pool",)  # sums and means are those of all ranks
 def refusals(model: nn.Module, backend: Backend) -> list[str]:
     """One clause for each module of ``model`` that cannot run: its path, class and the reason."""
     clauses = []
-    inside: set[nn.Module] = set()
+    inside, refused = set[nn.Module](), set[nn.Module]()
     modules: list[tuple[str, nn.Module]] = list(model.named_modules())
     for path, module in modules:
-        if module in inside and isinstance(module, torch.jit.ScriptModule):
-            continue  # the outermost is named
+        if module in refused:  # the outermost is named
+            continue
         reason = _COMPILED if _is_compiled(module, path) else _reason(module, backend, inside)
         if reason is not None:
             clauses.append(f"'{path or 'model'}' ({type(module).__name__}): it {reason}")
-        if isinstance(module, (MessagePassing, torch.jit.ScriptModule, *GLOBAL_NORMS)):
+            refused.update(module.modules())
+        if isinstance(module, (MessagePassing, *GLOBAL_NORMS)):
             inside.update(module.modules())
     return clauses
 
@@ -122,6 +123,11 @@ def _reason_of_layer(module: nn.Module, backend: Backend) -> str | None:
         return (
             "adds self-loops up to the highest node of all edges, which no rank knows; with add_self_loops=False "
             "it runs, and torch_geometric.transforms.AddRemainingSelfLoops adds them to the graph"
+        )
+    if isinstance(module, MeshCNNConv) and not (abilities.reruns_layers and abilities.mixes_columns):
+        return (
+            "takes four neighbours of each node, in their order, and this backend first tries layers on other graphs; "
+            f"use backend {names_of(lambda one: one.reruns_layers and one.mixes_columns)}"
         )
     if isinstance(module, ChebConv) and abilities.trains_parts:
         return (

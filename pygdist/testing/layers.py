@@ -273,6 +273,12 @@ def _pna(in_channels: int, out_channels: int) -> nn.Module:
     return pyg.PNAConv(in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4)
 
 
+def _patches(in_channels: int, out_channels: int) -> nn.Module:
+    return pyg.SAGEConv(
+        in_channels, out_channels, aggr=pyg.aggr.PatchTransformerAggregation(in_channels, in_channels, 2, 4, heads=1)
+    )
+
+
 def _placed(layer: type[nn.Module], make: Callable[[int, int], nn.Module]) -> LayerCase:
     return LayerCase(layer, partial(Placed, make), "positions may be an argument of its own", whole=True)
 
@@ -356,7 +362,9 @@ LAYERS: dict[str, LayerCase] = {
     "SAGEConv-many": _case(pyg.SAGEConv, aggr=["mean", "max", "std"], project=True),
     "SAGEConv-max": _case(pyg.SAGEConv, aggr="max"),
     "SAGEConv-mean": _case(pyg.SAGEConv),
+    "SAGEConv-median": _case(pyg.SAGEConv, aggr=["median", "mean"]),
     "SAGEConv-min": _case(pyg.SAGEConv, aggr="min"),
+    "SAGEConv-patches": _case(pyg.SAGEConv, make=_patches),
     "SAGEConv-softmax": _case(pyg.SAGEConv, aggr="softmax", aggr_kwargs={"learn": True}),
     "SAGEConv-uneven": _case(pyg.SAGEConv, make=Uneven),
     "SGConv": _case(pyg.SGConv, _WEIGHT, K=2),

@@ -69,7 +69,7 @@ QUALIFIED = [
 MIXING = [
     "AGNNConv", "CGConv", "DNAConv", "EdgeConv", "FastRGCNConv", "FeaStConv", "GENConv", "GINEConv", "GMMConv",
     "GeneralConv", "HEATConv", "NNConv", "PNAConv", "PPFConv", "PointGNNConv", "PointNetConv", "PointTransformerConv",
-    "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm",
+    "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm", "SAGEConv-patches",
 ]  # fmt: skip
 PLAIN = Savings(first_hop=False, cheaper_side=False)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import (
     ARGVA,
+    GAE,
     GAT,
     GCN,
     MLP,
@@ -28,10 +29,12 @@ from torch_geometric.nn import (
     EGConv,
     FastRGCNConv,
     FusedGATConv,
+    GATConv,
     GATv2Conv,
     GCNConv,
     GraphConv,
     LabelPropagation,
+    MeshCNNConv,
     MessagePassing,
     MetaLayer,
     RGCNConv,
@@ -47,7 +50,15 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from typing_extensions import override
 
 from pygdist import InputError, Shard, distribute, undistribute
-from pygdist.backends import CommBackend, ReplicaBackend, SingleBackend, backends, resolve_backend
+from pygdist.backends import (
+    CacheBackend,
+    CommBackend,
+    ReplicaBackend,
+    SingleBackend,
+    TensorBackend,
+    backends,
+    resolve_backend,
+)
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.hops.hop import Hop
@@ -401,6 +412,59 @@ def test_what_has_no_layer_in_it_may_be_compiled(graph: tuple[Data, Shard]) -> N
     model = nn.Sequential(torch.jit.script(nn.Linear(5, 5)), torch.fx.symbolic_trace(nn.Linear(5, 5))).double()
     expected = model(data.x)
     assert torch.equal(distribute(model, backend=_bound(SingleBackend(), shard), check=False)(shard.x), expected)
+
+
+def test_layers_of_a_refused_module_are_not_named_again() -> None:
+    with pytest.raises(InputError) as caught:
+        distribute(nn.Sequential(ARGVA(GCN(4, 4, 1), MLP([4, 1]))), backend=SingleBackend())
+    assert "VGAE" not in str(caught.value).replace("ARGVA", "")
+
+
+class ReadsOut(nn.Module):
+    """Makes a hop from all nodes to one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GATConv((5, 5), 3, add_self_loops=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        to_one = torch.stack([torch.arange(x.size(0)), torch.zeros(x.size(0), dtype=torch.int64)])
+        out: Tensor = self.conv((x, x.mean(0, keepdim=True)), to_one)
+        return out
+
+
+class Reconstructs(GAE):
+    """Returns the loss of an autoencoder."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        loss: Tensor = self.recon_loss(self.encode(x, edge_index), edge_index)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (ReadsOut(), r"GATConv: Encountered tensor with size 1 .* The hop leads to other rows than the nodes"),
+        (Reconstructs(GCNConv(5, 3)), r"InnerProductDecoder \(GAE.recon_loss\) scores edges.*LinkPredictor"),
+    ],
+    ids=["readout", "recon_loss"],
+)
+def test_rows_that_a_rank_does_not_have_are_refused(module: nn.Module, said: str, graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    model = distribute(module.double(), backend=backend, check=False)
+    with pytest.raises(InputError, match=said):
+        model(shard.x, shard.adjacency)
+
+
+def test_a_layer_for_meshes_runs_where_it_is_not_tried_on_other_graphs() -> None:
+    for backend in (CacheBackend(), TensorBackend()):
+        with pytest.raises(
+            InputError, match=r"\(MeshCNNConv\): it takes four neighbours of each node.*use backend comm"
+        ):
+            distribute(nn.Sequential(MeshCNNConv(5, 3)), backend=backend)
+    undistribute(distribute(nn.Sequential(MeshCNNConv(5, 3)), backend=CommBackend()))
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -227,6 +227,11 @@ class RecomputingBackend(Backend):
             facts = look_at(call, rehearse, partial(self._attempt, call.model), begin_pass)
         except (IndexError, RuntimeError, ValueError) as error:
             if has_edges or isinstance(error, InputError):
+                others = names_of(lambda abilities: abilities.exact and abilities.reruns_layers)
+                error.add_note(
+                    f"raised while backend '{self._title}' tried the model on a few nodes with self-loops; if it "
+                    f"needs another graph, use backend {others}"
+                )
                 raise
             raise no_edges from error
         if facts.widths and not has_edges:
