@@ -263,22 +263,37 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
 def _uses(
     function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
 ) -> bool:
-    decorated = vars(function).get("__wrapped__")
-    within = isinstance(decorated, types.FunctionType) and _uses(decorated, replacements, (*callers, function))
-    return within or bool(_others(function, replacements, callers))
+    decorated = _decorated(function)
+    within = decorated is not None and _uses(decorated, replacements, (*callers, function))
+    return within or any(True for _ in _found(function, replacements, callers))
 
 
-def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:
-    """The same code with other globals; a decorator calls a copy of what it decorates."""
-    variables, closure = {**function.__globals__, **_others(function, replacements)}, function.__closure__
-    attributes, decorated = dict(vars(function)), vars(function).get("__wrapped__")
-    if isinstance(decorated, types.FunctionType) and closure is not None:
-        again = attributes["__wrapped__"] = _rebind(decorated, replacements)
-        closure = tuple(types.CellType(again) if _content(cell) is decorated else cell for cell in closure)
+def _rebind(
+    function: types.FunctionType, replacements: Replacements, made: dict[Any, types.FunctionType] | None = None
+) -> types.FunctionType:
+    """The same code with other globals; a decorator calls a copy of what it decorates.
+
+    ``made`` are the copies on the way to this one, as a helper may call itself.
+    """
+    made = {} if made is None else made
+    variables, attributes, decorated = dict(function.__globals__), dict(vars(function)), _decorated(function)
+    inner, closure = types.CellType(), function.__closure__
+    if decorated is not None and closure is not None:
+        closure = tuple(inner if _content(cell) is decorated else cell for cell in closure)
     copy = types.FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+    made[function] = copy
+    if decorated is not None:
+        inner.cell_contents = attributes["__wrapped__"] = _rebind(decorated, replacements, made)
+    variables.update(_others(function, replacements, made))
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     vars(copy).update(attributes)
     return copy
+
+
+def _decorated(function: types.FunctionType) -> types.FunctionType | None:
+    """Return the function that a decorator such as ``torch.no_grad()`` wraps; ``None`` if there is none."""
+    decorated = vars(function).get("__wrapped__")
+    return decorated if isinstance(decorated, types.FunctionType) else None
 
 
 def _content(cell: types.CellType) -> Any:
@@ -289,24 +304,38 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _others(
-    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+    function: types.FunctionType, replacements: Replacements, made: dict[Any, types.FunctionType]
 ) -> dict[str, Any]:
-    """Return globals that a function must see otherwise: PyG's functions by any name, modules with them, and helpers.
+    """Return what takes the place of the globals that a function must see otherwise."""
+    others: dict[str, Any] = {}
+    for name, value in _found(function, replacements):
+        if isinstance(value, types.ModuleType):
+            others[name] = _view(value, _names(function.__code__), replacements)
+        elif value in replacements:
+            others[name] = replacements[value]
+        else:
+            others[name] = made[value] if value in made else _rebind(value, replacements, made)
+    return others
+
+
+def _found(
+    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield globals that a function must see otherwise: PyG's functions by any name, modules with them, and helpers.
 
     Helpers are functions of the user's own that call PyG's; ``callers`` are those on the way to this one.
     """
-    others: dict[str, Any] = {}
     names = _names(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            view = _view(value, names, replacements)
-            others |= {} if view is None else {name: view}
+            other = _view(value, names, replacements) is not None
         elif isinstance(value, types.FunctionType) and value in replacements:
-            others[name] = replacements[value]
-        elif _is_helper(value) and value not in callers and _uses(value, replacements, (*callers, function)):
-            others[name] = _rebind(value, replacements)
-    return others
+            other = True
+        else:
+            other = _is_helper(value) and value not in callers and _uses(value, replacements, (*callers, function))
+        if other:
+            yield name, value
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -272,13 +272,14 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     norm = READOUTS.get(base) if known is None else GLOBAL_NORMS[known]
     if norm is not None:
         return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
-    forward = base.forward
     if pads(base):
+        forward = base.forward
         more = int(issubclass(base, PatchTransformerAggregation))  # which adds one itself
         return lambda backend: (
             lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, more, *args, **kwargs)
         )
     if issubclass(base, QuantileAggregation):
+        forward = base.forward
         return lambda _: lambda self, *args, **kwargs: quantile_aggregation(partial(forward, self), *args, **kwargs)
     return None
 

@@ -45,11 +45,11 @@ WHOLE = {
     "APPNP", "ARMAConv", "AntiSymmetricConv", "ClusterGCNConv", "GCN2Conv", "GCNConv", "GCNConv-cached",
     "GCNConv-derived", "GCNConv-improved", "GCNConv-no-loops", "GINConv", "GatedGraphConv", "GraphConv",
     "GraphConv-max", "LGConv", "MFConv", "MixHopConv", "PDNConv", "RGCNConv", "SAGEConv-detached", "SAGEConv-jk",
-    "SAGEConv-lstm", "SAGEConv-patches", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SGConv-cached", "SSGConv",
+    "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SGConv-cached", "SSGConv",
     "SimpleConv", "TAGConv", "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm",
     "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "HeteroBatchNorm", "HeteroLayerNorm",
-    "InstanceNorm1d", "InstanceNorm1d-channels", "LabelPropagation", "SAGEConv-uneven", "SignedConv",
-    "WLConvContinuous",
+    "InstanceNorm1d", "InstanceNorm1d-channels", "LabelPropagation", "SAGEConv-patches", "SAGEConv-uneven",
+    "SignedConv", "WLConvContinuous",
 }  # fmt: skip
 
 

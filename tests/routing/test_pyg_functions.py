@@ -106,6 +106,18 @@ class Decorated(BySource):
         return _without_gradient(edge_index, num_nodes)
 
 
+def _again(edge_index: Tensor, num_nodes: int, times: int) -> Tensor:
+    return _again(edge_index, num_nodes, times - 1) if times else degree(edge_index[1], num_nodes)
+
+
+class Recursive(BySource):
+    """A helper that calls itself."""
+
+    @override
+    def degrees(self, edge_index: Tensor, num_nodes: int) -> Tensor:
+        return _again(edge_index, num_nodes, 2)
+
+
 class ByHelper(BySource):
     """A function of the user's own that calls another."""
 
@@ -196,6 +208,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "short-path": ByShortPath,
     "helper": ByHelper,
     "decorated": Decorated,
+    "recursive": Recursive,
     "one-hot": OneHot,
     "laplacian": ByLaplacian,
     "norm-path": Normalised,
