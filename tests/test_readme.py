@@ -38,9 +38,12 @@ def test_lists_of_layers_are_those_of_the_suite() -> None:
 
 def test_at_least_twenty_layers_and_every_norm() -> None:
     assert readme.layers_table().count("\n") - 1 >= 20
-    assert "`SAGEConv` | detached, jk, lstm, many, max, mean, min, softmax |" in readme.layers_table()
+    assert (
+        "`SAGEConv` | detached, jk, lstm, many, max, mean, median, min, patches, softmax, uneven |"
+        in readme.layers_table()
+    )
     assert "`PairNorm` (rows)" in readme.norms_list()
-    assert "| `ChebConv` | scales its Laplacian" in readme.refused_table()
+    assert "| `SuperGATConv` | samples negative edges" in readme.refused_table()
 
 
 def test_an_unknown_block_is_named() -> None:

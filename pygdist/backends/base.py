@@ -23,6 +23,8 @@ from pygdist.graph import Shard
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.kept import Kept
 from pygdist.hops.savings import Savings
+from pygdist.nn.laplacian import sums_at_owners
+from pygdist.nn.norms import Number
 from pygdist.registry import Registry
 
 Placement = Literal["nodes", "replicas"]
@@ -202,6 +204,19 @@ class Backend(ABC):
     def source_rows(self, x: Tensor) -> Tensor:
         """One row per owned node in, one row per source of the adjacency out; differentiable. Used by normalisation."""
 
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        """Return the sums of values of edges by source, over the edges of all ranks. Used by Laplacians.
+
+        Args:
+            source: Source of each edge, in local ids; ``(E,)``.
+            value: A number for each edge, 0 for edges into nodes of other ranks; ``(E,)``.
+            num_rows: Rows of this rank.
+
+        Returns:
+            ``(num_rows,)``; the numbers of rows that the rank owns are right.
+        """
+        return sums_at_owners(self.source_rows, source, value, num_rows)
+
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of sources in the whole graph, if this backend knows them without their owners.
 
@@ -248,9 +263,9 @@ class Backend(ABC):
         """True if all ranks drop the same weights of ``GATConv``'s edges, where only the sum reads them."""
         return False
 
-    def max_over_ranks(self, value: int) -> int:
+    def max_over_ranks(self, value: Number) -> Number:
         """The largest value of any rank. Used by aggregations that pad."""
-        return int(self.communicator.gather([float(value)]).max())
+        return type(value)(self.communicator.gather([float(value)]).max())
 
     def first_hop_bytes(self, device: torch.device) -> int:
         """Bytes that this rank may keep of hops over fixed rows."""

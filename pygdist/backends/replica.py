@@ -252,6 +252,13 @@ class ReplicaBackend(RecomputingBackend):
         return x
 
     @override
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        raise InputError(
+            "backend 'replica' does not know out-degrees, which get_laplacian needs: a part has in-edges; use another "
+            "backend"
+        )
+
+    @override
     def whole_degrees(self, degree: Tensor) -> Tensor:
         if self._alone or self._batch is not None or self.hops == 0:
             return degree

@@ -16,6 +16,8 @@ from pygdist.hops.hop import Hop, Kernel
 from pygdist.hops.host import Host
 from pygdist.hops.layer import forget_local_state
 from pygdist.nn.degrees import Degrees
+from pygdist.nn.label_propagation import OneHot
+from pygdist.nn.laplacian import GlobalLaplacian
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.readouts import Readouts
 from pygdist.nn.relations import KeptRelations
@@ -30,10 +32,12 @@ class Kept:
 
     Attributes:
         gcn_norm: Normalised edges of GCN and its relatives.
+        laplacian: The graph Laplacian.
         self_loops: Edges with self-loops added or removed.
         relations: Edges of single relations.
         readouts: Sums and means over all nodes.
         degrees: In-degrees of nodes.
+        one_hot: Numbers as rows of zeros and a one.
         first_hop: Results of hops over fixed rows.
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
@@ -44,8 +48,9 @@ class Kept:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.gcn_norm = GlobalGCNNorm(host)
-        self.self_loops, self.relations = KeptSelfLoops(), KeptRelations()
-        self.readouts, self.degrees = Readouts(host), Degrees(host)
+        self.self_loops, self.relations = KeptSelfLoops(host), KeptRelations()
+        self.laplacian = GlobalLaplacian(host, self.self_loops)
+        self.readouts, self.degrees, self.one_hot = Readouts(host), Degrees(host), OneHot(host)
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}

@@ -16,7 +16,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GINConv, GINEConv, GraphConv, Linear, MessagePassing, SAGEConv
 
-from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 
 BASE = "_pygdist_base"
 """Attribute of a class that stands for a layer's: the layer's own class."""
@@ -226,9 +226,13 @@ def stood_in_for(layer: MessagePassing) -> MessagePassing:
 
 
 def methods_of(cls: type) -> list[types.FunctionType]:
-    """The methods of a class and of its bases; not those of ``nn.Module``, which know nothing of PyG."""
+    """The methods of a class and of its bases as they were written, without decorators such as ``torch.no_grad()``.
+
+    Not those of ``nn.Module``, which know nothing of PyG.
+    """
     bases = (base for base in cls.__mro__ if base not in (nn.Module, object))
-    return [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    methods = (value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType))
+    return [one for one in map(inspect.unwrap, methods) if isinstance(one, types.FunctionType)]
 
 
 def calls_by_name(cls: type, replacements: Replacements) -> bool:
@@ -256,39 +260,82 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
     return tuple(bases)
 
 
-def _uses(function: types.FunctionType, replacements: Replacements) -> bool:
-    return bool(_others(function, replacements))
+def _uses(
+    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+) -> bool:
+    decorated = _decorated(function)
+    within = decorated is not None and _uses(decorated, replacements, (*callers, function))
+    return within or any(True for _ in _found(function, replacements, callers))
 
 
-def _rebind(function: types.FunctionType, replacements: Replacements) -> types.FunctionType:
-    """The same code with other globals."""
-    variables = {**function.__globals__, **_others(function, replacements)}
-    copy = types.FunctionType(
-        function.__code__, variables, function.__name__, function.__defaults__, function.__closure__
-    )
+def _rebind(
+    function: types.FunctionType, replacements: Replacements, made: dict[Any, types.FunctionType] | None = None
+) -> types.FunctionType:
+    """The same code with other globals; a decorator calls a copy of what it decorates.
+
+    ``made`` are the copies on the way to this one, as a helper may call itself.
+    """
+    made = {} if made is None else made
+    variables, attributes, decorated = dict(function.__globals__), dict(vars(function)), _decorated(function)
+    inner, closure = types.CellType(), function.__closure__
+    if decorated is not None and closure is not None:
+        closure = tuple(inner if _content(cell) is decorated else cell for cell in closure)
+    copy = types.FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+    made[function] = copy
+    if decorated is not None:
+        inner.cell_contents = attributes["__wrapped__"] = _rebind(decorated, replacements, made)
+    variables.update(_others(function, replacements, made))
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    vars(copy).update(attributes)
     return copy
 
 
+def _decorated(function: types.FunctionType) -> types.FunctionType | None:
+    """Return the function that a decorator such as ``torch.no_grad()`` wraps; ``None`` if there is none."""
+    decorated = vars(function).get("__wrapped__")
+    return decorated if isinstance(decorated, types.FunctionType) else None
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty until the end of a definition
+        return None
+
+
 def _others(
-    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+    function: types.FunctionType, replacements: Replacements, made: dict[Any, types.FunctionType]
 ) -> dict[str, Any]:
-    """Return globals that a function must see otherwise: PyG's functions by any name, modules with them, and helpers.
+    """Return what takes the place of the globals that a function must see otherwise."""
+    others: dict[str, Any] = {}
+    for name, value in _found(function, replacements):
+        if isinstance(value, types.ModuleType):
+            others[name] = _view(value, _names(function.__code__), replacements)
+        elif value in replacements:
+            others[name] = replacements[value]
+        else:
+            others[name] = made[value] if value in made else _rebind(value, replacements, made)
+    return others
+
+
+def _found(
+    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield globals that a function must see otherwise: PyG's functions by any name, modules with them, and helpers.
 
     Helpers are functions of the user's own that call PyG's; ``callers`` are those on the way to this one.
     """
-    others: dict[str, Any] = {}
     names = _names(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            view = _view(value, names, replacements)
-            others |= {} if view is None else {name: view}
+            other = _view(value, names, replacements) is not None
         elif isinstance(value, types.FunctionType) and value in replacements:
-            others[name] = replacements[value]
-        elif _is_helper(value) and value not in callers and _others(value, replacements, (*callers, function)):
-            others[name] = _rebind(value, replacements)
-    return others
+            other = True
+        else:
+            other = _is_helper(value) and value not in callers and _uses(value, replacements, (*callers, function))
+        if other:
+            yield name, value
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -350,13 +397,14 @@ _FEWER: dict[tuple[type[MessagePassing], ...], Literal["rows", "pairs"]] = {
 }
 
 
-def norms_over_edges(layer: MessagePassing) -> list[str]:
-    """Class names of norms in the modules that the layer's ``message`` calls."""
+def modules_of_messages(layer: MessagePassing) -> list[nn.Module]:
+    """Modules that the layer's ``message`` calls, and all in them."""
     names = type(layer).message.__code__.co_names
     modules = [module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)]
-    return [
-        type(part).__name__
-        for module in modules
-        for part in module.modules()
-        if any(cls in GLOBAL_NORMS for cls in type(part).__mro__)
-    ]
+    return [part for module in modules for part in module.modules()]
+
+
+def norms_over_edges(layer: MessagePassing) -> list[str]:
+    """Class names of norms in the modules that the layer's ``message`` calls; those of each row by itself aside."""
+    norms = GLOBAL_NORMS.keys() - set(INSTANCE_NORMS)
+    return [type(one).__name__ for one in modules_of_messages(layer) if norms & set(type(one).__mro__)]

@@ -1,7 +1,8 @@
-"""Aggregations that pad each node's messages to a dense row: LSTM, GRU, set transformers and the like.
+"""Aggregations whose result depends on more than a node's messages.
 
-Their result depends on the length of that row, the largest in-degree of the *graph*; a rank knows only that of its own
-nodes.
+LSTM, GRU, set transformers and the like pad messages to a dense row, as long as the largest in-degree of the *graph*; a
+rank knows only that of its own nodes. Quantiles fail if the first node has no messages, and each rank has another first
+node.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def pads(cls: type[nn.Module]) -> bool:
 def padded_aggregation(
     inner: Callable[..., Tensor],
     ranks: Ranks,
+    more: int,
     x: Tensor,
     index: Tensor | None = None,
     ptr: Tensor | None = None,
@@ -33,8 +35,25 @@ def padded_aggregation(
     dim: int = -2,
     max_num_elements: int | None = None,
 ) -> Tensor:
-    """Run the aggregation's own forward with the length of the longest row on any rank."""
+    """Run the aggregation's own forward with the length of the longest row on any rank, and ``more``."""
     if max_num_elements is None and index is not None:
         longest = torch.bincount(index).amax() if index.numel() else torch.zeros(())
-        max_num_elements = ranks.max_over_ranks(int(longest))
+        max_num_elements = ranks.max_over_ranks(int(longest)) + more
     return inner(x, index, ptr=ptr, dim_size=dim_size, dim=dim, max_num_elements=max_num_elements)
+
+
+def quantile_aggregation(
+    inner: Callable[..., Tensor],
+    x: Tensor,
+    index: Tensor,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+) -> Tensor:
+    """Run the aggregation's own forward behind a node with one message, which is cut off."""
+    dim = x.dim() + dim if dim < 0 else dim
+    shape = list(x.shape)
+    shape[dim] = 1
+    x, index = torch.cat([x.new_zeros(shape), x], dim=dim), torch.cat([index.new_zeros(1), index + 1])
+    out = inner(x, index, dim_size=None if dim_size is None else dim_size + 1, dim=dim)
+    return out.narrow(dim, 1, out.size(dim) - 1)

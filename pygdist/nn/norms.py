@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import norm as pyg
 
 from pygdist.errors import InputError
+
+Number = TypeVar("Number", int, float)
 
 
 class Ranks(Protocol):
@@ -31,6 +33,9 @@ class Ranks(Protocol):
 
     def source_rows(self, x: Tensor) -> Tensor:
         """Return one row per source of the adjacency, from one row per owned node."""
+
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        """Sum values of edges by source over all ranks; one number per row, right for those that this rank owns."""
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
@@ -50,19 +55,23 @@ class Ranks(Protocol):
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum over all ranks; differentiable."""
 
-    def max_over_ranks(self, value: int) -> int:
+    def max_over_ranks(self, value: Number) -> Number:
         """Return the largest value of any rank."""
 
 
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
     """Mean over all nodes, per channel; rows that are not the rank's nodes are refused."""
+    _check_rows(ranks, x)
+    return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
+
+
+def _check_rows(ranks: Ranks, x: Tensor) -> None:
     if x.size(0) != ranks.num_rows:
         raise InputError(
             f"a norm over nodes got {x.size(0)} rows, but this rank has {ranks.num_rows} nodes. Norms over edges or "
             "over some of the nodes cannot be distributed; inside EdgeConv, for example, use MLP(..., norm=None)",
             of_one_rank=True,
         )
-    return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
 
 
 def _full(x: Tensor) -> Tensor:
@@ -133,6 +142,80 @@ def _instance_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, b
     return _channel_norm(module, ranks, x, use_batch=use_batch, momentum=momentum)
 
 
+def _torch_instance_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
+    """:class:`torch.nn.InstanceNorm1d` and the like, for which rows come first or nodes last.
+
+    A row ``(n, C)`` or an image of each node ``(n, C, *)`` is normalised by itself; in ``(C, n)`` and ``(1, C, n)``
+    each channel is, over all nodes.
+    """
+    if _nodes_come_last(module, ranks, x):
+        use_batch = module.training or not module.track_running_stats
+        momentum = module.momentum if module.training and module.track_running_stats else None
+        rows = x.movedim(-1, 0)
+        flat = rows.flatten(1)
+        out = _channel_norm(module, ranks, flat, use_batch=use_batch, momentum=momentum)
+        return out.reshape(rows.shape).movedim(0, -1)
+    if module.training and module.track_running_stats:
+        raise InputError(
+            f"{type(module).__name__}: track_running_stats averages what is found of each node over all nodes, which "
+            "ranks do not; use track_running_stats=False"
+        )
+    if not isinstance(module, nn.InstanceNorm1d):
+        _check_rows(ranks, x)
+    own: Tensor = nn.modules.instancenorm._InstanceNorm.forward(module, x)
+    return own
+
+
+def _nodes_come_last(module: Any, ranks: Ranks, x: Tensor) -> bool:
+    """True if ``x`` is ``(C, n)`` or ``(1, C, n)``; a rank with as many nodes as channels asks the others."""
+    if not isinstance(module, nn.InstanceNorm1d):
+        return False
+    if x.dim() == 3:
+        first, last = x.size(0) == ranks.num_rows, x.size(0) == 1 and x.size(2) == ranks.num_rows
+    else:
+        channels = module.num_features
+        first, last = x.size(0) != channels or x.size(1) == channels, x.size(0) == channels
+    known = ranks.max_over_ranks(int(first) + 2 * int(last) if first != last else 0)
+    if known == 0 and ranks.num_rows != ranks.num_nodes:
+        raise InputError(
+            f"{type(module).__name__} got a tensor of shape {tuple(x.shape)}, and no rank knows which of its "
+            "dimensions is that of nodes; use torch_geometric.nn.InstanceNorm on rows (n, channels)"
+        )
+    return known == 2
+
+
+def _hetero_batch_norm(module: Any, ranks: Ranks, x: Tensor, type_vec: Tensor) -> Tensor:
+    """PyG's batch norm for each type of node; its statistics carry no gradient."""
+    if not module.training and module.track_running_stats:
+        mean, var = module.running_mean, module.running_var
+    else:
+        _check_rows(ranks, x)
+        with torch.no_grad():
+            mean, var, count = _statistics_of_types(ranks, x.detach(), type_vec, module.num_types)
+            if module.training and module.track_running_stats:
+                factor = module.momentum
+                if factor is None:
+                    module.num_batches_tracked.add_(1)
+                    factor = 1.0 / float(module.num_batches_tracked)
+                factor = (count > 0).to(mean)[:, None] * factor  # types without a node keep theirs
+                module.running_mean.lerp_(mean, factor)
+                module.running_var.lerp_(var, factor)
+    out: Tensor = (x - mean[type_vec]) / var.clamp(module.eps).sqrt()[type_vec]
+    return out * module.weight[type_vec] + module.bias[type_vec] if module.affine else out
+
+
+def _statistics_of_types(ranks: Ranks, x: Tensor, type_vec: Tensor, num_types: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, variance and number of the nodes of each type."""
+    x, type_vec = ranks.owned_rows(x), ranks.owned_rows(type_vec)
+    sums = x.new_zeros(num_types, x.size(1) + 1)
+    sums = ranks.sum_over_ranks(sums.index_add(0, type_vec, torch.cat([x, torch.ones_like(x[:, :1])], dim=1)))
+    count = sums[:, -1]
+    divisor = count.clamp(min=1)[:, None]
+    mean = sums[:, :-1] / divisor
+    squares = torch.zeros_like(mean).index_add(0, type_vec, (x - mean[type_vec]).square())
+    return mean, ranks.sum_over_ranks(squares) / divisor, count
+
+
 def _graph_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
     centred = x - _mean(ranks, x) * module.mean_scale
@@ -175,11 +258,16 @@ def _graph_size_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None,
     return x / math.sqrt(ranks.num_nodes)
 
 
+INSTANCE_NORMS: tuple[type[nn.Module], ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Norms that act on each row by itself, unless nodes come last."""
+
 #: Norm class -> ``forward(module, ranks, x, ...)``; subclasses are found through their bases.
 GLOBAL_NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.BatchNorm1d: _batch_norm,
     nn.SyncBatchNorm: _batch_norm,
+    **dict.fromkeys(INSTANCE_NORMS, _torch_instance_norm),
     pyg.BatchNorm: _pyg_batch_norm,
+    pyg.HeteroBatchNorm: _hetero_batch_norm,
     pyg.InstanceNorm: _instance_norm,
     pyg.GraphNorm: _graph_norm,
     pyg.PairNorm: _pair_norm,

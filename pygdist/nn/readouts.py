@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch_geometric.nn import MeanAggregation, SumAggregation
+from torch_geometric.nn import InnerProductDecoder, MeanAggregation, SumAggregation
 
 from pygdist.errors import InputError
+from pygdist.graph import Adjacency
 from pygdist.nn.norms import Ranks
 
 
@@ -41,7 +42,26 @@ def _mean(
     return _sum_of_nodes(ranks, x, dim, index, ptr) / ranks.num_nodes
 
 
-READOUTS: dict[type[nn.Module], Callable[..., Tensor]] = {SumAggregation: _sum, MeanAggregation: _mean}
+def _decode(module: InnerProductDecoder, ranks: Ranks, z: Tensor, edge_index: Tensor, sigmoid: bool = True) -> Tensor:
+    """PyG's decoder, for pairs of rows that are here.
+
+    Raises:
+        InputError: If the pairs are the graph's edges, as in ``GAE.recon_loss``.
+    """
+    if isinstance(edge_index, Adjacency):
+        raise InputError(
+            "InnerProductDecoder (GAE.recon_loss) scores edges by the rows of both ends, but a rank has its own nodes' "
+            "rows; train the encoder with pygdist's LinkPredictor"
+        )
+    scores: Tensor = InnerProductDecoder.forward(module, z, edge_index, sigmoid)
+    return scores
+
+
+READOUTS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    SumAggregation: _sum,
+    MeanAggregation: _mean,
+    InnerProductDecoder: _decode,
+}
 """By class: the ``forward`` of a module outside of message passing layers, with the ranks as second argument."""
 
 

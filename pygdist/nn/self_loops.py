@@ -18,6 +18,7 @@ from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
+from pygdist.nn.norms import Ranks
 
 _MOST_KEPT = 16  # results
 
@@ -26,9 +27,13 @@ class KeptSelfLoops:
     """PyG's functions that remove and add self-loops; the edges of an adjacency keep their order.
 
     Adding without ``num_nodes`` raises an :class:`~pygdist.errors.InputError`: no rank knows the largest id of all.
+
+    Results are kept by the edges that they were made of, so edges without loops must be another object on all ranks, or
+    the same one on all: a rank that has no loop asks the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         # by edges and function: the new edges, and a mask of the edges that stayed or were added
         self._edges = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)
         self._attributes = Memo[Tensor](_MOST_KEPT)  # of the edges without loops
@@ -43,7 +48,9 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency):
             result: tuple[Any, Tensor | None] = remove_self_loops(edge_index, edge_attr)
             return result
-        without, keep = self._edges.get((id(edge_index), "remove"), (edge_index,), lambda: _without_loops(edge_index))
+        without, keep = self._edges.get(
+            (id(edge_index), "remove"), (edge_index,), lambda: self._without_loops(edge_index)
+        )
         if edge_attr is None or without is edge_index:
             return without, edge_attr
         if not fixable(edge_attr):
@@ -63,6 +70,13 @@ class KeptSelfLoops:
     ) -> tuple[Any, Tensor | None]:
         """Add a self-loop at each node that has none; see PyG's ``add_remaining_self_loops``."""
         return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
+
+    def _without_loops(self, edges: Adjacency) -> tuple[Adjacency, Tensor]:
+        """Return the edges between different nodes, and the mask of these edges."""
+        csr = edges.csr()
+        keep = ~is_self_loop(csr)
+        any_loops = self._ranks.max_over_ranks(int(not keep.all())) > 0
+        return Adjacency.from_csr(keep_entries(csr, keep)) if any_loops else edges, keep
 
     def _with_loops(
         self, pyg: Callable[..., Any], edge_index: Any, edge_attr: Tensor | None, fill_value: Any, num_nodes: Any
@@ -86,13 +100,6 @@ class KeptSelfLoops:
         ordered = torch.empty_like(appended)
         ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
         return adjacency, ordered
-
-
-def _without_loops(edges: Adjacency) -> tuple[Adjacency, Tensor]:
-    """Return the edges between different nodes, and the mask of these edges."""
-    csr = edges.csr()
-    keep = ~is_self_loop(csr)
-    return edges if bool(keep.all()) else Adjacency.from_csr(keep_entries(csr, keep)), keep
 
 
 def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:

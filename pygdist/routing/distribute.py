@@ -21,10 +21,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing, RGCNConv, global_add_pool, global_mean_pool
+from torch_geometric.nn import (
+    ChebConv,
+    CorrectAndSmooth,
+    LabelPropagation,
+    MessagePassing,
+    RGCNConv,
+    global_add_pool,
+    global_mean_pool,
+)
+from torch_geometric.nn.aggr import PatchTransformerAggregation, QuantileAggregation
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, remove_self_loops
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    degree,
+    get_laplacian,
+    one_hot,
+    remove_self_loops,
+)
 
 from pygdist.backends.base import Backend
 from pygdist.errors import InputError
@@ -37,6 +53,7 @@ from pygdist.hops.layer import (
     calls_by_name,
     forget_local_state,
     layer_name,
+    modules_of_messages,
     put_local_propagate_back,
     rebound,
     relations_in_turn,
@@ -47,15 +64,18 @@ from pygdist.hops.layer import (
     written_hop,
 )
 from pygdist.hops.savings import Savings
-from pygdist.nn.aggregation import padded_aggregation, pads
+from pygdist.nn.aggregation import padded_aggregation, pads, quantile_aggregation
 from pygdist.nn.degrees import WHOLE_GRAPH
-from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.nn.label_propagation import corrected, without_ids
+from pygdist.nn.laplacian import chebyshev_norm
+from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals, refuse_own_values
 
+_OTHER_ROWS = "Encountered tensor with size"  # PyG's words for rows that do not fit the size of a hop
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
@@ -80,6 +100,8 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=CommBackend())
         >>> out = model(shard.x, shard.adjacency)  # one row per owned node
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
     for path, module in model.named_modules():
@@ -98,16 +120,15 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     kept.uncompared = check
     kept.first_hop.forget()
     backend.forget_model(model)
-    inside = {one for layer in model.modules() if isinstance(layer, MessagePassing) for one in layer.modules()}
+    layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
+    inside = {one for layer in layers for one in layer.modules()}
+    of_edges = {one for layer in layers for one in modules_of_messages(layer) if isinstance(one, INSTANCE_NORMS)}
     for module in list(model.modules()):
         base = type(module)
         if isinstance(module, MessagePassing):
             forget_local_state(module)
             kept.layers.add(module)
-        elif base in READOUTS:
-            if module in inside:
-                continue
-        elif _global_forward(base) is None and not calls_by_name(base, _replacements(kept)):
+        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, kept):
             continue
         module.__class__ = _routed_class(backend, base)
     model.__dict__[_HOOK] = (
@@ -192,10 +213,15 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
         if issubclass(base, MessagePassing):
             bases = rebound(base, _replacements(backend.kept))
             body |= _body_of_layer(backend, base, bases)
-        elif make is not None:
+        elif make is not None and _norm_class(base) in (None, base):
             body["forward"] = make(backend)
+        elif make is not None:  # a norm of the user's, whose forward() may call that of its parent
+            norm: Any = _norm_class(base)
+            bases = (base, type(norm.__name__, (norm,), {"forward": make(backend)}))
         else:
             bases = rebound(base, _replacements(backend.kept))
+            if issubclass(base, CorrectAndSmooth):
+                body["correct"] = corrected(_made(base, bases).correct, backend)
         classes[base] = type(f"Distributed{base.__name__}", bases, body)
     return classes[base]
 
@@ -205,14 +231,17 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
     body: dict[str, Any] = {"SUPPORTS_FUSED_EDGE_INDEX": True}
     for name in ("propagate", "edge_updater"):
         body |= dict.fromkeys(routed_names(name), _routed(base, name))
-    # a subclass may leave ``forward`` to a class that was rebound
-    forward: Callable[..., Any] = getattr(type(base.__name__, bases, {}), "forward")  # noqa: B009 (made just now)
+    forward: Callable[..., Any] = _made(base, bases).forward
     if not writes_hops(base):  # a hop of the layer's own may do anything with its rows
         cheaper, attention = cheaper_forward(base), attention_forward(base)
         if cheaper is not None:
             forward = _shortcut(partial(cheaper, backend.kept), forward)
         elif attention is not None:
             forward = _shortcut(partial(attention, backend), forward)
+    if issubclass(base, LabelPropagation) and not backend.abilities.reruns_layers:
+        forward = without_ids(forward)
+    if issubclass(base, ChebConv):
+        body["__norm__"] = chebyshev_norm(_made(base, bases).__norm__, backend.kept.laplacian)
     if base.update is not MessagePassing.update:
         body["update"] = with_passed_rows(base.update)
     # torch.compile leaves layers as they are and compiles the code between them
@@ -220,10 +249,16 @@ def _body_of_layer(backend: Backend, base: type[MessagePassing], bases: tuple[ty
     return body
 
 
+def _made(base: type[nn.Module], bases: tuple[type, ...]) -> Any:
+    """Return a class to look methods up in: a subclass may leave them to a class that was rebound."""
+    return type(base.__name__, bases, {})
+
+
 def _replacements(kept: Kept) -> dict[Any, Any]:
     """PyG's functions that look at all edges or nodes, and those that know of other ranks."""
     return {
         gcn_norm: kept.gcn_norm,
+        get_laplacian: kept.laplacian,
         remove_self_loops: kept.self_loops.remove,
         add_self_loops: kept.self_loops.add,
         add_remaining_self_loops: kept.self_loops.add_remaining,
@@ -231,13 +266,20 @@ def _replacements(kept: Kept) -> dict[Any, Any]:
         global_add_pool: kept.readouts.add,
         global_mean_pool: kept.readouts.mean,
         degree: kept.degrees.count,
+        one_hot: kept.one_hot,
         **WHOLE_GRAPH,
     }
 
 
+def _is_routed(base: type[nn.Module], kept: Kept) -> bool:
+    """True for a module that looks at all nodes or edges, beside the hops of layers."""
+    return _global_forward(base) is not None or calls_by_name(base, _replacements(kept))
+
+
 def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:
     """Return what makes the ``forward`` of a module that looks at all nodes; ``None`` for any other module."""
-    norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), READOUTS.get(base))
+    known = _norm_class(base)
+    norm = READOUTS.get(base) if known is None else GLOBAL_NORMS[known]
     if norm is not None:
 
         def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -247,10 +289,19 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
         return lambda backend: lambda self, *args, **kwargs: routed(backend, self, *args, **kwargs)
     if pads(base):
         forward = base.forward
+        more = int(issubclass(base, PatchTransformerAggregation))  # which adds one itself
         return lambda backend: (
-            lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, *args, **kwargs)
+            lambda self, *args, **kwargs: padded_aggregation(partial(forward, self), backend, more, *args, **kwargs)
         )
+    if issubclass(base, QuantileAggregation):
+        forward = base.forward
+        return lambda _: lambda self, *args, **kwargs: quantile_aggregation(partial(forward, self), *args, **kwargs)
     return None
+
+
+def _norm_class(base: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the norm over nodes that a class is, or is derived from."""
+    return next((cls for cls in base.__mro__ if cls in GLOBAL_NORMS), None)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
@@ -324,6 +375,12 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
         except (IndexError, RuntimeError, ValueError) as error:
+            if _OTHER_ROWS in str(error) and not isinstance(error, InputError):
+                raise InputError(
+                    f"{layer_name(self)}: {error} The hop leads to other rows than the nodes of the graph, such as one "
+                    "row for all of them, and only hops from nodes to nodes are distributed",
+                    of_one_rank=True,
+                ) from error
             if backend.communicator.world_size == 1 or not reads_missing_rows(error):
                 raise
             raise InputError(

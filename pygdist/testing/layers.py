@@ -144,6 +144,103 @@ class Cached(nn.Module):
         return self.second(self.first(x, edge_index).tanh(), edge_index)
 
 
+class Placed(nn.Module):
+    """Two layers that read where nodes are: positions, and normals, are made of the input."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module], in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(in_channels, HIDDEN), nn.Linear(HIDDEN, out_channels)
+        self.first, self.second = make(HIDDEN, HIDDEN), make(HIDDEN, HIDDEN)
+        takes_normals = isinstance(self.first, pyg.PPFConv)
+        self.places = nn.ModuleList(nn.Linear(in_channels, 3) for _ in range(1 + takes_normals))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden, places = self.lin(x), [place(x) for place in self.places]
+        for layer in (self.first, self.second):
+            hidden = layer(hidden, *places, edge_index).tanh()
+        return self.out(hidden)
+
+
+class Typed(nn.Module):
+    """A layer or norm that takes a type of each node, the sign of its first feature."""
+
+    def __init__(self, make: Callable[[int], nn.Module], in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first, self.typed = pyg.SAGEConv(in_channels, HIDDEN), make(HIDDEN)
+        self.last = pyg.SAGEConv(HIDDEN, out_channels)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, edge_type: Tensor | None = None
+    ) -> Tensor:
+        types, hidden = (x[:, 0] > 0).long(), self.first(x, edge_index)
+        if isinstance(self.typed, pyg.HEATConv):
+            hidden = self.typed(hidden, edge_index, types, edge_type, edge_attr)
+        else:
+            hidden = self.typed(hidden, types)
+        return self.last(hidden.tanh(), edge_index)
+
+
+class Signed(nn.Module):
+    """Layers for two sets of edges; here one set takes both places."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first = pyg.SignedConv(in_channels, HIDDEN, first_aggr=True)
+        self.second = pyg.SignedConv(HIDDEN, HIDDEN, first_aggr=False)
+        self.lin = nn.Linear(2 * HIDDEN, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = self.first(x, edge_index, edge_index).tanh()
+        return self.lin(self.second(hidden, edge_index, edge_index))
+
+
+class Uneven(pyg.SAGEConv):
+    """Source rows that are wider than destination rows."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__((in_channels, -(-in_channels // 2)), out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward((x, x[:, ::2]), edge_index)
+
+
+class ScaledCheb(pyg.ChebConv):
+    """Knows the largest eigenvalue."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x, edge_index, lambda_max=2.5)
+
+
+class LearnedCheb(nn.Module):
+    """Learns the weights of edges."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.weight, self.conv = nn.Linear(4, 1), pyg.ChebConv(in_channels, out_channels, K=2)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.conv(x, edge_index, self.weight(edge_attr).sigmoid().view(-1))
+
+
+class ByChannel(nn.InstanceNorm1d):
+    """Rows as channels of one image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.t()[None])[0].t()
+
+
+class Smoothed(nn.Module):
+    """Smooths the output of a layer along edges."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv, self.smooth = pyg.SAGEConv(in_channels, out_channels), pyg.LabelPropagation(num_layers=2, alpha=0.6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = self.conv(x, edge_index)
+        return out + self.smooth(out.softmax(dim=-1), edge_index)
+
+
 class DerivedGCN(pyg.GCNConv):
     """A user's subclass that calls its parent's forward."""
 
@@ -176,6 +273,20 @@ def _pna(in_channels: int, out_channels: int) -> nn.Module:
     return pyg.PNAConv(in_channels, out_channels, ["mean", "min", "max", "std"], scalers, histogram, edge_dim=4)
 
 
+def _patches(in_channels: int, out_channels: int) -> nn.Module:
+    return pyg.SAGEConv(
+        in_channels, out_channels, aggr=pyg.aggr.PatchTransformerAggregation(in_channels, in_channels, 2, 4, heads=1)
+    )
+
+
+def _placed(layer: type[nn.Module], make: Callable[[int, int], nn.Module]) -> LayerCase:
+    return LayerCase(layer, partial(Placed, make), "positions may be an argument of its own", whole=True)
+
+
+def _typed(layer: type[nn.Module], make: Callable[[int], nn.Module], *takes: str) -> LayerCase:
+    return LayerCase(layer, partial(Typed, make), takes=takes, whole=True)
+
+
 def _norm(norm: type[nn.Module], *, sized: bool = True, **arguments: Any) -> LayerCase:
     """Make a case with a norm whose first argument is the width of rows, if it is ``sized``."""
     return LayerCase(norm, partial(Normed, lambda width: norm(*(width,) * sized, **arguments)), whole=True)
@@ -190,6 +301,10 @@ LAYERS: dict[str, LayerCase] = {
     "ARMAConv": _case(pyg.ARMAConv, _WEIGHT, num_stacks=2, num_layers=2),
     "AntiSymmetricConv": _case(pyg.AntiSymmetricConv, around=pyg.AntiSymmetricConv),
     "CGConv": _case(pyg.CGConv, _ATTR, around=lambda width: pyg.CGConv(width, dim=4)),
+    "ChebConv": _case(pyg.ChebConv, _WEIGHT, K=3, note="degrees and the largest entry of the whole graph, exchanged"),
+    "ChebConv-learned": _case(pyg.ChebConv, _ATTR, make=LearnedCheb),
+    "ChebConv-unnormalised": _case(pyg.ChebConv, K=2, normalization=None),
+    "ChebConv-scaled": _case(pyg.ChebConv, make=lambda i, o: ScaledCheb(i, o, K=3, normalization="rw")),
     "ClusterGCNConv": _case(pyg.ClusterGCNConv, diag_lambda=0.3),
     "DNAConv": _case(
         pyg.DNAConv, _WEIGHT, make=lambda i, o: Dna(i, o), whole=True, note="x holds the rows of all earlier layers"
@@ -223,13 +338,21 @@ LAYERS: dict[str, LayerCase] = {
     "GeneralConv": _case(pyg.GeneralConv, _ATTR, in_edge_channels=4, attention=True),
     "GraphConv": _case(pyg.GraphConv, _WEIGHT),
     "GraphConv-max": _case(pyg.GraphConv, _WEIGHT, aggr="max"),
+    "HEATConv": _typed(pyg.HEATConv, lambda width: pyg.HEATConv(width, 3, 2, 2, 3, 4, 5, heads=2), _TYPE, _ATTR),
     "LEConv": _case(pyg.LEConv, _WEIGHT),
+    "LabelPropagation": _case(
+        pyg.LabelPropagation, make=Smoothed, whole=True, note="after training; so may CorrectAndSmooth"
+    ),
     "LGConv": _case(pyg.LGConv, _WEIGHT, around=lambda _: pyg.LGConv()),
     "MFConv": _case(pyg.MFConv, max_degree=4),
     "MixHopConv": _case(pyg.MixHopConv, _WEIGHT, around=lambda width: pyg.MixHopConv(width, 4)),
     "NNConv": _case(pyg.NNConv, _ATTR, make=lambda i, o: pyg.NNConv(i, o, nn.Linear(4, i * o), aggr="mean")),
     "PDNConv": _case(pyg.PDNConv, _ATTR, edge_dim=4, hidden_channels=5),
     "PNAConv": _case(pyg.PNAConv, _ATTR, make=_pna),
+    "PPFConv": _placed(pyg.PPFConv, lambda i, o: pyg.PPFConv(_mlp(i + 4, o), _mlp(o, o))),
+    "PointGNNConv": _placed(pyg.PointGNNConv, lambda i, o: pyg.PointGNNConv(_mlp(i, 3), _mlp(i + 3, o), _mlp(o, o))),
+    "PointNetConv": _placed(pyg.PointNetConv, lambda i, o: pyg.PointNetConv(_mlp(i + 3, o))),
+    "PointTransformerConv": _placed(pyg.PointTransformerConv, pyg.PointTransformerConv),
     "RGATConv": _case(pyg.RGATConv, _TYPE, num_relations=2),
     "RGCNConv": _case(pyg.RGCNConv, _TYPE, num_relations=2, note="one set of nodes, edge_type per edge"),
     "ResGatedGraphConv": _case(pyg.ResGatedGraphConv, _ATTR, edge_dim=4),
@@ -239,21 +362,32 @@ LAYERS: dict[str, LayerCase] = {
     "SAGEConv-many": _case(pyg.SAGEConv, aggr=["mean", "max", "std"], project=True),
     "SAGEConv-max": _case(pyg.SAGEConv, aggr="max"),
     "SAGEConv-mean": _case(pyg.SAGEConv),
+    "SAGEConv-median": _case(pyg.SAGEConv, aggr=["median", "mean"]),
     "SAGEConv-min": _case(pyg.SAGEConv, aggr="min"),
+    "SAGEConv-patches": _case(pyg.SAGEConv, make=_patches),
     "SAGEConv-softmax": _case(pyg.SAGEConv, aggr="softmax", aggr_kwargs={"learn": True}),
+    "SAGEConv-uneven": _case(pyg.SAGEConv, make=Uneven),
     "SGConv": _case(pyg.SGConv, _WEIGHT, K=2),
     "SGConv-cached": _case(pyg.SGConv, make=lambda i, o: Cached(i, o), whole=True),
     "SSGConv": _case(pyg.SSGConv, _WEIGHT, alpha=0.1, K=2),
+    "SignedConv": _case(pyg.SignedConv, make=Signed, whole=True),
     "SimpleConv": _case(pyg.SimpleConv, _WEIGHT, around=lambda _: pyg.SimpleConv("sum")),
     "TAGConv": _case(pyg.TAGConv, _WEIGHT, K=2),
     "TransformerConv": _case(pyg.TransformerConv, _ATTR, heads=2, concat=False, edge_dim=4, beta=True),
+    "WLConvContinuous": _case(pyg.WLConvContinuous, _WEIGHT, around=lambda _: pyg.WLConvContinuous()),
     # norms over nodes, between two SAGE layers
     "BatchNorm": _norm(pyg.BatchNorm),
     "BatchNorm1d": _norm(nn.BatchNorm1d),
     "DiffGroupNorm": _norm(pyg.DiffGroupNorm, groups=2),
     "GraphNorm": _norm(pyg.GraphNorm),
     "GraphSizeNorm": _norm(pyg.GraphSizeNorm, sized=False),
+    "HeteroBatchNorm": _typed(pyg.HeteroBatchNorm, lambda width: pyg.HeteroBatchNorm(width, 3)),
+    "HeteroLayerNorm": _typed(pyg.HeteroLayerNorm, lambda width: pyg.HeteroLayerNorm(width, 2)),
     "InstanceNorm": _norm(pyg.InstanceNorm, affine=True, track_running_stats=True),
+    "InstanceNorm1d": _norm(nn.InstanceNorm1d),
+    "InstanceNorm1d-channels": LayerCase(
+        nn.InstanceNorm1d, partial(Normed, partial(ByChannel, affine=True, track_running_stats=True)), whole=True
+    ),
     "LayerNorm-graph": _norm(pyg.LayerNorm, mode="graph"),
     "MeanSubtractionNorm": _norm(pyg.MeanSubtractionNorm, sized=False),
     "PairNorm": _norm(pyg.PairNorm, sized=False),

@@ -10,12 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, conv
 from typing_extensions import override
 
 from pygdist.backends import Backend, CommBackend, HybridBackend, ReplicaBackend, backends
 from pygdist.hops.hop import Hop
 from pygdist.native import load
+from pygdist.routing.refusals import REFUSED_LAYERS
 from pygdist.testing import LAYERS, RankPool, assert_exact, supported_layers
 
 DEEP: dict[str, Backend | str] = {
@@ -31,8 +32,9 @@ NUM_HOPS = {"replica": 9}
 #: What a part by itself never computes as the whole graph would: norms over nodes (one of them inside ``GENConv``),
 #: padding to the largest degree, weights that the model normalises.
 OF_A_PART = {
-    *("BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm", "LayerNorm-graph"),
-    *("MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "GENConv", "SAGEConv-lstm", "PDNConv"),
+    *("BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "HeteroBatchNorm", "InstanceNorm"),
+    *("InstanceNorm1d-channels", "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "GENConv"),
+    *("SAGEConv-lstm", "SAGEConv-patches", "PDNConv"),
 }
 #: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
 EVERY_LAYER = {("comm", 1), ("cache", 2), ("hybrid", 1), ("replica", 1)}
@@ -51,9 +53,9 @@ def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size:
 @cache
 def _layers_of(backend: str) -> list[str]:
     """The layers that a backend does not refuse."""
-    if backend == "tensor":
-        return supported_layers(backend)
-    return [name for name in LAYERS if backend != "replica" or name not in OF_A_PART]
+    if backend in ("tensor", "replica"):
+        return [name for name in supported_layers(backend) if backend != "replica" or name not in OF_A_PART]
+    return list(LAYERS)
 
 
 def _deep() -> list[object]:
@@ -91,6 +93,19 @@ def test_every_layer_equals_one_process_at_any_depth(
 def test_every_backend_is_in_the_suite() -> None:
     """An approximate one in its limit case."""
     assert {"single", *DEEP} >= set(backends)
+
+
+def test_every_layer_class_of_pyg_is_in_the_suite_or_refused_by_name() -> None:
+    beyond = {
+        "MessagePassing",
+        "MeshCNNConv",  # takes four neighbours of each edge of a mesh
+        "SplineConv",  # needs pyg-lib
+    }
+    suite = {case.layer for case in LAYERS.values()}
+    for name in set(conv.__all__) - beyond:
+        cls = getattr(conv, name)
+        refused = {one.__name__ for one in cls.__mro__} & REFUSED_LAYERS.keys()
+        assert (cls in suite) != bool(refused), name
 
 
 def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:

@@ -47,7 +47,9 @@ WHOLE = {
     "GraphConv-max", "LGConv", "MFConv", "MixHopConv", "PDNConv", "RGCNConv", "SAGEConv-detached", "SAGEConv-jk",
     "SAGEConv-lstm", "SAGEConv-max", "SAGEConv-mean", "SAGEConv-min", "SGConv", "SGConv-cached", "SSGConv",
     "SimpleConv", "TAGConv", "BatchNorm", "BatchNorm1d", "DiffGroupNorm", "GraphNorm", "GraphSizeNorm", "InstanceNorm",
-    "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows",
+    "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "HeteroBatchNorm", "HeteroLayerNorm",
+    "InstanceNorm1d", "InstanceNorm1d-channels", "LabelPropagation", "SAGEConv-patches", "SAGEConv-uneven",
+    "SignedConv", "WLConvContinuous",
 }  # fmt: skip
 
 

@@ -5,28 +5,41 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import (
+    ARGVA,
+    GAE,
     GAT,
     GCN,
     MLP,
+    VGAE,
     BatchNorm,
     ChebConv,
+    CorrectAndSmooth,
+    CuGraphSAGEConv,
     EdgeConv,
     EGConv,
     FastRGCNConv,
+    FusedGATConv,
+    GATConv,
     GATv2Conv,
     GCNConv,
     GraphConv,
+    LabelPropagation,
+    MeshCNNConv,
     MessagePassing,
+    MetaLayer,
     RGCNConv,
     SAGEConv,
+    SuperGATConv,
     TopKPooling,
     TransformerConv,
     global_max_pool,
@@ -37,7 +50,15 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from typing_extensions import override
 
 from pygdist import InputError, Shard, distribute, undistribute
-from pygdist.backends import CommBackend, SingleBackend, backends, resolve_backend
+from pygdist.backends import (
+    CacheBackend,
+    CommBackend,
+    ReplicaBackend,
+    SingleBackend,
+    TensorBackend,
+    backends,
+    resolve_backend,
+)
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.hops.hop import Hop
@@ -302,6 +323,13 @@ def test_another_graph_on_the_same_backend_is_not_answered_from_a_cache(
     assert torch.allclose(layer(second.x, second.adjacency), expected, rtol=0, atol=1e-12)
 
 
+def _unbuilt(cls: type[nn.Module]) -> nn.Module:
+    """An object of a class whose own package is not installed."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    return module
+
+
 class Reversed(SAGEConv):
     def __init__(self) -> None:
         super().__init__(4, 4, flow="target_to_source")
@@ -318,7 +346,16 @@ class Picky(SingleBackend):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        pytest.param(ChebConv(4, 4, K=2), r"'0' \(ChebConv\): it scales its Laplacian by a maximum", id="cheb"),
+        pytest.param(SuperGATConv(4, 4), r"'0' \(SuperGATConv\): it samples negative edges among all", id="samples"),
+        pytest.param(MetaLayer(), r"'0' \(MetaLayer\): it looks rows of nodes up by edge_index.* write a", id="meta"),
+        pytest.param(VGAE(GCN(4, 4, 1)), r"'0' \(VGAE\): it draws numbers for each node.*LinkPredictor", id="vgae"),
+        pytest.param(ARGVA(GCN(4, 4, 1), MLP([4, 1])), r"'0' \(ARGVA\): it averages its losses over", id="argva"),
+        pytest.param(_unbuilt(FusedGATConv), r"'0' \(FusedGATConv\): it takes the graph in.*use GATConv", id="fused"),
+        pytest.param(
+            _unbuilt(CuGraphSAGEConv), r"'0' \(CuGraphSAGEConv\): it takes the graph in cuGraph", id="cugraph"
+        ),
+        pytest.param(nn.LazyBatchNorm1d(), r"'0' \(LazyBatchNorm1d\): it takes its number of channels", id="lazy"),
+        pytest.param(torch.jit.script(SAGEConv(4, 4)), r"'0' .*it was compiled or traced.*distribute the", id="script"),
         pytest.param(EGConv(4, 8, ["mean"]), r"'0' \(EGConv\): it adds self-loops up to the highest node", id="loops"),
         pytest.param(Reversed(), r"'0' \(Reversed\): it has flow='target_to_source'", id="flow"),
         pytest.param(TopKPooling(4), r"'0' \(TopKPooling\): it pools nodes of the whole graph", id="pool"),
@@ -339,8 +376,110 @@ def test_what_cannot_run_is_refused_by_name_with_the_reason(module: nn.Module, s
 
 
 def test_all_refused_layers_are_named_at_once() -> None:
-    with pytest.raises(InputError, match=r"'0' \(ChebConv\).*; '1' \(TopKPooling\)"):
-        distribute(nn.Sequential(ChebConv(4, 4, K=2), TopKPooling(4)), backend=SingleBackend())
+    with pytest.raises(InputError, match=r"'0' \(SuperGATConv\).*; '1' \(TopKPooling\)"):
+        distribute(nn.Sequential(SuperGATConv(4, 4), TopKPooling(4)), backend=SingleBackend())
+
+
+class Plain(nn.Module):
+    """A model that torch can compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(5, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        return out
+
+
+COMPILED: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Any]] = {
+    "script": lambda model, _: torch.jit.script(model),
+    "trace": torch.jit.trace,
+    "export": lambda model, args: torch.export.export(model, args).module(),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_model_is_refused(way: str, graph: tuple[Data, Shard]) -> None:
+    data, _ = graph
+    compiled = COMPILED[way](Plain().double().eval(), (data.x, data.edge_index))
+    with pytest.raises(InputError, match=r"'model' \(.*\): it was compiled or traced .*; distribute the model that"):
+        distribute(compiled, backend=SingleBackend())
+
+
+def test_what_has_no_layer_in_it_may_be_compiled(graph: tuple[Data, Shard]) -> None:
+    data, shard = graph
+    model = nn.Sequential(torch.jit.script(nn.Linear(5, 5)), torch.fx.symbolic_trace(nn.Linear(5, 5))).double()
+    expected = model(data.x)
+    assert torch.equal(distribute(model, backend=_bound(SingleBackend(), shard), check=False)(shard.x), expected)
+
+
+def test_layers_of_a_refused_module_are_not_named_again() -> None:
+    with pytest.raises(InputError) as caught:
+        distribute(nn.Sequential(ARGVA(GCN(4, 4, 1), MLP([4, 1]))), backend=SingleBackend())
+    assert "VGAE" not in str(caught.value).replace("ARGVA", "")
+
+
+class ReadsOut(nn.Module):
+    """Makes a hop from all nodes to one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GATConv((5, 5), 3, add_self_loops=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        to_one = torch.stack([torch.arange(x.size(0)), torch.zeros(x.size(0), dtype=torch.int64)])
+        out: Tensor = self.conv((x, x.mean(0, keepdim=True)), to_one)
+        return out
+
+
+class Reconstructs(GAE):
+    """Returns the loss of an autoencoder."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        loss: Tensor = self.recon_loss(self.encode(x, edge_index), edge_index)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (ReadsOut(), r"GATConv: Encountered tensor with size 1 .* The hop leads to other rows than the nodes"),
+        (Reconstructs(GCNConv(5, 3)), r"InnerProductDecoder \(GAE.recon_loss\) scores edges.*LinkPredictor"),
+    ],
+    ids=["readout", "recon_loss"],
+)
+def test_rows_that_a_rank_does_not_have_are_refused(module: nn.Module, said: str, graph: tuple[Data, Shard]) -> None:
+    _, shard = graph
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    model = distribute(module.double(), backend=backend, check=False)
+    with pytest.raises(InputError, match=said):
+        model(shard.x, shard.adjacency)
+
+
+def test_a_layer_for_meshes_runs_where_it_is_not_tried_on_other_graphs() -> None:
+    for backend in (CacheBackend(), TensorBackend()):
+        with pytest.raises(
+            InputError, match=r"\(MeshCNNConv\): it takes four neighbours of each node.*use backend comm"
+        ):
+            distribute(nn.Sequential(MeshCNNConv(5, 3)), backend=backend)
+    undistribute(distribute(nn.Sequential(MeshCNNConv(5, 3)), backend=CommBackend()))
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(InputError, match=r"distribute\(\) takes a torch.nn.Module, got dict"):
+        distribute({}, backend=SingleBackend())  # type: ignore[arg-type]
+
+
+def test_part_by_part_out_degrees_and_smoothing_are_refused() -> None:
+    for module, said in (
+        (ChebConv(4, 4, K=2), "it normalises by out-degrees, and a part .* use backend cache, comm, hybrid or tensor"),
+        (LabelPropagation(2, 0.5), "it smooths what is known of the whole graph; use backend cache, comm"),
+        (CorrectAndSmooth(2, 0.5, 2, 0.5), "it smooths what is known of the whole graph; use backend cache, comm"),
+    ):
+        with pytest.raises(InputError, match=said):
+            distribute(nn.Sequential(module), backend=ReplicaBackend())
 
 
 def test_a_row_for_every_node_of_the_graph_is_refused_in_the_hop(pool: RankPool, tmp_path: Any) -> None:

@@ -38,6 +38,8 @@ from pygdist.hops.arguments import each_tensor, edges_among, first_rows
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
+from pygdist.nn.laplacian import sums_at_owners
+from pygdist.nn.norms import Number
 
 
 @dataclass(frozen=True)
@@ -373,6 +375,11 @@ class RecomputingBackend(Backend):
         return self._running().source_rows(x)
 
     @override
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        # the backward pass, after this one has ended, runs source_rows() again
+        return sums_at_owners(self._running().source_rows, source, value, num_rows)
+
+    @override
     def whole_degrees(self, degree: Tensor) -> Tensor:
         return self._running().source_rows(degree)[: degree.size(0)]
 
@@ -390,7 +397,7 @@ class RecomputingBackend(Backend):
         return x if self._alone else super().sum_over_ranks(x)
 
     @override
-    def max_over_ranks(self, value: int) -> int:
+    def max_over_ranks(self, value: Number) -> Number:
         return value if self._alone else super().max_over_ranks(value)
 
     @property

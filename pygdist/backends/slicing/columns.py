@@ -20,7 +20,7 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.base import names_of
 from pygdist.backends.slicing.trial_inputs import ANY_WIDTH, guesses, likely_widths, plain_copy, propagates, sizes_of
 from pygdist.errors import InputError
-from pygdist.hops.hop import Ends, ends_of, is_pair, source_of, with_passed_rows
+from pygdist.hops.hop import Ends, each_end, ends_of, is_pair, source_of, with_passed_rows
 from pygdist.hops.layer import BASE, asked_arguments, having, own_class
 from pygdist.hops.reads import tensors_read
 from pygdist.hops.trials import TrialCache
@@ -124,7 +124,9 @@ def _find_hops(layer: MessagePassing) -> HopColumns | str:
                 failure = failure or str(error).split("\n")[0] or type(error).__name__  # with the most arguments
         if ran:
             return hops
-    raise InputError(f"could not be tried on a few nodes ({failure}), so it is not known whether it mixes columns")
+    raise InputError(
+        f"could not be tried on a few nodes ({failure}), so it is not known whether it mixes columns; {advice()}"
+    )
 
 
 def _log_error(layer: MessagePassing, trial: str, error: Exception) -> None:
@@ -156,7 +158,11 @@ def _watch(layer: MessagePassing, arguments: dict[str, Any], training: bool, hop
 
 def _with_signs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with rows of nodes and attributes of edges of both signs."""
-    return {name: 2 * value - 1 if name in ("x", "x_0", "edge_attr") else value for name, value in arguments.items()}
+    signed = ("x", "x_0", "y", "pos", "normal", "edge_attr")
+    return {
+        name: each_end(value, lambda rows: 2 * rows - 1) if name in signed and value is not None else value
+        for name, value in arguments.items()
+    }
 
 
 def _find_modes(layer: MessagePassing) -> frozenset[bool]:
@@ -172,7 +178,8 @@ _WHOLE = TrialCache(_find_modes)
 
 def _runs_on_slices(layer: MessagePassing, training: bool) -> bool:
     width, qualifies = ANY_WIDTH, False
-    positive = [guess for guess in guesses(layer, width) if "x" in guess]
+    rows = [guess for guess in guesses(layer, width) if isinstance(guess.get("x"), Tensor) and guess["x"].dim() == 2]
+    positive = [guess for guess in rows if guess.keys() <= set(TRIED_WITH)]
     for number, arguments in enumerate((*positive, *map(_with_signs, positive))):
         try:
             trial = plain_copy(layer).train(training)
@@ -282,6 +289,8 @@ class _TriedHop:
             if kinds[name] in ("nodes", "edges") and value.is_floating_point() and value.dim() > 1
         }
         width = max((widths[name] for name in widths if kinds[name] == "nodes" and name in lifted), default=0)
+        if whole.size(-1) == 0:
+            raise ValueError("its rows have no columns")
         if width == 0 or whole.size(-1) % width:
             raise _mixes(f"{width} columns in, {whole.size(-1)} out")
         fold = whole.size(-1) // width

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.hops.layer import CACHES, own_class
+from pygdist.hops.layer import CACHES, methods_of, own_class
 
 ANY_WIDTH = 7  # of rows, for a layer that takes any
+_POSITIONS = 3  # coordinates of a node
+_PAIR_FEATURES = 4  # of the positions and normals of two nodes (``PPFConv``)
 _NODES, _EDGES = 6, 17  # at least so many
 
 
@@ -48,9 +49,8 @@ def plain_copy(layer: MessagePassing) -> MessagePassing:
 
 def propagates(cls: type[MessagePassing]) -> bool:
     """True if a method of the layer class names ``propagate``; False if only a layer inside makes hops."""
-    written = cls.__mro__[: cls.__mro__.index(MessagePassing)]
-    functions = [value for one in written for value in vars(one).values() if isinstance(value, types.FunctionType)]
-    return any("propagate" in function.__code__.co_names for function in functions)
+    own = set(methods_of(cls)) - set(methods_of(MessagePassing))
+    return any("propagate" in function.__code__.co_names for function in own)
 
 
 def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
@@ -63,8 +63,13 @@ def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     parameters = inspect.signature(own_class(layer).forward).parameters
     nodes, edges = sizes_of(layer)
     targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
-    of_nodes: dict[str, Any] = {"x": rand(nodes, width), "x_0": rand(nodes, width)}
-    of_nodes["edge_index"] = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
+    of_nodes: dict[str, Any] = {name: rand(nodes, width) for name in ("x", "x_0", "y")}
+    of_nodes |= {name: rand(nodes, _POSITIONS) for name in ("pos", "normal")}
+    of_nodes["node_type"] = torch.zeros(nodes, dtype=torch.int64)
+    other = _second_width(layer)
+    pair = {} if other in (None, width) else {"x": (of_nodes["x"], rand(nodes, other))}
+    edge_index = torch.stack([torch.randint(0, nodes, (edges,), generator=generator), targets])
+    of_nodes |= {name: edge_index for name in parameters if name.endswith("edge_index")}
     num_types = getattr(layer, "num_relations", 1)
     of_edges = {
         "edge_weight": rand(edges),
@@ -72,7 +77,23 @@ def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
     }
     attributes = ({"edge_attr": rand(edges, width)} for width in _edge_widths(layer, width))
     for more in itertools.chain(({**of_edges, **one} for one in attributes), [of_edges, {}]):
-        yield {name: value for name, value in {**of_nodes, **more}.items() if name in parameters}
+        for rows in (pair, {}) if pair else ({},):
+            yield {name: value for name, value in {**of_nodes, **rows, **more}.items() if name in parameters}
+    if "x" in parameters:  # rows of several layers (``DNAConv``), or none beside positions
+        names = {name: value for name, value in {**of_nodes, **of_edges}.items() if name in parameters}
+        yield {**names, "x": None if "pos" in parameters else rand(nodes, 2, width)}
+
+
+def _second_width(layer: MessagePassing) -> int | None:
+    """Return the width of the destinations' rows, for a layer that takes a pair of rows."""
+    widths = getattr(layer, "in_channels", None)
+    second = widths[1] if isinstance(widths, (tuple, list)) and len(widths) == 2 else None
+    return second if isinstance(second, int) and second > 0 else None
+
+
+def _inputs(layer: MessagePassing) -> list[Any]:
+    """Return the widths that linear maps and layers inside a layer, and itself, say that they take."""
+    return [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]
 
 
 def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
@@ -80,6 +101,7 @@ def _edge_widths(layer: MessagePassing, width: int) -> Iterator[int]:
     inside = [getattr(layer, name, None) for name in ("lin_edge", "lin")]
     candidates = [getattr(layer, name, None) for name in ("edge_dim", "in_edge_channels", "dim")]
     candidates += [getattr(one, name, None) for one in inside for name in ("in_channels", "in_features")]
+    candidates += _inputs(layer)
     yield from dict.fromkeys(one for one in [*candidates, width] if isinstance(one, int) and one > 0)
 
 
@@ -101,10 +123,12 @@ def likely_widths(layer: MessagePassing) -> Iterator[int]:
     """Yield likely widths of rows. One column cannot show mixing: 1 comes last, unless ``in_channels`` is 1."""
     said = [getattr(layer, name, None) for name in ("in_channels", "channels")]
     said = [one[0] if isinstance(one, (tuple, list)) else one for one in said]
-    seen = [getattr(one, name, None) for one in layer.modules() for name in ("in_features", "in_channels")]
+    seen = _inputs(layer)
     narrow = [1] if 1 in [*seen, getattr(layer, "out_channels", None)] else []
     seen += [one.size(dim) for one in layer.parameters() for dim in range(one.dim())]
-    seen += [one // 2 for one in seen if isinstance(one, int)]  # of both ends of an edge
+    sizes = [one for one in seen if isinstance(one, int)]
+    seen += [one // 2 for one in sizes]  # of both ends of an edge
+    seen += [one - more for more in (_POSITIONS, _PAIR_FEATURES) for one in sizes]  # beside positions
     likely = [one for one in said if isinstance(one, int) and one > 0]
     wide = [one for one in seen if isinstance(one, int) and one > 1]
     yield from dict.fromkeys([*likely, *wide, ANY_WIDTH, *narrow])
