@@ -27,6 +27,8 @@ from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
 from pygdist.errors import InputError
 
+_TEXT_BYTES = 1024
+
 
 class Communicator(Transport):
     """The other ranks, as a backend sees them: fetch rows, return gradients, sum, gather and agree.
@@ -36,7 +38,8 @@ class Communicator(Transport):
         timeout_s: Seconds after which an exchange fails and names the rank that did not answer.
         check_order: Before every call, compare what each rank is about to do, and raise on all of them if they differ.
             Slow, for debugging.
-        watchdog: Is told where this rank is; names late and lost ranks.
+        watchdog: Is told where this rank is; names late and lost ranks. By default the one of this process, if
+            ``group`` has all ranks.
         local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
 
     Attributes:
@@ -152,6 +155,15 @@ class Communicator(Transport):
         self.done()
         return rows
 
+    def gather_text(self, text: str) -> list[str]:
+        """Collect a line of every rank, cut to 1,024 bytes, on every rank. Every rank makes the call."""
+        if self.world_size == 1:
+            return [text]
+        self.announce("gather text")
+        texts = self._gather_text(text, _TEXT_BYTES)
+        self.done()
+        return texts
+
     def barrier(self) -> None:
         """Wait until every rank has made this call."""
         self.gather([0.0])  # nothing but numbers waits for others: an empty tensor does not travel
@@ -166,7 +178,7 @@ class Communicator(Transport):
             if error is not None:
                 raise InputError(error)
             return
-        for rank, text in enumerate(self._gather_text(error or "", 1024)):
+        for rank, text in enumerate(self.gather_text(error or "")):
             if text:
                 raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
 
@@ -176,15 +188,20 @@ class Communicator(Transport):
         Raises:
             RuntimeError: On all ranks, if some rank made other calls, or in another order.
         """
+        self.are_alike([])
+
+    def are_alike(self, values: Sequence[float]) -> bool:
+        """Tell if a few numbers are equal on all ranks, and compare calls as :meth:`compare_calls` does."""
         if self.world_size == 1:
-            return
-        made = self.gather([self._calls, self._digest])
-        if not bool((made == made[0]).all()):
-            counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, (calls, _) in enumerate(made.tolist()))
+            return True
+        made = self.gather([self._calls, self._digest, *values])
+        if not bool((made[:, :2] == made[0, :2]).all()):
+            counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, (calls, *_) in enumerate(made.tolist()))
             raise RuntimeError(
                 f"the ranks made different exchanges, or in another order (calls of {counts}); run again with "
                 "check_order=True, which names the first"
             )
+        return bool((made == made[0]).all())
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
         """Send one tensor to each rank and receive one from each; no gradient, for plans. Every rank calls it.
@@ -219,7 +236,7 @@ class Communicator(Transport):
         self._one_sided(dist.recv, "group_src", rank, tensors, label)
 
     def _one_sided(self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str) -> None:
-        self._enter(label)
+        self._enter(label, counted=False)
         with self.attempt(label, rank):
             for tensor in tensors:
                 if tensor.numel():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
+from pygdist.comm.process import watch
 from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError
@@ -50,6 +51,8 @@ class Transport:
         self.epoch = 0
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
+        if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
+            watchdog = watch()
         self._watchdog = watchdog
         self._calls, self._digest = 0, 0  # of the labels of all calls
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
@@ -120,16 +123,17 @@ class Transport:
 
     def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
         """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame."""
-        here = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
+        number = self._calls if self._watchdog is None else self._watchdog.place.exchange
+        here = f"rank {self.rank}, epoch {self.epoch}, exchange {number} ({label})"
         with_whom = "" if peer is None else f" with rank {peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
         blame = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
         return LostRankError(f"{here}: the exchange{with_whom} failed{blame} [{cause}]")
 
-    def _enter(self, label: str) -> None:
+    def _enter(self, label: str, *, counted: bool = True) -> None:
         if self._watchdog is not None:
-            self._watchdog.enter(self.epoch, label)
+            self._watchdog.enter(self.epoch, label, counted=counted)
 
     def _gather_text(self, text: str, size: int) -> list[str]:
         """Return the text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
-import itertools
 import logging
 import os
 import signal
@@ -23,9 +22,12 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.comm.watchdog import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.process import close as close_watchdog
+from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
+from pygdist.lightning.meeting import Launched, connect
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,6 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
-_RUNS = itertools.count()  # fits, tests, ... of this process; equal on all ranks
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -120,10 +121,26 @@ class GraphDDPStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         global _OURS
         _OURS = _OURS or not dist.is_initialized()
+        self.set_world_ranks()
+        if self.world_size > 1 and self._watchdog is None:
+            self._meet()
         super().setup_distributed()
         if _OURS:
             atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
+
+    def _meet(self) -> None:
+        """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
+        assert self.cluster_environment is not None
+        store, limit_s = None, self._lost_after_s
+        if not dist.is_initialized():
+            store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
+        self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
+        watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
+        state = None if self.lightning_module is None else self.lightning_module.trainer.state.fn
+        watchdog.begin("a run" if state is None else str(state.value))
+        launched = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
+        watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
 
     @override
     def setup_environment(self) -> None:
@@ -132,15 +149,6 @@ class GraphDDPStrategy(DDPStrategy):
             return
         group = None
         if self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._watchdog = Watchdog(
-                dist.PrefixStore(f"run-{next(_RUNS)}", store),  # entries of an earlier run must not be read
-                self.global_rank,
-                self.world_size,
-                warn_after_s=self._warn_after_s,
-                lost_after_s=self._lost_after_s,
-                on_lost=self._leave,
-            )
             group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s))
         self._communicator = Communicator(
             group,
@@ -217,7 +225,8 @@ class GraphDDPStrategy(DDPStrategy):
         """Tell the other ranks that this one leaves, and why."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
-            watchdog.close(farewell)
+            watchdog.depart(farewell)
+            watchdog.on_lost = leave
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
@@ -248,6 +257,7 @@ def _end_process_group() -> None:
     A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
     they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
+    close_watchdog()
     gc.collect()  # any reference to the group would keep its threads
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -50,6 +50,7 @@ from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
+from pygdist.routing.agreement import agree_on_pass
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
@@ -131,6 +132,7 @@ def undistribute(model: nn.Module) -> nn.Module:
     return model
 
 
+_agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
@@ -144,6 +146,7 @@ class _BeginForward:
         self.backend, self.unchecked = backend, unchecked
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _agree(module, self.backend, args, kwargs)
         if self.unchecked:
             self.unchecked = not _compare(module, self.backend, args, kwargs, _WAYS)
         self.backend.kept.first_hop.begin_forward()
