@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
 from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
-from pygdist.errors import InputError
+from pygdist.errors import InputError, UnequalRanksError
 
 _TEXT_BYTES = 1024
+_ROW = 8  # numbers: most rows are of one size, so that calls of different ranks meet, and are compared
 
 
 class Communicator(Transport):
@@ -145,15 +146,34 @@ class Communicator(Transport):
 
         Returns:
             float64 on the CPU, of shape ``(world_size, len(values))``: a row for each rank.
+
+        Raises:
+            UnequalRanksError: On all ranks, if the ranks made different calls before this one.
         """
-        row = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
-            return row[None].cpu()
+            return torch.tensor([values], dtype=torch.float64)
+        calls, last = [float(self._calls), float(self._digest), float(len(values))], self._last
+        size = -(-(len(calls) + len(values)) // _ROW) * _ROW
+        padding = [0.0] * (size - len(calls) - len(values))
+        row = torch.tensor([*calls, *values, *padding], dtype=torch.float64, device=self.device)
         self.announce("gather numbers")
         with self.attempt("gather numbers"):
             rows = self._gather_row(row)
+        made = rows[:, : len(calls)]
+        if not bool((made == made[0]).all()):
+            self._refuse_calls(made, last)
         self.done()
-        return rows
+        return rows[:, len(calls) : len(calls) + len(values)]
+
+    def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
+        """Say that the ranks made different calls before this one; every rank has found that."""
+        counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, calls in enumerate(made[:, 0].tolist()))
+        texts = self._gather_text(last, _TEXT_BYTES)
+        lasts = ", ".join(f"rank {rank} in {text or 'none'}" for rank, text in enumerate(texts))
+        raise UnequalRanksError(
+            f"the ranks made different exchanges, or in another order (calls of {counts}; last was {lasts}): does the "
+            "model or the script do on one rank what it does not on others? With check_order=True the first is named"
+        )
 
     def gather_text(self, text: str) -> list[str]:
         """Collect a line of every rank, cut to 1,024 bytes, on every rank. Every rank makes the call."""
@@ -186,21 +206,15 @@ class Communicator(Transport):
         """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.
 
         Raises:
-            RuntimeError: On all ranks, if some rank made other calls, or in another order.
+            UnequalRanksError: On all ranks, if some rank made other calls, or in another order.
         """
-        self.are_alike([])
+        self.gather([])
 
     def are_alike(self, values: Sequence[float]) -> bool:
-        """Tell if a few numbers are equal on all ranks, and compare calls as :meth:`compare_calls` does."""
+        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with as many numbers."""
         if self.world_size == 1:
             return True
-        made = self.gather([self._calls, self._digest, *values])
-        if not bool((made[:, :2] == made[0, :2]).all()):
-            counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, (calls, *_) in enumerate(made.tolist()))
-            raise RuntimeError(
-                f"the ranks made different exchanges, or in another order (calls of {counts}); run again with "
-                "check_order=True, which names the first"
-            )
+        made = self.gather(values)
         return bool((made == made[0]).all())
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:

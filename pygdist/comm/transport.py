@@ -22,7 +22,7 @@ from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.process import watch
 from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, UnequalRanksError
 
 _LABEL_BYTES = 128
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
@@ -54,7 +54,7 @@ class Transport:
         if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
             watchdog = watch()
         self._watchdog = watchdog
-        self._calls, self._digest = 0, 0  # of the labels of all calls
+        self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -97,16 +97,16 @@ class Transport:
         """Report the exchange that begins; every exchange calls this first.
 
         Raises:
-            RuntimeError: With ``check_order``, on all ranks, if their labels differ.
+            UnequalRanksError: With ``check_order``, on all ranks, if their labels differ.
         """
         self._calls += 1
-        self._digest = zlib.crc32(label.encode(), self._digest)
+        self._digest, self._last = zlib.crc32(label.encode(), self._digest), label
         self._enter(label)
         if self.check_order:
             texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)
             if len(set(texts)) > 1:
                 calls = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
-                raise RuntimeError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
+                raise UnequalRanksError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
 
     def done(self) -> None:
         """Report that the exchange is over."""

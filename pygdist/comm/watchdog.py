@@ -283,9 +283,13 @@ class Watchdog:
         if not self.place.waiting:  # an error of torch will not say more than that a connection is closed
             log.error("rank %d: %s", self.rank, found)
         self._told.wait(3 * self.beat_s)  # until the others have read it: they lose their connections too
+        if self._stop.is_set() or not self._lives():
+            return
         if break_groups() and self._told.wait(_LEAVE_S):
             return
-        if not self._stop.is_set() and self._cares and self.on_lost is not None:
+        call, _, idle_s = self._worker.look(self.place)
+        stuck = self._in_run or ((self.place.waiting or call) and idle_s >= 3 * self.beat_s)
+        if stuck and self.on_lost is not None and not self._stop.is_set() and self._lives():
             self.on_lost(found)
 
     def _stuck(self) -> str | None:

@@ -1,23 +1,76 @@
-"""Ranks that begin a forward pass agree that they run the same model in the same way: one small exchange in each pass.
+"""Ranks agree that they run the same model in the same way: one small exchange for each pass, and for each layer.
 
-Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script may
-set them on one rank alone.
+Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
+a model that looks at its rows, may set them on one rank alone.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import Backend
-from pygdist.comm import PartCommunicator, describe_rows
+from pygdist.comm import Communicator, PartCommunicator
 from pygdist.errors import InputError
+from pygdist.hops.arguments import mapped
+from pygdist.hops.layer import layer_name, own_class
 
 _MOST_NAMES = 4
+
+
+def agree_on_layer(
+    layer: MessagePassing, backend: Backend, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Compare the arguments of a layer with those of other ranks. Every rank that runs the layer makes the call.
+
+    A model may change a tensor on one rank alone (``if (x < 0).any(): x = x.detach()``), and kinds of arguments decide
+    which exchanges the layer makes.
+
+    Returns:
+        The arguments; tensors that get a gradient on any rank ask for one on all, so that all run the backward pass.
+
+    Raises:
+        InputError: On all ranks, if types, dtypes or widths differ.
+    """
+    if _runs_alone(backend):
+        return args, kwargs
+    kinds: list[str] = []
+    graded, bit = 0, 1
+
+    def look(name: str, value: Any) -> Any:
+        nonlocal graded, bit
+        kinds.append(f"{name}: {_kind(value)}")
+        if isinstance(value, Tensor) and not isinstance(value, EdgeIndex):
+            graded += bit * (value.requires_grad and torch.is_grad_enabled())
+            bit *= 2
+        return value
+
+    mapped(forward, (layer, *args), kwargs, look)
+    ranks = backend.over_ranks([float(zlib.crc32(repr(kinds[1:]).encode())), float(graded)])
+    if bool((ranks == ranks[0]).all()):
+        return args, kwargs
+    if bool((ranks[:, 0] != ranks[0, 0]).any()):
+        _refuse(backend.communicator, layer_name(layer), _Fact("gives", tuple(kinds[1:])))
+    masks = [int(mask) for mask in ranks[:, 1].tolist()]
+    wanted = functools.reduce(operator.or_, masks)
+
+    def ask(name: str, value: Any) -> Any:
+        nonlocal wanted
+        if not isinstance(value, Tensor) or isinstance(value, EdgeIndex):
+            return value
+        wanted, asks = divmod(wanted, 2)
+        return value.detach().requires_grad_() if asks and not value.requires_grad else value
+
+    (_, *args_), kwargs = mapped(forward, (layer, *args), kwargs, ask)
+    return tuple(args_), kwargs
 
 
 def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -27,19 +80,32 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
         InputError: On all ranks, if their passes differ; the message says how.
         RuntimeError: On all ranks, if they made different exchanges before.
     """
-    if backend.num_ranks == 1 or backend.abilities.trains_parts or isinstance(backend.communicator, PartCommunicator):
+    if _runs_alone(backend):
         return
     facts = [_mode(model), _frozen(model), _inputs(args, kwargs)]
     ranks = backend.communicator
     if ranks.are_alike([float(zlib.crc32(repr(fact).encode())) for fact in facts]):
         return
     for fact in facts:
-        told = [text.split("; ") for text in ranks.gather_text("; ".join((fact.said, *fact.names)))]
-        if any(one != told[0] for one in told):
-            alike = set(told[0][1:]).intersection(*told)
-            texts = (f"rank {rank} {_clause(said, names, alike)}" for rank, (said, *names) in enumerate(told))
-            raise InputError(f"{', '.join(texts)}: all ranks must run {type(model).__name__} in the same way")
-    raise InputError(f"the ranks run {type(model).__name__} with other modules or inputs")
+        _refuse(ranks, own_class(model).__name__, fact)
+    raise InputError(f"the ranks run {own_class(model).__name__} with other modules or inputs")
+
+
+def _runs_alone(backend: Backend) -> bool:
+    """True if no other rank runs the model at the same time, or parts run in turn, which repeat each exchange."""
+    return (
+        backend.num_ranks == 1 or backend.abilities.trains_parts or isinstance(backend.communicator, PartCommunicator)
+    )
+
+
+def _refuse(ranks: Communicator, name: str, fact: _Fact) -> None:
+    """Raise if a fact differs between ranks, all of which tell theirs."""
+    told = [text.split("; ") for text in ranks.gather_text("; ".join((fact.said, *fact.names)))]
+    if all(one == told[0] for one in told):
+        return
+    alike = set(told[0][1:]).intersection(*told)
+    texts = (f"rank {rank} {_clause(said, names, alike)}" for rank, (said, *names) in enumerate(told))
+    raise InputError(f"{', '.join(texts)}: all ranks must run {name} in the same way")
 
 
 class _Fact(NamedTuple):
@@ -79,5 +145,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fact:
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor) or isinstance(value, EdgeIndex):
         return type(value).__name__
-    graded = ", with gradient" if value.requires_grad and torch.is_grad_enabled() else ""
-    return f"{describe_rows(value) if value.dim() else value.dtype} in {value.dim()} dimensions{graded}"
+    kind = "parameter" if isinstance(value, nn.Parameter) else "tensor"
+    # edges are columns, and of static graphs the nodes may come second
+    width = f", {value.size(1)} columns" if value.dim() == 2 and value.is_floating_point() else ""
+    return f"{kind} of {value.dtype}, {value.dim()} dimensions{width}"

@@ -50,7 +50,7 @@ from pygdist.nn.aggregation import padded_aggregation, pads
 from pygdist.nn.degrees import WHOLE_GRAPH
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
-from pygdist.routing.agreement import agree_on_pass
+from pygdist.routing.agreement import agree_on_layer, agree_on_pass
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
@@ -306,6 +306,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         backend.kept.relations.begin_layer()
         if any(isinstance(value, nn.Parameter) for value in (*args, *kwargs.values())):
             refuse_own_values(self, forward, args, kwargs)
+        args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
         try:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -332,8 +332,8 @@ class RecomputingBackend(Backend):
         return x if self._alone else super().sum_over_ranks(x)
 
     @override
-    def max_over_ranks(self, value: int) -> int:
-        return value if self._alone else super().max_over_ranks(value)
+    def over_ranks(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor([values], dtype=torch.float64) if self._alone else super().over_ranks(values)
 
     @property
     @override
