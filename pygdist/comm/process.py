@@ -38,7 +38,7 @@ def watch(store: dist.Store | None = None, rank: int = 0, world_size: int = 0) -
         _current.close("its process group was destroyed")
     if store is None:
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    _current, _group = Watchdog(store, rank, world_size, on_lost=leave, lives=_lives), group
+    _current, _group = Watchdog(store, rank, world_size, on_lost=leave, lives=_lives, active=False), group
     atexit.unregister(close)
     atexit.register(close)
     return _current

@@ -58,6 +58,7 @@ class Watchdog:
         on_lost: Called from a thread of the watchdog, if no exception ends the rank: with a text that names lost
             ranks, tells where all ranks wait, or says that the store does not answer. It should end the process, or it
             may be called again: the main thread waits in a call that no exception reaches. Without it nothing is done.
+        active: Losses count from now on; otherwise in runs (:meth:`begin`), and while this rank waits for others.
         lives: Returns False once the process group is gone that this is for: then the rank has left.
     """
 
@@ -72,6 +73,7 @@ class Watchdog:
         lost_after_s: float = 20.0,
         on_lost: Callable[[str], None] | None = None,
         lives: Callable[[], bool] = lambda: True,
+        active: bool = True,
     ) -> None:
         self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
@@ -82,7 +84,7 @@ class Watchdog:
         self.place = Place()
         self._since = time.monotonic()
         self._warned = -1
-        self._run_number, self._in_run = 0, False
+        self._run_number, self._in_run = 0, active
         self._left: str | None = None
         self._digest, self._made = 0, deque[tuple[int, int]](maxlen=_HISTORY)
         self._call = ""  # that this rank waits in by a loop of its own
@@ -90,6 +92,7 @@ class Watchdog:
         self._report = Report()
         self._beats = self._looked = 0
         self._stop, self._told = threading.Event(), threading.Event()
+        self._store_is_gone = False
         self._lock = threading.Lock()  # the store's connection is shared by the thread and diagnose()
         self._thread = threading.Thread(target=self._run, name="pygdist-watchdog", daemon=True)
         self._answered = time.monotonic()
@@ -172,7 +175,7 @@ class Watchdog:
             while missing := [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{key}/{r}"])[1]]:
                 late_s = time.monotonic() - began
                 lost = [f"rank {rank} {reason}" for rank in missing if (reason := fate(rank))] or self._departed()
-                if lost or self.verdict is not None or late_s > timeout_s:
+                if lost or self.verdict is not None or late_s > timeout_s or self._store_is_gone:
                     raise LostRankError(f"rank {self.rank} waits in {self._call}: {self._found(missing, lost)}")
                 if late_s > self.lost_after_s and not warned:
                     warned = True
@@ -248,7 +251,7 @@ class Watchdog:
                 self.close("its process group was destroyed")
                 return
             if not self._beat():
-                return  # the store is gone for good, and each further try would print a warning of torch
+                return
             place = self.place
             late = time.monotonic() - self._since
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
@@ -382,12 +385,13 @@ class Watchdog:
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
         """Return (True, result), or (False, None) if the store does not answer: then its host may be gone."""
-        if not self._lock.acquire(timeout=_ANSWER_S):  # the other thread waits for an answer
+        if self._store_is_gone or not self._lock.acquire(timeout=_ANSWER_S):  # the other thread waits for an answer
             return False, None
         try:
             return True, call(*args)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
+            self._store_is_gone = True  # for good, and each further try would print a warning of torch
             return False, None
         finally:
             self._lock.release()
