@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,11 +44,23 @@ class GraphLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            _check_script()
             host(self.cluster_environment)
             self._call_children_scripts()
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+def _check_script() -> None:
+    """Refuse a script that cannot be run once more for each rank."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and not os.path.exists(os.path.abspath(sys.argv[0] or "-")):
+        where = {"-": "standard input", "": "standard input", "-c": "the command line"}.get(sys.argv[0], sys.argv[0])
+        raise InputError(
+            f"ranks are started by running the script once more for each, but it came from {where}, which cannot be "
+            "read again: save it in a file, or use strategy 'graph_ddp_fork'"
+        )
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -69,7 +82,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
         except ProcessExitedException as error:
             assert self._strategy.cluster_environment is not None
             rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
-            raise LostRankError(f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}") from error
+            hint = ""
+            if self._start_method != "fork" and error.exit_code == 1:  # errors of a rank's work come in the other way
+                hint = (
+                    f" while it imported the script: with '{self._start_method}' all that the script does must stand "
+                    "under if __name__ == '__main__':"
+                )
+            raise LostRankError(
+                f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}{hint}"
+            ) from error
 
     @override
     def _wrapping_function(

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _PROBE_S, _POLL_S = 2.0, 0.2
 _hosted: dist.TCPStore | None = None  # of this process; it lives as long
-_PARENT = os.getppid()
 
 
 def host(environment: ClusterEnvironment) -> None:
@@ -61,11 +60,11 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
         if _hosted is None:
             _hosted = _serve(address, port)
         return _hosted
-    began, warned = time.monotonic(), False
+    began, warned, parent = time.monotonic(), False, os.getppid()
     while not _answers(address, port):
         late_s = time.monotonic() - began
-        if os.getppid() != _PARENT or late_s > timeout_s:
-            why = "the process that started this rank has ended" if os.getppid() != _PARENT else f"for {late_s:.0f} s"
+        if os.getppid() != parent or late_s > timeout_s:
+            why = "the process that started this rank has ended" if os.getppid() != parent else f"for {late_s:.0f} s"
             raise LostRankError(f"rank {rank}: rank 0 does not answer at {address}:{port} ({why})")
         if late_s > warn_after_s and not warned:
             warned = True

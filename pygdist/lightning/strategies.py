@@ -26,6 +26,7 @@ from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError
+from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect
 from pygdist.memory.machine import keep_freed_memory
@@ -137,7 +138,8 @@ class GraphDDPStrategy(DDPStrategy):
             store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
         self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
         watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
-        state = None if self.lightning_module is None else self.lightning_module.trainer.state.fn
+        module = self.lightning_module
+        state = None if module is None or module._trainer is None else module.trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
         launched = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
         watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
@@ -157,6 +159,8 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog=self._watchdog,
             local_rank=self.local_rank,
         )
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self._communicator.agree(read_only_folder(self.lightning_module.trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
