@@ -96,6 +96,12 @@ class GraphModule(pl.LightningModule):
         )  # fmt: skip
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        # copies and pickles hold the model, not what a run has made of the graph
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_bound": None, "_evaluation": None, "_kept_evaluation": None}
+
+    @override
     def teardown(self, stage: str) -> None:
         self._take_off()
         self.let_go()

@@ -198,6 +198,26 @@ def test_copies_of_a_trained_module_run_alone_and_train_again(backend: str, tmp_
         assert losses == pytest.approx([losses[0]] * 3, abs=1e-12)
 
 
+class Copying(pl.Callback):
+    """Copies the module while it evaluates parts in turn, whose exchanges are of this pass."""
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for one in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
+            assert one._kept_evaluation is None
+        torch.save(pl_module, io.BytesIO())
+
+
+@pytest.mark.slow
+def test_a_module_is_copied_while_it_evaluates_parts_in_turn(tmp_path: Path) -> None:
+    classifier, data = runs.module(str(tmp_path), backend="replica")
+    data.num_parts = 2
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy="model_averaging", max_epochs=1, precision="64-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[Copying()],
+    )  # fmt: skip
+    trainer.fit(classifier, datamodule=data)
+
+
 class Evaluating(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
