@@ -54,9 +54,8 @@ class GraphLauncher(_SubprocessScriptLauncher):
 
 def _check_script() -> None:
     """Refuse a script that cannot be run once more for each rank."""
-    main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is None and not os.path.exists(os.path.abspath(sys.argv[0] or "-")):
-        where = {"-": "standard input", "": "standard input", "-c": "the command line"}.get(sys.argv[0], sys.argv[0])
+    where = {"-": "standard input", "": "standard input", "-c": "the command line"}.get(sys.argv[0])
+    if where is not None and getattr(sys.modules["__main__"], "__spec__", None) is None:
         raise InputError(
             f"ranks are started by running the script once more for each, but it came from {where}, which cannot be "
             "read again: save it in a file, or use strategy 'graph_ddp_fork'"

@@ -49,8 +49,9 @@ class GraphDDPStrategy(DDPStrategy):
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
-        lost_after_s: Seconds without a heartbeat after which a rank counts as lost. The other ranks then exit, even
-            if they wait in a call that no error reaches, as with nccl.
+        lost_after_s: Seconds without a heartbeat, from the start of the run on, after which a rank counts as lost, and
+            within which ranks that wait for each other in different calls are found. The ranks then fail with an error
+            that tells where each is, or exit, if they wait in a call that no error reaches.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
