@@ -24,6 +24,7 @@ from pygdist.lightning.parts import PartBatch
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.routing import distribute, undistribute
+from pygdist.routing.agreement import agree_on_model
 
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
@@ -209,7 +210,11 @@ class GraphModule(pl.LightningModule):
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
 
-    on_train_epoch_start = on_train_start
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.communicator.epoch = self.current_epoch
+        if self.backend.abilities.trains_parts:
+            agree_on_model(self.model, self.communicator)
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -78,12 +78,24 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
 
     Raises:
         InputError: On all ranks, if their passes differ; the message says how.
-        RuntimeError: On all ranks, if they made different exchanges before.
+        UnequalRanksError: On all ranks, if they made different exchanges before.
     """
-    if _runs_alone(backend):
-        return
-    facts = [_mode(model), _frozen(model), _inputs(args, kwargs)]
-    ranks = backend.communicator
+    if not _runs_alone(backend):
+        _compare(model, backend.communicator, [_mode(model), _frozen(model), _inputs(args, kwargs)])
+
+
+def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
+    """Compare modes and frozen parameters with those of the other ranks, which all make the call.
+
+    For ranks that train parts by themselves: their passes make no exchange.
+
+    Raises:
+        InputError: On all ranks, if they differ.
+    """
+    _compare(model, ranks, [_mode(model), _frozen(model)])
+
+
+def _compare(model: nn.Module, ranks: Communicator, facts: list[_Fact]) -> None:
     if ranks.are_alike([float(zlib.crc32(repr(fact).encode())) for fact in facts]):
         return
     for fact in facts:

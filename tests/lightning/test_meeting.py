@@ -219,22 +219,24 @@ def test_a_module_is_copied_while_it_evaluates_parts_in_turn(tmp_path: Path) -> 
 
 
 class Evaluating(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
             pl_module.eval()
 
 
-def _evaluates(rank: int, world_size: int, folder: str) -> str:
-    classifier, data = runs.module(folder, options={"dropout": 0.5})
-    trainer = runs.trainer(rank, world_size, folder, callbacks=[Evaluating()])
+def _evaluates(rank: int, world_size: int, folder: str, backend: str) -> str:
+    classifier, data = runs.module(folder, options={"dropout": 0.5}, backend=backend)
+    strategy = {"strategy": "model_averaging"} if backend == "replica" else {}
+    trainer = runs.trainer(rank, world_size, folder, callbacks=[Evaluating()], **strategy)
     with pytest.raises(InputError) as error:
         trainer.fit(classifier, datamodule=data)
     return str(error.value)
 
 
 @pytest.mark.slow
-def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, pool: RankPool) -> None:
-    for said in pool.run(_evaluates, 2, str(tmp_path)):
+@pytest.mark.parametrize("backend", ["comm", "replica"])
+def test_a_rank_that_evaluates_while_others_train(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_evaluates, 2, str(tmp_path), backend):
         assert said.startswith("rank 0 is in training, rank 1 is in evaluation: all ranks must run GCN")
 
 
