@@ -143,7 +143,12 @@ class GraphDDPStrategy(DDPStrategy):
         state = None if module is None or module._trainer is None else module.trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
         launched = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
-        watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
+        try:
+            watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
+        except LostRankError:
+            for process in launched:
+                process.kill()  # one that hangs would stay behind
+            raise
 
     @override
     def setup_environment(self) -> None:
