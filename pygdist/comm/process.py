@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import weakref
 
 import torch.distributed as dist
 
@@ -15,7 +16,8 @@ from pygdist.comm.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 _current: Watchdog | None = None
-_group: dist.ProcessGroup | None = None  # the default group that it is for; ``None`` before there is one
+# the default group that it is for, or ``None`` before there is one; held weakly, as its threads live as long as it
+_group: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def watch(store: dist.Store | None = None, rank: int = 0, world_size: int = 0) -> Watchdog:
@@ -27,12 +29,12 @@ def watch(store: dist.Store | None = None, rank: int = 0, world_size: int = 0) -
         world_size: The number of ranks, if ``store`` is given.
     """
     global _current, _group
-    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    group = weakref.ref(dist.distributed_c10d._get_default_group()) if dist.is_initialized() else None
     if _current is not None and _current.process[1] != os.getpid():  # of the process that forked this one
-        _current = None
+        _current = _group = None
     if _current is not None and _group is None:
         _group = group  # which was made from the same store
-    if _current is not None and _group is group and not _current.is_closed:
+    if _current is not None and _group == group and not _current.is_closed:
         return _current
     if _current is not None:
         _current.close("its process group was destroyed")
@@ -53,7 +55,7 @@ def close(farewell: str | None = None) -> None:
 
 def _lives() -> bool:
     """Tell if the default process group is still the watchdog's own."""
-    return _group is None or (dist.is_initialized() and dist.distributed_c10d._get_default_group() is _group)
+    return _group is None or (dist.is_initialized() and dist.distributed_c10d._get_default_group() is _group())
 
 
 def leave(found: str) -> None:
