@@ -49,7 +49,7 @@ def agree_on_layer(
         nonlocal graded, bit
         kinds.append(f"{name}: {_kind(value)}")
         if isinstance(value, Tensor) and not isinstance(value, EdgeIndex):
-            graded += bit * (value.requires_grad and torch.is_grad_enabled())
+            graded += bit * value.requires_grad  # without gradients too: results for such rows are not kept
             bit *= 2
         return value
 
