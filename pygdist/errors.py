@@ -23,5 +23,9 @@ class InputError(ValueError):
         self.of_one_rank = of_one_rank
 
 
+class UnequalRanksError(InputError, RuntimeError):
+    """The ranks make different calls, so numbers would be wrong or ranks would wait for ever; all ranks raise it."""
+
+
 class LostRankError(RuntimeError):
     """Another rank died, left, or did not answer in time. The message names the rank, the epoch and the exchange."""

@@ -99,3 +99,11 @@ def test_the_rooms_of_the_graph_import_downward() -> None:
 def test_the_root_exports_at_most_ten_names() -> None:
     assert len(pygdist.__all__) <= 10
     assert all(hasattr(pygdist, name) for name in pygdist.__all__)
+
+
+def test_old_scripts_find_what_has_moved() -> None:
+    import pygdist.backends as old
+
+    assert (old.distribute, old.undistribute) == (pygdist.distribute, pygdist.undistribute)
+    with pytest.raises(AttributeError, match="no attribute 'distributed'"):
+        old.distributed  # noqa: B018

@@ -1,5 +1,8 @@
 """Brings neighbours to the rank that aggregates them: each file is a system, each folder machinery of systems."""
 
+import importlib
+from typing import Any
+
 from pygdist.backends.base import Abilities, Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
@@ -24,3 +27,10 @@ __all__ = [
     "backends",
     "resolve_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Hand on what has moved to :mod:`pygdist.routing`: scripts import it from here."""
+    if name in ("distribute", "undistribute"):
+        return getattr(importlib.import_module("pygdist.routing"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

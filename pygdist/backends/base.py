@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -265,7 +265,11 @@ class Backend(ABC):
 
     def max_over_ranks(self, value: Number) -> Number:
         """The largest value of any rank. Used by aggregations that pad."""
-        return type(value)(self.communicator.gather([float(value)]).max())
+        return type(value)(self.over_ranks([float(value)]).max())
+
+    def over_ranks(self, values: Sequence[float]) -> Tensor:
+        """A few numbers of every rank, ``(num_ranks, len(values))``; of this rank alone where it runs by itself."""
+        return self.communicator.gather(values)
 
     def first_hop_bytes(self, device: torch.device) -> int:
         """Bytes that this rank may keep of hops over fixed rows."""

@@ -4,11 +4,12 @@ from pygdist.comm.buffers import Buffers
 from pygdist.comm.communicator import Communicator, describe_rows
 from pygdist.comm.directory import NodeDirectory
 from pygdist.comm.meter import Traffic, TrafficMeter
+from pygdist.comm.places import Place
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import Recorder, Span
 from pygdist.comm.replay import PartCommunicator, run_parts
 from pygdist.comm.transfer import Message, Transfer, message_rows
-from pygdist.comm.watchdog import Place, Watchdog
+from pygdist.comm.watchdog import Watchdog
 
 __all__ = [
     "Buffers", "Communicator", "ExchangePlan", "Message", "NodeDirectory", "PartCommunicator", "Place", "Recorder",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
 from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
-from pygdist.errors import InputError
+from pygdist.errors import InputError, UnequalRanksError
+
+_TEXT_BYTES = 1024
+_ROW = 8  # numbers: most rows are of one size, so that calls of different ranks meet, and are compared
 
 
 class Communicator(Transport):
@@ -36,7 +39,8 @@ class Communicator(Transport):
         timeout_s: Seconds after which an exchange fails and names the rank that did not answer.
         check_order: Before every call, compare what each rank is about to do, and raise on all of them if they differ.
             Slow, for debugging.
-        watchdog: Is told where this rank is; names late and lost ranks.
+        watchdog: Is told where this rank is; names late and lost ranks. By default the one of this process, if
+            ``group`` has all ranks.
         local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
 
     Attributes:
@@ -142,15 +146,43 @@ class Communicator(Transport):
 
         Returns:
             float64 on the CPU, of shape ``(world_size, len(values))``: a row for each rank.
+
+        Raises:
+            UnequalRanksError: On all ranks, if the ranks made different calls before this one.
         """
-        row = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size == 1:
-            return row[None].cpu()
+            return torch.tensor([values], dtype=torch.float64)
+        calls, last = [float(self._calls), float(self._digest), float(len(values))], self._last
+        size = -(-(len(calls) + len(values)) // _ROW) * _ROW
+        padding = [0.0] * (size - len(calls) - len(values))
+        row = torch.tensor([*calls, *values, *padding], dtype=torch.float64, device=self.device)
         self.announce("gather numbers")
         with self.attempt("gather numbers"):
             rows = self._gather_row(row)
+        made = rows[:, : len(calls)]
+        if not bool((made == made[0]).all()):
+            self._refuse_calls(made, last)
         self.done()
-        return rows
+        return rows[:, len(calls) : len(calls) + len(values)]
+
+    def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
+        """Say that the ranks made different calls before this one; every rank has found that."""
+        counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, calls in enumerate(made[:, 0].tolist()))
+        texts = self._gather_text(last, _TEXT_BYTES)
+        lasts = ", ".join(f"rank {rank} in {text or 'none'}" for rank, text in enumerate(texts))
+        raise UnequalRanksError(
+            f"the ranks made different exchanges, or in another order (calls of {counts}; last was {lasts}): does the "
+            "model or the script do on one rank what it does not on others? With check_order=True the first is named"
+        )
+
+    def gather_text(self, text: str) -> list[str]:
+        """Collect a line of every rank, cut to 1,024 bytes, on every rank. Every rank makes the call."""
+        if self.world_size == 1:
+            return [text]
+        self.announce("gather text")
+        texts = self._gather_text(text, _TEXT_BYTES)
+        self.done()
+        return texts
 
     def barrier(self) -> None:
         """Wait until every rank has made this call."""
@@ -166,7 +198,7 @@ class Communicator(Transport):
             if error is not None:
                 raise InputError(error)
             return
-        for rank, text in enumerate(self._gather_text(error or "", 1024)):
+        for rank, text in enumerate(self.gather_text(error or "")):
             if text:
                 raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
 
@@ -174,17 +206,16 @@ class Communicator(Transport):
         """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.
 
         Raises:
-            RuntimeError: On all ranks, if some rank made other calls, or in another order.
+            UnequalRanksError: On all ranks, if some rank made other calls, or in another order.
         """
+        self.gather([])
+
+    def are_alike(self, values: Sequence[float]) -> bool:
+        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with as many numbers."""
         if self.world_size == 1:
-            return
-        made = self.gather([self._calls, self._digest])
-        if not bool((made == made[0]).all()):
-            counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, (calls, _) in enumerate(made.tolist()))
-            raise RuntimeError(
-                f"the ranks made different exchanges, or in another order (calls of {counts}); run again with "
-                "check_order=True, which names the first"
-            )
+            return True
+        made = self.gather(values)
+        return bool((made == made[0]).all())
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
         """Send one tensor to each rank and receive one from each; no gradient, for plans. Every rank calls it.
@@ -219,7 +250,7 @@ class Communicator(Transport):
         self._one_sided(dist.recv, "group_src", rank, tensors, label)
 
     def _one_sided(self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str) -> None:
-        self._enter(label)
+        self._enter(label, counted=False)
         with self.attempt(label, rank):
             for tensor in tensors:
                 if tensor.numel():

@@ -82,6 +82,10 @@ class PartCommunicator(Communicator):
         self._answers, self._asked = answers, 0
 
     @override
+    def __reduce__(self) -> tuple[object, ...]:
+        return Communicator, ()  # the answers are those of one pass
+
+    @override
     def exchange_rows(
         self, x: Tensor, plan: ExchangePlan, *, label: str = "rows", ring: bool = False, wire: torch.dtype | None = None
     ) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
+from pygdist.comm.process import watch
 from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, UnequalRanksError
 
 _LABEL_BYTES = 128
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
@@ -50,8 +51,10 @@ class Transport:
         self.epoch = 0
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
+        if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
+            watchdog = watch()
         self._watchdog = watchdog
-        self._calls, self._digest = 0, 0  # of the labels of all calls
+        self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -94,16 +97,16 @@ class Transport:
         """Report the exchange that begins; every exchange calls this first.
 
         Raises:
-            RuntimeError: With ``check_order``, on all ranks, if their labels differ.
+            UnequalRanksError: With ``check_order``, on all ranks, if their labels differ.
         """
         self._calls += 1
-        self._digest = zlib.crc32(label.encode(), self._digest)
+        self._digest, self._last = zlib.crc32(label.encode(), self._digest), label
         self._enter(label)
         if self.check_order:
             texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)
             if len(set(texts)) > 1:
                 calls = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
-                raise RuntimeError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
+                raise UnequalRanksError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
 
     def done(self) -> None:
         """Report that the exchange is over."""
@@ -120,16 +123,17 @@ class Transport:
 
     def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
         """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame."""
-        here = f"rank {self.rank}, epoch {self.epoch}, exchange {self._calls} ({label})"
+        number = self._calls if self._watchdog is None else self._watchdog.place.exchange
+        here = f"rank {self.rank}, epoch {self.epoch}, exchange {number} ({label})"
         with_whom = "" if peer is None else f" with rank {peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
         blame = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
         return LostRankError(f"{here}: the exchange{with_whom} failed{blame} [{cause}]")
 
-    def _enter(self, label: str) -> None:
+    def _enter(self, label: str, *, counted: bool = True) -> None:
         if self._watchdog is not None:
-            self._watchdog.enter(self.epoch, label)
+            self._watchdog.enter(self.epoch, label, counted=counted)
 
     def _gather_text(self, text: str, size: int) -> list[str]:
         """Return the text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""

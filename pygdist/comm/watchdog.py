@@ -1,42 +1,47 @@
-"""The watchdog knows where every rank is, and names a rank that is late or lost.
+"""The watchdog knows where every rank is, and names a rank that is late, lost, or in another call than the others.
 
-A thread of each rank writes a heartbeat with the rank's place (epoch and exchange) into the job's rendezvous store, and
-a farewell when the rank leaves on its own account. A rank that waits long reads the others' places and logs who is
-behind. A rank whose exchange failed looks for heartbeats that stopped without a farewell: those ranks are lost, and the
-other failures follow from that. If none is lost, it names the ranks that left, with the reason, or those that are late.
+A thread of each rank writes a heartbeat with the rank's place into the job's rendezvous store: the run (fit, test,
+...), epoch and exchange, the call that it waits in, and the reason once it has left. A rank that waits long reads the
+heartbeats of the others. It gives up if one has stopped, or if all ranks wait for each other in calls that can never
+be complete (:func:`~pygdist.comm.places.deadlock`): the thread then breaks the process groups, so that the call that
+waits fails, with the watchdog's finding as its reason.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from pygdist.comm.groups import break_groups
+from pygdist.comm.places import (
+    FINISHED,
+    LOST_A_NEIGHBOUR,
+    Place,
+    Report,
+    Thread,
+    busy_ticks,
+    deadlock,
+    first_line,
+    machine,
+)
+from pygdist.errors import InputError, LostRankError
+
 log = logging.getLogger(__name__)
 
 _NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
-_NOBODY = "no other rank is lost or late: look at the network, and at the first error in the logs of the ranks"
 _ANSWER_S = 10.0  # a store that takes longer will not answer
-# farewells of ranks that did not cause the failure
-FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label."""
-
-    epoch: int = 0
-    exchange: int = 0
-    label: str = "before the first exchange"
-    waiting: bool = False  # True while the exchange runs
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
+_LEAVE_S = 5.0  # within which an exception ends a rank whose groups are broken
+_HISTORY = 16  # exchanges by which two ranks are compared
+_POLL_S = 0.05
 
 
 class Watchdog:
@@ -48,11 +53,13 @@ class Watchdog:
         world_size: Number of ranks.
         warn_after_s: Seconds in one exchange after which the log names the late ranks, once per exchange.
         beat_s: Seconds between heartbeats.
-        lost_after_s: Seconds of silence after which a rank that has begun its first exchange counts as lost, or the
-            store as gone.
-        on_lost: Called from a thread of the watchdog, with a text that names lost ranks or says that the store does not
-            answer; it should end the process, or it may be called again. It is for losses that close no connection
-            (nccl, a machine that froze): the main thread then waits in a call that no exception reaches.
+        lost_after_s: Seconds of silence after which a rank counts as lost, or the store as gone, and within which ranks
+            that wait for each other for ever are found.
+        on_lost: Called from a thread of the watchdog, if no exception ends the rank: with a text that names lost
+            ranks, tells where all ranks wait, or says that the store does not answer. It should end the process, or it
+            may be called again: the main thread waits in a call that no exception reaches. Without it nothing is done.
+        active: Losses count from now on; otherwise in runs (:meth:`begin`), and while this rank waits for others.
+        lives: Returns False once the process group is gone that this is for: then the rank has left.
     """
 
     def __init__(
@@ -65,35 +72,69 @@ class Watchdog:
         beat_s: float = 1.0,
         lost_after_s: float = 20.0,
         on_lost: Callable[[str], None] | None = None,
+        lives: Callable[[], bool] = lambda: True,
+        active: bool = True,
     ) -> None:
         self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.warn_after_s, self.beat_s, self.lost_after_s = warn_after_s, beat_s, lost_after_s
-        self._on_lost = on_lost
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its number of heartbeats, and since when
+        self.on_lost, self._lives = on_lost, lives
+        self.verdict: str | None = None  # the finding for which the process groups were broken
+        self._heard: dict[int, tuple[int, float, int | None]] = {}  # by rank: heartbeats, since when, processor time
         self.place = Place()
         self._since = time.monotonic()
         self._warned = -1
-        self._beats = 0
-        self._stop = threading.Event()
+        self._run_number, self._in_run = 0, active
+        self._left: str | None = None
+        self._digest, self._made = 0, deque[tuple[int, int]](maxlen=_HISTORY)
+        self._call = ""  # that this rank waits in by a loop of its own
+        self._worker, self.process = Thread(threading.get_ident()), (machine(), os.getpid())
+        self._report = Report()
+        self._beats = self._looked = 0
+        self._stop, self._told = threading.Event(), threading.Event()
+        self._store_is_gone = False
         self._lock = threading.Lock()  # the store's connection is shared by the thread and diagnose()
         self._thread = threading.Thread(target=self._run, name="pygdist-watchdog", daemon=True)
         self._answered = time.monotonic()
         self._beat()
         self._thread.start()
-        if on_lost is not None:
-            threading.Thread(target=self._guard, name="pygdist-store-guard", daemon=True).start()
+        threading.Thread(target=self._guard, name="pygdist-store-guard", daemon=True).start()
 
-    def enter(self, epoch: int, label: str) -> None:
-        """Note that this rank begins an exchange."""
+    # -- this rank -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the heartbeat has stopped."""
+        return self._stop.is_set()
+
+    def enter(self, epoch: int, label: str, *, counted: bool = True) -> None:
+        """Note that this rank begins an exchange; one of two ranks alone is not ``counted``."""
         self._since = time.monotonic()
-        self.place = Place(epoch, self.place.exchange + 1, label, waiting=True)
-        if self.place.exchange == 1:
-            self._beat()  # from now on the others take silence for a loss
+        self.place = replace(self.place, epoch=epoch, exchange=self.place.exchange + counted, label=label, waiting=True)
+        if counted:
+            self._digest = zlib.crc32(label.encode(), self._digest)
+            self._made.append((self.place.exchange, self._digest))
 
     def leave(self) -> None:
         """Note that the exchange is over."""
         self.place = replace(self.place, waiting=False)
+
+    def begin(self, stage: str) -> None:
+        """Note that this rank begins a run, such as ``fit``: exchanges count from 1 again."""
+        self._run_number += 1
+        self._made.clear()
+        self._digest, self._left, self._in_run = 0, None, True
+        self.place, self.verdict = Place(stage=stage), None
+        self._told.clear()
+        self._beat()
+
+    def depart(self, reason: str = FINISHED) -> None:
+        """Tell the others that this rank has left the run, and why; heartbeats go on."""
+        self._told.set()
+        self._in_run, self._left = False, reason
+        self.leave()
+        if self.verdict != _NO_STORE:
+            self._beat()
 
     def close(self, farewell: str = FINISHED) -> None:
         """Stop the heartbeat and tell the others that this rank left on its own account.
@@ -104,10 +145,67 @@ class Watchdog:
         """
         if self._stop.is_set():
             return
+        self._told.set()
         self._stop.set()
-        self._thread.join(timeout=_ANSWER_S)
-        if not self._thread.is_alive():  # otherwise it waits for a store that froze
-            self._ask(self._store.set, f"left/{self.rank}", farewell)
+        if self.verdict == _NO_STORE:
+            return
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_ANSWER_S)
+            if self._thread.is_alive():  # it waits for a store that froze
+                return
+        self._left = farewell if self._left in (None, FINISHED) else self._left
+        self._beats += 1
+        self._publish()
+
+    def meet(self, timeout_s: float, fate: Callable[[int], str | None] = lambda rank: None) -> None:
+        """Wait until every rank has begun this run.
+
+        Args:
+            timeout_s: Seconds to wait.
+            fate: Returns the reason for which a rank that was never heard of cannot come, if there is one.
+
+        Raises:
+            LostRankError: If a rank does not come; the message tells where it is.
+            InputError: On all ranks, if they have begun different runs.
+        """
+        key, stage = f"run-{self._run_number}", self.place.stage
+        self._call, began, warned = f"the start of {stage}", time.monotonic(), False
+        self._ask(self._store.set, f"{key}/{self.rank}", stage)
+        try:
+            while missing := [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{key}/{r}"])[1]]:
+                late_s = time.monotonic() - began
+                lost = [f"rank {rank} {reason}" for rank in missing if (reason := fate(rank))] or self._departed()
+                if lost or self.verdict is not None or late_s > timeout_s or self._store_is_gone:
+                    raise LostRankError(f"rank {self.rank} waits in {self._call}: {self._found(missing, lost)}")
+                if late_s > self.lost_after_s and not warned:
+                    warned = True
+                    log.warning(
+                        "rank %d has waited %.0f s in %s: %s", self.rank, late_s, self._call, self._found(missing, [])
+                    )
+                self._stop.wait(_POLL_S)
+        finally:
+            self._call = ""
+        stages = [(self._ask(self._store.get, f"{key}/{rank}")[1] or b"?").decode() for rank in range(self.world_size)]
+        if len(set(stages)) > 1:
+            calls = ", ".join(f"rank {rank} calls {one}" for rank, one in enumerate(stages))
+            raise InputError(f"{calls}; all ranks must make the same calls of the trainer, in the same order")
+
+    def _departed(self) -> list[str]:
+        """Return a clause for each rank that has left the run in which this one waits; looks once in a heartbeat."""
+        if self._looked == self._beats:
+            return []
+        self._looked = self._beats
+        reports = (self._read_all() or {}).items()
+        here = self._run_number
+        return [report.described(rank) for rank, report in reports if report.left is not None and report.run >= here]
+
+    def _found(self, missing: list[int], lost: list[str]) -> str:
+        if lost or self.verdict is not None:
+            return "; ".join(lost) or str(self.verdict)
+        reports = self._read_all()
+        return _NO_STORE if reports is None else "; ".join(reports[rank].described(rank) for rank in missing)
+
+    # -- the other ranks -----------------------------------------------------------------------------------------------
 
     def diagnose(self) -> str:
         """Name the ranks that made an exchange fail; waits for three heartbeats.
@@ -115,111 +213,185 @@ class Watchdog:
         Returns:
             One clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost (last
             seen in epoch 3, exchange 7 (...))"``. If none is lost: one for each rank that left for a reason of its own.
-            If none left: one for each rank that has finished or is late. Otherwise a clause that says where to look.
+            If none left: one for each rank that has finished or is late. Otherwise one for each rank, with the call
+            that it waits in.
         """
+        self._told.set()
+        if self.verdict is not None:
+            return self.verdict
         before = self._read_all()
+        if before is not None and (found := self._told_by(before)):
+            return found
         # a wait, not a poll: a live rank beats at least twice in this time
         threading.Event().wait(3 * self.beat_s)
         after = self._read_all()
         if before is None or after is None:
-            return _NO_STORE
-        lost, left, late = [], [], []
-        for rank, (beats, text, exchange) in enumerate(after):
+            return self.verdict or _NO_STORE
+        if found := self.verdict or self._told_by(after):
+            return found
+        lost, left, late, others = [], [], [], []
+        for rank, report in after.items():
             if rank == self.rank:
                 continue
-            farewell = self._farewell(rank)
-            if farewell == FINISHED:
-                late.append(f"rank {rank} has finished")
-            elif farewell is not None and farewell != LOST_A_NEIGHBOUR:
-                left.append(f"rank {rank} left: {farewell}")
-            elif farewell is None and beats == before[rank][0]:
-                lost.append(f"rank {rank} is lost (last seen in {text})")
-            elif farewell is None and exchange < self.place.exchange:
-                late.append(f"rank {rank} is late, at {text}")
-        return "; ".join(lost or left or late) or _NOBODY
+            if report.left == FINISHED:
+                late.append(f"rank {rank} has finished" + (f" {report.place.stage}" if report.place.stage else ""))
+            elif report.left is not None and report.left != LOST_A_NEIGHBOUR:
+                left.append(f"rank {rank} left: {first_line(report.left)}")
+            elif report.left is None and report.beats == before[rank].beats and self._does_nothing(rank, report):
+                lost.append(f"rank {rank} is lost (last seen in {report.text})")
+            elif report.left is None and report.place.exchange < self.place.exchange:
+                late.append(f"rank {rank} is late, at {report.text}")
+            others.append(report.described(rank))
+        return "; ".join(lost or left or late or others)
 
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._stop.wait(self.beat_s):
+            if not self._lives():
+                self.close("its process group was destroyed")
+                return
             if not self._beat():
-                return  # the store is gone for good, and each further try would print a warning of torch
+                return
             place = self.place
             late = time.monotonic() - self._since
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
                 self._warned = place.exchange
                 self._warn(place, late)
-            if self._on_lost is not None and time.monotonic() - looked > self.lost_after_s / 5:
+            if self.on_lost is None or self.verdict is not None or not self._cares:
+                looked = time.monotonic() if not self._cares else looked
+            elif time.monotonic() - looked > min(self.lost_after_s / 5, 2 * self.beat_s):
                 looked = time.monotonic()
-                if lost := self._silent():
-                    self._on_lost("; ".join(lost))
-                    return
+                if found := self._stuck():
+                    self._give_up(found)
+
+    @property
+    def _cares(self) -> bool:
+        """True if this rank needs the others."""
+        return self._in_run or self.place.waiting or bool(self._report.call)
 
     def _guard(self) -> None:
         """Report a store that never answers, as on a machine that froze; the other thread waits for it meanwhile."""
         while not self._stop.wait(self.beat_s):
-            if time.monotonic() - self._answered > self.lost_after_s and self._on_lost is not None:
-                self._on_lost(_NO_STORE)
+            if not self._cares:
+                self._answered = max(self._answered, time.monotonic() - self.lost_after_s / 2)
+            elif time.monotonic() - self._answered > self.lost_after_s and self.on_lost is not None:
+                self._give_up(_NO_STORE)
                 return
 
-    def _silent(self) -> list[str]:
-        """Return a clause for each rank that has begun its first exchange and fell silent without a farewell."""
+    def _give_up(self, found: str) -> None:
+        """Let the call fail that the main thread waits in; end the process if no exception does."""
+        self.verdict = found
+        if found != _NO_STORE:  # for which the other thread waits
+            self._publish()
+        if not self.place.waiting:  # an error of torch will not say more than that a connection is closed
+            log.error("rank %d: %s", self.rank, found)
+        self._told.wait(3 * self.beat_s)  # until the others have read it: they lose their connections too
+        if self._stop.is_set() or not self._lives():
+            return
+        if break_groups() and self._told.wait(_LEAVE_S):
+            return
+        call, _, idle_s = self._worker.look(self.place)
+        stuck = self._in_run or ((self.place.waiting or call) and idle_s >= 3 * self.beat_s)
+        if stuck and self.on_lost is not None and not self._stop.is_set() and self._lives():
+            self.on_lost(found)
+
+    def _stuck(self) -> str | None:
+        """Return the reason for which this rank waits in vain, if it does."""
+        reports = self._read_all()
+        if reports is None:
+            return None
+        if lost := self._silent(reports):
+            return "; ".join(lost)
+        if found := self._told_by(reports):
+            return found
+        reports[self.rank] = self._report
+        return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.65 * self.lost_after_s)
+
+    def _told_by(self, reports: dict[int, Report]) -> str | None:
+        """Return what another rank of this run has found."""
+        return next((one.verdict for one in reports.values() if one.verdict and one.run == self._run_number), None)
+
+    def _silent(self, reports: dict[int, Report]) -> list[str]:
+        """Return a clause for each rank that fell silent without a farewell."""
         now, lost = time.monotonic(), []
-        for rank, (beats, text, exchange) in enumerate(self._read_all() or ()):
-            last_beats, since = self._heard.get(rank, (-1, now))
-            if beats != last_beats:
-                self._heard[rank] = (beats, now)
-            elif rank != self.rank and exchange and now - since > self.lost_after_s and self._farewell(rank) is None:
-                lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {text})")
+        for rank, report in reports.items():
+            beats, since, ticks = self._heard.get(rank, (-1, now, None))
+            busy = busy_ticks(report.process[1]) if report.process[0] == machine() else None
+            if report.beats != beats or (busy is not None and ticks is not None and busy > ticks):
+                # long work may keep the thread of heartbeats from running
+                self._heard[rank] = (report.beats, now, busy)
+            elif rank == self.rank or not report.beats or report.left is not None:
+                continue
+            elif now - since > self.lost_after_s and self._is_gone(report):
+                lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {report.text})")
         return lost
 
+    def _is_gone(self, report: Report) -> bool:
+        """True if a silent rank is not at work; before its first exchange that is seen on its own machine alone."""
+        return report.place.exchange > 0 or report.process[0] == machine()
+
+    def _does_nothing(self, rank: int, report: Report) -> bool:
+        """True if a rank whose heartbeat stopped does not compute, as far as is seen from here."""
+        _, _, ticks = self._heard.get(rank, (0, 0.0, None))
+        busy = busy_ticks(report.process[1]) if report.process[0] == machine() else None
+        return busy is None or ticks is None or busy == ticks
+
     def _warn(self, place: Place, late_s: float) -> None:
-        places = self._read_all()
-        if places is None:
+        reports = self._read_all()
+        if reports is None:
             return
+        others = {rank: report for rank, report in reports.items() if rank != self.rank}
         behind = [
-            f"rank {rank} is behind, at {text}"
-            for rank, (_, text, exchange) in enumerate(places)
-            if rank != self.rank and exchange < place.exchange
+            f"rank {rank} is behind, at {report.text}"
+            for rank, report in others.items()
+            if report.place.exchange < place.exchange
         ]
-        cause = "; ".join(behind) or "no rank is behind, so the network or a slow transfer is the cause"
+        cause = "; ".join(behind or [report.described(rank) for rank, report in others.items()])
         log.warning("rank %d has waited %.0f s in %s; %s", self.rank, late_s, place, cause)
         self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and other tools
 
+    # -- the store -----------------------------------------------------------------------------------------------------
+
     def _beat(self) -> bool:
         self._beats += 1
-        place, key = self.place, f"beat/{self.rank}"
-        self._ask(self._store.set, key, f"{self._beats}|{place.exchange}|{place}")
+        key = self._publish()
         answered, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
         if answered:
             self._answered = time.monotonic()
         return answered
 
-    def _read_all(self) -> list[tuple[int, str, int]] | None:
-        """Return (beats, place, exchange) of every rank; ``None`` if the store no longer answers."""
-        places = []
+    def _publish(self) -> str:
+        place, key = self.place, f"beat/{self.rank}"
+        call, line, idle_s = self._worker.look(place)
+        self._report = Report(
+            beats=self._beats, place=place, run=self._run_number, call=self._call or call, line=line, idle_s=idle_s,
+            made=tuple(self._made), left=self._left, verdict=self.verdict or "", process=self.process,
+        )  # fmt: skip
+        self._ask(self._store.set, key, self._report.encoded())
+        return key
+
+    def _read_all(self) -> dict[int, Report] | None:
+        """Return the report of every rank; ``None`` if the store no longer answers."""
+        reports = {}
         for rank in range(self.world_size):
             answered, exists = self._ask(self._store.check, [f"beat/{rank}"])
-            raw = b"0|0|an unknown place (it has not reported yet)"
+            raw = b""
             if exists:  # get() of a missing key would block
                 answered, raw = self._ask(self._store.get, f"beat/{rank}")
             if not answered:
                 return None
-            beats, exchange, text = raw.decode().split("|", 2)
-            places.append((int(beats), text, int(exchange)))
-        return places
-
-    def _farewell(self, rank: int) -> str | None:
-        """Return the first line of a rank's farewell; ``None`` if there is none."""
-        if not self._ask(self._store.check, [f"left/{rank}"])[1]:
-            return None
-        raw = self._ask(self._store.get, f"left/{rank}")[1] or b""
-        return (raw.decode().splitlines() or ["no reason given"])[0]
+            reports[rank] = Report.decoded(raw) if raw else Report()
+        return reports
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
         """Return (True, result), or (False, None) if the store does not answer: then its host may be gone."""
-        with self._lock:
-            try:
-                return True, call(*args)
-            except RuntimeError as error:
-                log.debug("the rendezvous store does not answer: %s", error)
-                return False, None
+        if self._store_is_gone or not self._lock.acquire(timeout=_ANSWER_S):  # the other thread waits for an answer
+            return False, None
+        try:
+            return True, call(*args)
+        except RuntimeError as error:
+            log.debug("the rendezvous store does not answer: %s", error)
+            self._store_is_gone = True  # for good, and each further try would print a warning of torch
+            return False, None
+        finally:
+            self._lock.release()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -64,6 +67,25 @@ def check_strategy(
             f"{num_parts} parts on {world_size} ranks are models that must be averaged: use strategy "
             "'model_averaging', or one part for each rank"
         )
+
+
+def read_only_folder(trainer: pl.Trainer) -> str | None:
+    """Say which folder a run would write into and cannot; ``None`` if it can. Lightning finds out on one rank alone."""
+    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    checkpoints = trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else []
+    folders = [getattr(one, "dirpath", None) or trainer.default_root_dir for one in checkpoints]
+    folders += [one.save_dir for one in trainer.loggers if one.save_dir is not None]
+    for folder in folders:
+        if "://" in str(folder):
+            continue
+        there = next(one for one in (Path(folder).absolute(), *Path(folder).absolute().parents) if one.exists())
+        if not os.access(there, os.W_OK):
+            return (
+                f"{there}: cannot be written to, but logs and checkpoints go there; set default_root_dir of the "
+                "trainer to another folder, or logger=False and enable_checkpointing=False"
+            )
+    return None
 
 
 def check_averaging(trainer: pl.Trainer, world_size: int, schedules: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.surroundings import floats_unlike
+from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.memory.machine import memory_bytes
@@ -158,6 +159,8 @@ class GraphDataModule(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Load, preprocess, partition and write the store, unless the cache has it. Runs once on each machine."""
         self._error = self._meta = None
+        if self.trainer is not None and self.trainer.world_size == 1 and (reason := read_only_folder(self.trainer)):
+            raise InputError(reason)
         if self.store is not None:
             return
         try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +29,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
+from pygdist.lightning.meeting import described, host
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,22 @@ class GraphLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            _check_script()
+            host(self.cluster_environment)
             self._call_children_scripts()
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+def _check_script() -> None:
+    """Refuse a script that cannot be run once more for each rank."""
+    where = {"-": "standard input", "": "standard input", "-c": "the command line"}.get(sys.argv[0])
+    if where is not None and getattr(sys.modules["__main__"], "__spec__", None) is None:
+        raise InputError(
+            f"ranks are started by running the script once more for each, but it came from {where}, which cannot be "
+            "read again: save it in a file, or use strategy 'graph_ddp_fork'"
+        )
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -68,7 +81,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
         except ProcessExitedException as error:
             assert self._strategy.cluster_environment is not None
             rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
-            raise LostRankError(f"rank {rank} (process {error.error_pid}) {_fate(error.exit_code)}") from error
+            hint = ""
+            if self._start_method != "fork" and error.exit_code == 1:  # errors of a rank's work come in the other way
+                hint = (
+                    f" while it imported the script: with '{self._start_method}' all that the script does must stand "
+                    "under if __name__ == '__main__':"
+                )
+            raise LostRankError(
+                f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}{hint}"
+            ) from error
 
     @override
     def _wrapping_function(
@@ -113,13 +134,11 @@ class _Observer(threading.Thread):
             self._timer.wait(0.5)
         for offset, process in enumerate(self._processes):
             if process.returncode:
-                log.error("rank %d (process %d) %s", self._first_rank + offset, process.pid, _fate(process.returncode))
+                log.error(
+                    "rank %d (process %d) %s", self._first_rank + offset, process.pid, described(process.returncode)
+                )
         self._timer.wait(_GRACE_S)
         log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
         for process in self._processes:
             process.kill()
         os._exit(1)  # the main thread hangs in a collective call that no exception reaches
-
-
-def _fate(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -24,6 +24,7 @@ from pygdist.lightning.parts import PartBatch
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.routing import distribute, undistribute
+from pygdist.routing.agreement import agree_on_model
 
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
@@ -94,6 +95,12 @@ class GraphModule(pl.LightningModule):
             type(self.trainer.strategy).__name__, self.backend, self.model,
             averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,
         )  # fmt: skip
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # copies and pickles hold the model, not what a run has made of the graph
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_bound": None, "_evaluation": None, "_kept_evaluation": None}
 
     @override
     def teardown(self, stage: str) -> None:
@@ -203,7 +210,11 @@ class GraphModule(pl.LightningModule):
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
 
-    on_train_epoch_start = on_train_start
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.communicator.epoch = self.current_epoch
+        if self.backend.abilities.trains_parts:
+            agree_on_model(self.model, self.communicator)
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

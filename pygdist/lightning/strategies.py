@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
-import itertools
 import logging
 import os
 import signal
@@ -23,9 +22,13 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.comm.watchdog import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.process import close as close_watchdog
+from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError
+from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
+from pygdist.lightning.meeting import Launched, connect
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,6 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
-_RUNS = itertools.count()  # fits, tests, ... of this process; equal on all ranks
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -47,8 +49,9 @@ class GraphDDPStrategy(DDPStrategy):
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
-        lost_after_s: Seconds without a heartbeat after which a rank counts as lost. The other ranks then exit, even
-            if they wait in a call that no error reaches, as with nccl.
+        lost_after_s: Seconds without a heartbeat, from the start of the run on, after which a rank counts as lost, and
+            within which ranks that wait for each other in different calls are found. The ranks then fail with an error
+            that tells where each is, or exit, if they wait in a call that no error reaches.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
@@ -120,10 +123,32 @@ class GraphDDPStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         global _OURS
         _OURS = _OURS or not dist.is_initialized()
+        self.set_world_ranks()
+        if self.world_size > 1 and self._watchdog is None:
+            self._meet()
         super().setup_distributed()
         if _OURS:
             atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
+
+    def _meet(self) -> None:
+        """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
+        assert self.cluster_environment is not None
+        store, limit_s = None, self._lost_after_s
+        if not dist.is_initialized():
+            store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
+        self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
+        watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
+        module = self.lightning_module
+        state = None if module is None or module._trainer is None else module.trainer.state.fn
+        watchdog.begin("a run" if state is None else str(state.value))
+        launched = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
+        try:
+            watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
+        except LostRankError:
+            for process in launched:
+                process.kill()  # one that hangs would stay behind
+            raise
 
     @override
     def setup_environment(self) -> None:
@@ -132,15 +157,6 @@ class GraphDDPStrategy(DDPStrategy):
             return
         group = None
         if self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._watchdog = Watchdog(
-                dist.PrefixStore(f"run-{next(_RUNS)}", store),  # entries of an earlier run must not be read
-                self.global_rank,
-                self.world_size,
-                warn_after_s=self._warn_after_s,
-                lost_after_s=self._lost_after_s,
-                on_lost=self._leave,
-            )
             group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s))
         self._communicator = Communicator(
             group,
@@ -149,6 +165,8 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog=self._watchdog,
             local_rank=self.local_rank,
         )
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self._communicator.agree(read_only_folder(self.lightning_module.trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -217,7 +235,8 @@ class GraphDDPStrategy(DDPStrategy):
         """Tell the other ranks that this one leaves, and why."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
-            watchdog.close(farewell)
+            watchdog.depart(farewell)
+            watchdog.on_lost = leave
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
@@ -248,6 +267,7 @@ def _end_process_group() -> None:
     A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
     they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
+    close_watchdog()
     gc.collect()  # any reference to the group would keep its threads
     if dist.is_initialized():
         dist.destroy_process_group()

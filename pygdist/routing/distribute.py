@@ -70,6 +70,7 @@ from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
+from pygdist.routing.agreement import agree_on_layer, agree_on_pass
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
@@ -154,6 +155,7 @@ def undistribute(model: nn.Module) -> nn.Module:
     return model
 
 
+_agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
@@ -171,6 +173,7 @@ class _BeginForward:
         self.compared: set[tuple[str, ...]] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _agree(module, self.backend, args, kwargs)
         self.backend.kept.uncompared = False
         if self.check:
             form = tuple(type(one).__name__ for one in args)
@@ -371,6 +374,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             _tell_uncompared(backend, self)
         if any(isinstance(value, nn.Parameter) for value in (*args, *kwargs.values())):
             refuse_own_values(self, forward, args, kwargs)
+        args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
         try:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)

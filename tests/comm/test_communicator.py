@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan, Watchdog
-from pygdist.errors import InputError, LostRankError
+from pygdist.comm.process import watch
+from pygdist.errors import InputError, LostRankError, UnequalRanksError
 from pygdist.testing import RankError, RankPool
 
 OWNED = (4, 0, 3)  # rows of each rank; one has none
@@ -285,3 +286,58 @@ def _check_closed(rank: int, world_size: int) -> str:
 def test_a_closed_communicator_accuses_nobody(pool: RankPool) -> None:
     said = "the communicator is closed: its training, validation or test has ended"
     assert pool.run(_check_closed, 2) == [said] * 2
+
+
+def _check_apart(rank: int, world_size: int, what: str) -> tuple[str, float]:
+    communicator = Communicator(dist.new_group())
+    watch().lost_after_s, watch().beat_s = 5.0, 0.2
+    communicator.sum_over_ranks(torch.ones(2), label="alike")
+    began, said = time.monotonic(), ""
+    try:
+        if rank == 0:
+            communicator.exchange_rows(_rows(0), _plan(0, world_size))
+        elif what == "another exchange":
+            communicator.sum_over_ranks(torch.ones(2), label="mine")
+        else:
+            dist.barrier()
+    except RuntimeError as error:
+        said = str(error)
+    took_s = time.monotonic() - began
+    return said, took_s
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("another exchange", "rank 1 waits in epoch 0, exchange 2 (mine, forward, 2 float32) at test_communicator.py:"),
+        ("a call of torch", "rank 1 waits in torch.distributed.barrier at test_communicator.py:"),
+    ],
+)
+@pytest.mark.usefixtures("fork_server")
+def test_ranks_that_wait_in_different_calls_are_told_so(what: str, where: str) -> None:
+    with RankPool(3, timeout_s=60) as own:
+        results = own.run(_check_apart, 3, what)
+    for said, took_s in results:
+        assert took_s < 30
+        assert said
+    assert "rank 0 waits in epoch 0, exchange 2 (rows, forward, 5 float64) at test_communicator.py:" in results[0][0]
+    assert where in results[0][0]
+
+
+def _check_numbers(rank: int, world_size: int) -> str:
+    communicator = Communicator(dist.new_group())
+    if rank == 1:
+        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 1")
+        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 2")
+    else:  # sums of as many numbers: gloo cannot tell them apart
+        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 2")
+        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 1")
+    with pytest.raises(UnequalRanksError) as error:
+        communicator.gather([1.0])
+    return str(error.value)
+
+
+def test_numbers_are_not_exchanged_after_other_calls(pool: RankPool) -> None:
+    for said in pool.run(_check_numbers, 2):
+        assert "rank 0 in norm of layer 1" in said
+        assert "rank 1 in norm of layer 2" in said

@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -39,7 +39,6 @@ from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.nn.laplacian import sums_at_owners
-from pygdist.nn.norms import Number
 
 
 @dataclass(frozen=True)
@@ -397,8 +396,8 @@ class RecomputingBackend(Backend):
         return x if self._alone else super().sum_over_ranks(x)
 
     @override
-    def max_over_ranks(self, value: Number) -> Number:
-        return value if self._alone else super().max_over_ranks(value)
+    def over_ranks(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor([values], dtype=torch.float64) if self._alone else super().over_ranks(values)
 
     @property
     @override

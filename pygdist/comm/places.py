@@ -1,0 +1,267 @@
+"""Places of ranks in their work: what a rank is in, what it waits for, and whether ranks wait for each other for ever.
+
+Nothing is guessed. A rank's call of ``torch.distributed``, its line of the user's code and the processor time of its
+thread are looked up; a rank that says nothing, on this machine, by its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
+"""Farewells of ranks that did not cause a failure."""
+
+_BACKWARD = "a backward pass"
+_BUSY = 0.02  # of a processor: a thread that takes more does not wait
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label."""
+
+    epoch: int = 0
+    exchange: int = 0
+    label: str = "before the first exchange"
+    waiting: bool = False  # True while the exchange runs
+    stage: str = ""  # ``fit``, ``test``, ...; in an own loop there is none
+
+    def __str__(self) -> str:
+        where = f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
+        return f"{self.stage}, {where}" if self.stage else where
+
+
+@dataclass(frozen=True)
+class Report:
+    """The news of one rank in a heartbeat.
+
+    Attributes:
+        beats: Heartbeats so far; 0 if there was none.
+        place: The rank's place.
+        run: The number of the run (fit, test, ...) that it is in, or was in last.
+        call: A call of torch that waits for other ranks, if the rank is in one.
+        line: The line of the user's code that it runs.
+        idle_s: Seconds for which it has waited there, and computed nothing.
+        made: Its last exchanges: number and checksum of all labels up to there.
+        left: The reason for which it has left the run, or ended.
+        verdict: Its finding, if it has given up.
+        process: Its machine and process.
+    """
+
+    beats: int = 0
+    place: Place = Place(label="an unknown place (it has not reported yet)")
+    run: int = 0
+    call: str = ""
+    line: str = ""
+    idle_s: float = 0.0
+    made: tuple[tuple[int, int], ...] = ()
+    left: str | None = None
+    verdict: str = ""
+    process: tuple[str, int] = ("", 0)
+
+    def encoded(self) -> str:
+        """Return the report as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decoded(cls, text: bytes) -> Report:
+        """Read a report; one that makes no sense counts as none."""
+        try:
+            values = json.loads(text)
+            place = Place(**values.pop("place"))
+            made = tuple((int(number), int(digest)) for number, digest in values.pop("made"))
+            host, pid = values.pop("process")
+            report = cls(place=place, made=made, process=(str(host), int(pid)), **values)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return cls()
+        numbers, texts = (report.beats, report.run, report.idle_s), (report.call, report.line, report.verdict)
+        sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
+        return report if sound else cls()
+
+    @property
+    def waits(self) -> bool:
+        """True in a call that other ranks must make too."""
+        return self.place.waiting or bool(self.call)
+
+    @property
+    def text(self) -> str:
+        """The place, as in "last seen in ..."."""
+        return str(self.place) if self.beats else self.place.label
+
+    def described(self, rank: int) -> str:
+        """Say in one clause where a rank is and what it waits in."""
+        at = f" at {self.line}" if self.line else ""
+        if not self.beats:
+            return f"rank {rank} has not reported yet"
+        if self.left is not None:
+            return f"rank {rank} has left {self.place.stage or 'its work'} ({first_line(self.left)})"
+        if self.place.waiting:
+            return f"rank {rank} waits in {self.place}{at}"
+        if self.call:
+            stage = f"{self.place.stage}, in " if self.place.stage else ""
+            return f"rank {rank} waits in {stage}{self.call}{at}, after exchange {self.place.exchange}"
+        return f"rank {rank} is{at or ' busy'}, after {self.place}"
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a reason."""
+    return (text.splitlines() or ["no reason given"])[0]
+
+
+# -- ranks that wait for each other ------------------------------------------------------------------------------------
+
+
+def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patience_s: float) -> str | None:
+    """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
+
+    Proof is: every rank waits for others, or has left, and two of them made different exchanges (for ``soon_s``), or
+    they wait in different calls, or one of them has left (for ``patience_s``, in which a slow network gets on).
+
+    Args:
+        rank: The rank that asks.
+        reports: The news of all ranks.
+        soon_s: Seconds for which ranks wait that made different exchanges.
+        patience_s: Seconds for which ranks wait otherwise.
+    """
+    mine = reports[rank]
+    gone = {one for one, report in reports.items() if _has_left(report, mine)}
+    here = [report for one, report in reports.items() if one not in gone]
+    if rank in gone or not all(report.waits and report.idle_s >= soon_s for report in here):
+        return None
+    patient = min(report.idle_s for report in here) >= patience_s
+    if not (_differ(here) or (patient and (gone or _wait_apart(here)))):
+        return None
+    return "; ".join(
+        _gone(one, report, mine) if one in gone else report.described(one) for one, report in reports.items()
+    )
+
+
+def _has_left(report: Report, mine: Report) -> bool:
+    return report.left is not None or report.run > mine.run
+
+
+def _gone(rank: int, report: Report, mine: Report) -> str:
+    if report.left is None:  # it is in a later run
+        return f"{report.described(rank)}, and has left run {mine.run}"
+    return report.described(rank)
+
+
+def _differ(reports: list[Report]) -> bool:
+    """True if two ranks of one run made different exchanges."""
+    by_number: dict[tuple[int, int], set[int]] = {}
+    for report in reports:
+        for number, digest in report.made:
+            by_number.setdefault((report.run, number), set()).add(digest)
+    return any(len(digests) > 1 for digests in by_number.values())
+
+
+def _wait_apart(reports: list[Report]) -> bool:
+    """True if ranks wait in calls that are not one; one that is in an earlier exchange may be slow."""
+    spots = {
+        (report.run, "" if report.place.waiting else f"{report.call}, {report.place.exchange}") for report in reports
+    }
+    return len(spots) > 1
+
+
+# -- this process ------------------------------------------------------------------------------------------------------
+
+
+class Thread:
+    """The thread of this process that works for the rank: the call and the line that it is in.
+
+    Args:
+        ident: Its identifier.
+    """
+
+    def __init__(self, ident: int) -> None:
+        self._ident = ident
+        self._clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
+        self._spot: tuple[object, ...] = ()
+        self._busy_s, self._looked = self._cpu_s(), time.monotonic()
+        self._since = self._looked
+
+    def look(self, place: Place) -> tuple[str, str, float]:
+        """Return the call of torch that the thread waits in, its line of the user's code, and its idle seconds."""
+        call, line = _whereabouts(sys._current_frames().get(self._ident))
+        if self._clock is None and call == _BACKWARD:  # which may compute
+            call = ""
+        now, busy_s = time.monotonic(), self._cpu_s()
+        moved = busy_s - self._busy_s > _BUSY * (now - self._looked)
+        if moved or self._spot != (place.exchange, place.waiting, call, line):
+            self._since = now
+        self._spot = (place.exchange, place.waiting, call, line)
+        self._busy_s, self._looked = busy_s, now
+        return call, line, now - self._since
+
+    def _cpu_s(self) -> float:
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0
+
+
+def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
+    call, line, inside = "", "", True
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        kind = _kind(file)
+        if inside and kind == "distributed":
+            call = call if name == "wrapper" else f"torch.distributed.{name}"
+        elif inside and kind == "ddp":
+            call = "DistributedDataParallel"
+        elif inside and kind == "backward":
+            call = _BACKWARD
+        inside = inside and kind != "other" and kind != "user"
+        if kind == "user":
+            line = f"{Path(file).name}:{frame.f_lineno}"
+            break
+        frame = frame.f_back
+    return call, line
+
+
+@lru_cache(maxsize=4096)
+def _kind(file: str) -> str:
+    """Tell whose code a file is."""
+    torch_folder = os.path.dirname(torch.__file__)
+    if file.startswith(os.path.join(torch_folder, "distributed")):
+        return "distributed"
+    if file == os.path.join(torch_folder, "nn", "parallel", "distributed.py"):
+        return "ddp"
+    if file == os.path.join(torch_folder, "autograd", "graph.py"):
+        return "backward"
+    ours, library = str(Path(__file__).parent.parent), sysconfig.get_path("stdlib")
+    if file.startswith(("<", ours + os.sep, library + os.sep)) or "-packages" + os.sep in file:
+        return "other"
+    return "user"
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """Name this machine, and what it sees of processes."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}"
+
+
+def busy_ticks(pid: int) -> int | None:
+    """Return the processor time of a process of this machine; ``None`` if it has ended, is stopped, or is not seen."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "TtZX" else int(numbers[10]) + int(numbers[11])

@@ -1,0 +1,163 @@
+"""Ranks agree that they run the same model in the same way: one small exchange for each pass, and for each layer.
+
+Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
+a model that looks at its rows, may set them on one rank alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
+
+from pygdist.backends.base import Backend
+from pygdist.comm import Communicator, PartCommunicator
+from pygdist.errors import InputError
+from pygdist.hops.arguments import mapped
+from pygdist.hops.layer import layer_name, own_class
+
+_MOST_NAMES = 4
+
+
+def agree_on_layer(
+    layer: MessagePassing, backend: Backend, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Compare the arguments of a layer with those of other ranks. Every rank that runs the layer makes the call.
+
+    A model may change a tensor on one rank alone (``if (x < 0).any(): x = x.detach()``), and kinds of arguments decide
+    which exchanges the layer makes.
+
+    Returns:
+        The arguments; tensors that get a gradient on any rank ask for one on all, so that all run the backward pass.
+
+    Raises:
+        InputError: On all ranks, if types, dtypes or widths differ.
+    """
+    if _runs_alone(backend):
+        return args, kwargs
+    kinds: list[str] = []
+    graded, bit = 0, 1
+
+    def look(name: str, value: Any) -> Any:
+        nonlocal graded, bit
+        kinds.append(f"{name}: {_kind(value)}")
+        if isinstance(value, Tensor) and not isinstance(value, EdgeIndex):
+            graded += bit * value.requires_grad  # without gradients too: results for such rows are not kept
+            bit *= 2
+        return value
+
+    mapped(forward, (layer, *args), kwargs, look)
+    ranks = backend.over_ranks([float(zlib.crc32(repr(kinds[1:]).encode())), float(graded)])
+    if bool((ranks == ranks[0]).all()):
+        return args, kwargs
+    if bool((ranks[:, 0] != ranks[0, 0]).any()):
+        _refuse(backend.communicator, layer_name(layer), _Fact("gives", tuple(kinds[1:])))
+    masks = [int(mask) for mask in ranks[:, 1].tolist()]
+    wanted = functools.reduce(operator.or_, masks)
+
+    def ask(name: str, value: Any) -> Any:
+        nonlocal wanted
+        if not isinstance(value, Tensor) or isinstance(value, EdgeIndex):
+            return value
+        wanted, asks = divmod(wanted, 2)
+        return value.detach().requires_grad_() if asks and not value.requires_grad else value
+
+    (_, *args_), kwargs = mapped(forward, (layer, *args), kwargs, ask)
+    return tuple(args_), kwargs
+
+
+def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compare the pass that this rank begins with those of the others. Every rank that runs it makes the call.
+
+    Raises:
+        InputError: On all ranks, if their passes differ; the message says how.
+        UnequalRanksError: On all ranks, if they made different exchanges before.
+    """
+    if not _runs_alone(backend):
+        _compare(model, backend.communicator, [_mode(model), _frozen(model), _inputs(args, kwargs)])
+
+
+def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
+    """Compare modes and frozen parameters with those of the other ranks, which all make the call.
+
+    For ranks that train parts by themselves: their passes make no exchange.
+
+    Raises:
+        InputError: On all ranks, if they differ.
+    """
+    _compare(model, ranks, [_mode(model), _frozen(model)])
+
+
+def _compare(model: nn.Module, ranks: Communicator, facts: list[_Fact]) -> None:
+    if ranks.are_alike([float(zlib.crc32(repr(fact).encode())) for fact in facts]):
+        return
+    for fact in facts:
+        _refuse(ranks, own_class(model).__name__, fact)
+    raise InputError(f"the ranks run {own_class(model).__name__} with other modules or inputs")
+
+
+def _runs_alone(backend: Backend) -> bool:
+    """True if no other rank runs the model at the same time, or parts run in turn, which repeat each exchange."""
+    return (
+        backend.num_ranks == 1 or backend.abilities.trains_parts or isinstance(backend.communicator, PartCommunicator)
+    )
+
+
+def _refuse(ranks: Communicator, name: str, fact: _Fact) -> None:
+    """Raise if a fact differs between ranks, all of which tell theirs."""
+    told = [text.split("; ") for text in ranks.gather_text("; ".join((fact.said, *fact.names)))]
+    if all(one == told[0] for one in told):
+        return
+    alike = set(told[0][1:]).intersection(*told)
+    texts = (f"rank {rank} {_clause(said, names, alike)}" for rank, (said, *names) in enumerate(told))
+    raise InputError(f"{', '.join(texts)}: all ranks must run {name} in the same way")
+
+
+class _Fact(NamedTuple):
+    """Something that must be equal on all ranks: a clause about this rank, and the details."""
+
+    said: str
+    names: tuple[str, ...]
+
+
+def _clause(said: str, names: list[str], alike: set[str]) -> str:
+    """Say what sets a rank apart."""
+    names = [name for name in names if name not in alike]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{said} {', '.join(names[:_MOST_NAMES])}{more}".strip()
+
+
+def _mode(model: nn.Module) -> _Fact:
+    """The mode of the model, and the modules in the other."""
+    mode, gradients = model.training, torch.is_grad_enabled()
+    others = tuple(name for name, module in model.named_modules() if module.training != mode)
+    said = f"is in {'training' if mode else 'evaluation'}{'' if gradients or not mode else ' without gradients'}"
+    return _Fact(f"{said}, but not" if others else said, others)
+
+
+def _frozen(model: nn.Module) -> _Fact:
+    """The parameters that get no gradient."""
+    names = tuple(name for name, one in model.named_parameters() if not one.requires_grad)
+    return _Fact("has frozen" if names else "has no frozen parameters", names)
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fact:
+    """The kinds of the inputs: numbers of rows may differ."""
+    named = [*((f"argument {number}", one) for number, one in enumerate(args)), *sorted(kwargs.items())]
+    return _Fact("gives", tuple(f"{name}: {_kind(value)}" for name, value in named))
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor) or isinstance(value, EdgeIndex):
+        return type(value).__name__
+    kind = "parameter" if isinstance(value, nn.Parameter) else "tensor"
+    # edges are columns, and of static graphs the nodes may come second
+    width = f", {value.size(1)} columns" if value.dim() == 2 and value.is_floating_point() else ""
+    return f"{kind} of {value.dtype}, {value.dim()} dimensions{width}"

@@ -1,0 +1,74 @@
+"""Ranks that wait for each other for ever are told from ranks that are slow; a thread tells what it waits in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from pygdist.comm.places import Place, Report, Thread, deadlock
+
+WAITS = Report(beats=9, place=Place(exchange=7, label="rows", waiting=True), idle_s=20.0, made=((6, 1), (7, 2)))
+EARLIER = replace(WAITS, place=Place(exchange=6, label="rows", waiting=True), made=((5, 9), (6, 1)))
+COMPUTES = replace(WAITS, place=Place(exchange=7, label="rows"), idle_s=0.0)
+BARRIER = replace(COMPUTES, call="torch.distributed.barrier", line="train.py:3", idle_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        pytest.param(WAITS, None, id="one exchange, which may be slow"),
+        pytest.param(EARLIER, None, id="the exchange before, which may be slow"),
+        pytest.param(COMPUTES, None, id="no call of others"),
+        pytest.param(replace(WAITS, made=((6, 1), (7, 3)), idle_s=4.0), "rank 1 waits in epoch 0, exch", id="another"),
+        pytest.param(replace(WAITS, made=((6, 1), (7, 3)), idle_s=1.0), None, id="another, for a moment"),
+        pytest.param(
+            BARRIER, "rank 1 waits in torch.distributed.barrier at train.py:3, after exchange 7", id="another call"
+        ),
+        pytest.param(replace(BARRIER, idle_s=4.0), None, id="another call, for a while"),
+        pytest.param(replace(COMPUTES, left="KeyError: 'x'"), "rank 1 has left its work (KeyError: 'x')", id="left"),
+        pytest.param(replace(COMPUTES, run=1, place=Place(stage="test")), "has left run 0", id="a later run"),
+        pytest.param(Report(), None, id="no report"),
+    ],
+)
+def test_what_proves_that_ranks_wait_for_ever(other: Report, said: str | None) -> None:
+    found = deadlock(0, {0: WAITS, 1: other}, soon_s=3.0, patience_s=13.0)
+    assert (found is None) is (said is None), found
+    assert said is None or (found is not None and said in found and "rank 0 waits in epoch 0, exchange 7" in found)
+
+
+def test_a_report_travels_as_text_and_garbage_is_none() -> None:
+    assert Report.decoded(BARRIER.encoded().encode()) == BARRIER
+    for garbage in (
+        b"",
+        b"7|3|x",
+        b"[]",
+        b"{}",
+        b'{"place": 3}',
+        b"\xff",
+        WAITS.encoded().replace("20.0", '"x"').encode(),
+    ):
+        assert Report.decoded(garbage) == Report()
+
+
+def test_a_thread_that_computes_does_not_wait() -> None:
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(1000))
+
+    worker, sleeper = threading.Thread(target=compute), threading.Thread(target=done.wait)
+    for one in (worker, sleeper):
+        one.start()
+    busy, idle = Thread(worker.ident or 0), Thread(sleeper.ident or 0)
+    try:
+        for _ in range(4):
+            time.sleep(0.1)
+            (_, line, busy_s), (*_, idle_s) = busy.look(Place()), idle.look(Place())
+        assert "test_places.py:" in line
+        assert busy_s < 0.15 < idle_s
+    finally:
+        done.set()

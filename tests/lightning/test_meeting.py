@@ -1,0 +1,254 @@
+"""Ranks meet: a rank that cannot come is named, ranks that begin other runs are told so, and what nobody can start."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from pygdist.comm import Watchdog
+from pygdist.errors import InputError, LostRankError
+from pygdist.lightning import launcher, meeting
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+
+def test_a_rank_that_cannot_come_is_named() -> None:
+    watchdog = Watchdog(dist.HashStore(), 0, 2, beat_s=0.05)
+    watchdog.begin("fit")
+    with pytest.raises(LostRankError, match="rank 0 waits in the start of fit: rank 1 has broken down"):
+        watchdog.meet(60, lambda rank: "has broken down")
+    with pytest.raises(LostRankError, match="rank 1 has not reported yet"):
+        watchdog.meet(0.2)
+    watchdog.close()
+
+
+def test_ranks_that_begin_other_runs_are_told_so() -> None:
+    store, said = dist.HashStore(), {}
+    ranks = [Watchdog(store, rank, 2, beat_s=0.05) for rank in range(2)]
+
+    def meet(rank: int, stage: str) -> None:
+        ranks[rank].begin(stage)
+        with pytest.raises(InputError) as error:
+            ranks[rank].meet(60)
+        said[rank] = str(error.value)
+
+    threads = [threading.Thread(target=meet, args=one) for one in ((0, "fit"), (1, "test"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for watchdog in ranks:
+        watchdog.close()
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 0 calls fit, rank 1 calls test; all ranks must make the same calls")
+
+
+def test_a_rank_that_has_left_the_run_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    ranks = [Watchdog(store, rank, 3, beat_s=0.05) for rank in range(2)]
+    for watchdog in ranks:
+        watchdog.begin("fit")
+    ranks[1].depart("KeyError: 'x'")
+    with pytest.raises(LostRankError, match=r"rank 1 has left fit \(KeyError: 'x'\)"):
+        ranks[0].meet(60)
+    for watchdog in ranks:
+        watchdog.close()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
+    code = "while True: sum(range(10000))"
+    gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    busy, frozen = (subprocess.Popen([sys.executable, "-c", code]) for _ in range(2))
+    try:
+        gone.wait(60)
+        frozen.send_signal(signal.SIGSTOP)
+        launched = meeting.Launched([gone, busy, frozen], 1, lost_after_s=2.0)
+        said = [launched.fate(rank) for rank in range(5)]
+        assert said[1] == f"(process {gone.pid}) ended with exit code 3 before it came here"
+        assert said[0] is said[2] is said[3] is said[4] is None
+        for _ in range(25):
+            time.sleep(0.1)
+            said = [launched.fate(rank) for rank in (2, 3)]
+            assert said[0] is None
+        assert said[1] is not None
+        assert said[1].startswith(f"(process {frozen.pid}) has done nothing for ")
+    finally:
+        for process in (busy, frozen):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "STANDALONE_PORT", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(meeting, "_hosted", None)
+    return LightningEnvironment()
+
+
+def test_a_port_that_the_user_chose_and_another_process_has_is_named(
+    environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(InputError, match=f"MASTER_PORT={port} is taken by another process"):
+            meeting.host(environment)
+
+
+def test_otherwise_the_store_is_there_before_ranks_start(
+    environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "0")  # restored afterwards
+    monkeypatch.delenv("MASTER_PORT")
+    meeting.host(environment)
+    store = meeting.connect(environment, 0, timeout_s=5, warn_after_s=5)
+    assert isinstance(store, dist.TCPStore)
+    assert os.environ["MASTER_PORT"] == str(store.port) == str(environment.main_port)
+    store.set("here", "yes")
+    assert meeting.connect(environment, 1, timeout_s=5, warn_after_s=5).get("here") == b"yes"
+
+
+def test_a_rank_without_a_store_does_not_wait_for_ever(
+    environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    with pytest.raises(LostRankError, match=r"rank 1: rank 0 does not answer at 127\.0\.0\.1:"):
+        meeting.connect(environment, 1, timeout_s=0.3, warn_after_s=0.1)
+
+
+@pytest.mark.parametrize(("name", "where"), [("-", "standard input"), ("-c", "the command line")])
+def test_a_script_that_cannot_be_run_again_starts_no_ranks(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(InputError, match=f"it came from {where}, which cannot be read again: save it in a file"):
+        launcher._check_script()
+    monkeypatch.setattr(sys, "argv", [__file__])
+    launcher._check_script()
+
+
+def _calls(rank: int, world_size: int, folder: str, calls: list[str]) -> str:
+    classifier, data = runs.module(folder)
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1)
+    try:
+        getattr(trainer, calls[rank])(classifier, datamodule=data)
+    except InputError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [["fit", "test"], ["validate", "predict"]])
+def test_ranks_that_make_other_calls_of_the_trainer(calls: list[str], tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_calls, 2, str(tmp_path), calls):
+        assert said.startswith(f"rank 0 calls {calls[0]}, rank 1 calls {calls[1]}; all ranks must make the same calls")
+
+
+def _copies(rank: int, world_size: int, folder: str, backend: str) -> list[float]:
+    classifier, data = runs.module(folder, backend=backend)
+    graph = runs.graph()
+    strategy = {"strategy": "model_averaging"} if backend == "replica" else {}
+    runs.trainer(rank, world_size, folder, **strategy).fit(classifier, datamodule=data)
+    trained = classifier.model(graph.x, graph.edge_index)
+    saved = io.BytesIO()
+    torch.save(classifier, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), torch.load(saved, weights_only=False)
+    ]  # fmt: skip
+    losses = []
+    for one in copies:
+        assert torch.equal(one.model(graph.x, graph.edge_index), trained)
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+        history = runs.History()
+        callbacks = [history] if backend == "replica" else [history, averaging]
+        runs.trainer(rank, world_size, folder, callbacks=callbacks, **strategy).fit(one, datamodule=data)
+        losses.append(history.epochs[-1]["train_loss"])
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["comm", "replica"])
+def test_copies_of_a_trained_module_run_alone_and_train_again(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    for losses in pool.run(_copies, 2, str(tmp_path), backend):
+        assert losses == pytest.approx([losses[0]] * 3, abs=1e-12)
+
+
+class Copying(pl.Callback):
+    """Copies the module while it evaluates parts in turn, whose exchanges are of this pass."""
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for one in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
+            assert one._kept_evaluation is None
+        torch.save(pl_module, io.BytesIO())
+
+
+@pytest.mark.slow
+def test_a_module_is_copied_while_it_evaluates_parts_in_turn(tmp_path: Path) -> None:
+    classifier, data = runs.module(str(tmp_path), backend="replica")
+    data.num_parts = 2
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy="model_averaging", max_epochs=1, precision="64-true", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[Copying()],
+    )  # fmt: skip
+    trainer.fit(classifier, datamodule=data)
+
+
+class Evaluating(pl.Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            pl_module.eval()
+
+
+def _evaluates(rank: int, world_size: int, folder: str, backend: str) -> str:
+    classifier, data = runs.module(folder, options={"dropout": 0.5}, backend=backend)
+    strategy = {"strategy": "model_averaging"} if backend == "replica" else {}
+    trainer = runs.trainer(rank, world_size, folder, callbacks=[Evaluating()], **strategy)
+    with pytest.raises(InputError) as error:
+        trainer.fit(classifier, datamodule=data)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["comm", "replica"])
+def test_a_rank_that_evaluates_while_others_train(backend: str, tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_evaluates, 2, str(tmp_path), backend):
+        assert said.startswith("rank 0 is in training, rank 1 is in evaluation: all ranks must run GCN")
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classifier, data = runs.module(str(tmp_path))
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_progress_bar": False}
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
+    trainer = pl.Trainer(**options, default_root_dir=folder / "run")
+    with pytest.raises(InputError, match=f"{folder}: cannot be written to, .*default_root_dir"):
+        trainer.fit(classifier, datamodule=data)
+    pl.Trainer(**options, default_root_dir=tmp_path / "run").fit(classifier, datamodule=data)
