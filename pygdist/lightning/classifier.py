@@ -193,11 +193,12 @@ class NodeClassifier(GraphModule):
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
         shard = self.shard
         assert shard.y is not None, "other ranks have labels"
-        out = torch.zeros(0, shard.num_classes, device=self.device, dtype=shard.x.dtype)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        out = torch.zeros(0, shard.num_classes, device=self.device, dtype=trained[0].dtype)
         self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")
         self._in_step(0.0)
         # it depends on every parameter, as DDP sends all gradients in each step
-        return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
+        return torch.stack([parameter.sum() * 0 for parameter in trained]).sum()
 
     def _noted(
         self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None

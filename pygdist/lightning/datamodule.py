@@ -55,6 +55,7 @@ class GraphDataModule(pl.LightningDataModule):
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.
@@ -86,6 +87,7 @@ class GraphDataModule(pl.LightningDataModule):
         symmetrize: bool = False,
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
+        float_features: bool = False,
         split: tuple[float, float, float] | None = None,
         split_seed: int = 0,
         edge_split: tuple[float, float] | None = None,
@@ -112,6 +114,7 @@ class GraphDataModule(pl.LightningDataModule):
             "symmetrize": symmetrize,
             "remove_duplicates": remove_duplicates,
             "remove_self_loops": remove_self_loops,
+            "float_features": float_features,
             "split": split,
             "split_seed": split_seed,
             "num_classes": num_classes,
@@ -124,7 +127,7 @@ class GraphDataModule(pl.LightningDataModule):
         self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
         self._shard: Shard | None = None
-        self._moved: Shard | None = None
+        self._moved: tuple[object, Shard] | None = None  # to a device and a dtype
         self._parts: list[int] = []
         self._precomputed: Precomputed | None = None  # for mini-batches, if the rank has several parts
 
@@ -270,18 +273,19 @@ class GraphDataModule(pl.LightningDataModule):
         if shard is None or shard.rank != part:
             if hasattr(self._module, "let_go"):
                 self._module.let_go()
-            self._shard = self._moved = shard = None
+            self._shard = shard = None
+            self._moved = None
             # setup() has verified all of them
             shard = self._shard = Shard.load(self.folder, part, verify=False, meta=self.meta)
         return self.here(shard)
 
     def here(self, shard: Shard) -> Shard:
         """Return a part on the model's device and in its dtype; it is moved once."""
-        moved, wanted = self._moved, (shard.rank, self._device(), self._model_dtype())
-        if moved is None or (moved.rank, moved.x.device, moved.x.dtype) != wanted:
+        wanted = (shard.rank, device, dtype) = shard.rank, self._device(), self._model_dtype()
+        if self._moved is None or self._moved[0] != wanted:
             with torch.inference_mode(False):  # training may use a part that an evaluation moved
-                moved = self._moved = shard.to(wanted[1]).astype(wanted[2])
-        return moved
+                self._moved = wanted, shard.to(device).astype(dtype)
+        return self._moved[1]
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self._strategy is None else self._strategy.root_device
@@ -406,8 +410,8 @@ class GraphDataModule(pl.LightningDataModule):
         return batch
 
     def _model_dtype(self) -> torch.dtype:
-        parameters = () if self._module is None else self._module.parameters()
-        return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)
+        numbers = [self.shard.x] if self._module is None else [*self._module.parameters(), self.shard.x]
+        return next((one.dtype for one in numbers if one.is_floating_point()), torch.get_default_dtype())
 
 
 def _steps_made(trainer: pl.Trainer | None) -> int:

@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
-from pygdist.graph.sources.npy import array_paths, pick_split, read_array, read_mask, read_tensor
-from pygdist.graph.sources.prepare import count_classes, prepare_nodes
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, check_fields
+from pygdist.graph.sources.fields import pick_split
+from pygdist.graph.sources.npy import array_paths, read_array, read_mask, read_tensor
+from pygdist.graph.sources.prepare import prepare_nodes
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
@@ -57,6 +58,7 @@ class GraphFiles:
         symmetrize: Add the reverse of every edge, and keep one edge of each source and target.
         remove_duplicates: Keep one edge of each source and target.
         remove_self_loops: Remove edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
             there are no masks either, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
@@ -79,6 +81,7 @@ class GraphFiles:
     symmetrize: bool = False
     remove_duplicates: bool = False
     remove_self_loops: bool = False
+    float_features: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     split_index: int = 0
@@ -136,17 +139,22 @@ class GraphFiles:
         _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
         self._check(fields, num_nodes, file.num_edges, paths)
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
-        prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
-        for note in notes:
-            log.info("%s", note)
-        return WholeGraph(
+        num_classes = prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
+        graph = WholeGraph(
             edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
-            num_classes=self.num_classes or count_classes(nodes.get("y")),
+            num_classes=self.num_classes or num_classes,
             notes=notes,
             ids=ids,
             merge=self.symmetrize or self.remove_duplicates,
+            float_features=self.float_features,
         )
+        for name, dtype in graph.dtypes.items():
+            if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
+                notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
+        for note in notes:
+            log.info("%s", note)
+        return graph
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Map all arrays but the edges; also return the number of nodes if they determine it."""

@@ -123,12 +123,3 @@ def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one .npy array; write it with numpy.save")
     return array
-
-
-def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
-    """Return one column of masks that hold several splits, or a single mask as it is."""
-    if mask.dim() != 2:
-        return mask
-    if not 0 <= split_index < mask.size(1):
-        raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
-    return mask[:, split_index]

@@ -64,7 +64,7 @@ def test_what_cannot_be_one_graph_is_refused() -> None:
         as_homogeneous(graph)
     del graph["author", "writes", "paper"].edge_weight
     graph["author", "knows", "author"].since = torch.ones(1)
-    with pytest.raises(InputError, match=r"edge_index of \('author', 'knows', 'author'\) is missing"):
+    with pytest.raises(InputError, match=r"\('author', 'knows', 'author'\): edge_index is missing"):
         as_homogeneous(graph)
 
 
