@@ -136,6 +136,7 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     """Partition a graph, write the parts to a folder, and return the content of its ``meta.json``."""
     # these import torch: not before the options are read
     from pygdist.graph import GraphFiles, Progress, load_graph, prepare
+    from pygdist.graph.sources.prepare import tell
     from pygdist.partition import DeviceMemory, partition_graph
 
     num_parts = DeviceMemory(**parts.memory) if parts.parts == "auto" else parts.parts
@@ -145,6 +146,7 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     else:
         assert graph.dataset is not None
         source, notes = prepare(load_graph(graph.dataset, **(graph.dataset_args or {})), **graph.preparation)
+        tell(notes)
     return partition_graph(
         source, parts.out, num_parts=num_parts, partitioner=parts.method, notes=notes, num_classes=graph.num_classes,
         num_hops=parts.hops, placement=parts.placement, overwrite=parts.overwrite, progress=Progress(),

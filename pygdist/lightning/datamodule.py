@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
@@ -19,6 +19,7 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
@@ -37,7 +38,8 @@ class GraphDataModule(pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
     On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store
-    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part.
+    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part. Each change that was made to
+    the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
 
     Args:
         dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
@@ -126,6 +128,7 @@ class GraphDataModule(pl.LightningDataModule):
         self._folder: Path | None = self.store
         self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
+        self._told: set[str] = set()  # notes
         self._shard: Shard | None = None
         self._moved: tuple[object, Shard] | None = None  # to a device and a dtype
         self._parts: list[int] = []
@@ -174,6 +177,7 @@ class GraphDataModule(pl.LightningDataModule):
         num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
+        self._tell(notes)
         arguments = {
             "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
             "arguments": partitioner.arguments(),
@@ -189,6 +193,28 @@ class GraphDataModule(pl.LightningDataModule):
                 fingerprint=content, num_hops=abilities.num_hops, placement=abilities.placement,
             )  # fmt: skip
         return folder
+
+    @rank_zero_only
+    def _tell(self, notes: list[str]) -> None:
+        """Show each note once, on one rank."""
+        tell(note for note in notes if note not in self._told)
+        self._told.update(notes)
+
+    def summary(self) -> str:
+        """Return lines that describe the graph and its parts, and all that was done to it; after :meth:`prepare_data`.
+
+        Example:
+            >>> print(data.summary())
+            8,000 nodes, 160,000 edges, 32 features (float32), 8 classes
+            2 parts by chunk; labelled nodes: 4,000 train, 2,000 val, 2,000 test
+            drew a random split of 8000 labelled nodes into 4000/2000/2000 (seed 0)
+        """
+        meta = self.meta
+        dtype = f" ({meta['dtypes']['x']})" if "x" in meta["dtypes"] else ""
+        counts = ", ".join(f"{count:,} {name.removesuffix('_mask')}" for name, count in meta["counts"].items())
+        graph = f"{meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges, {meta['num_features']} features{dtype}"
+        parts = f"{meta['num_parts']} parts by {meta['method']}; labelled nodes: {counts}"
+        return "\n".join([f"{graph}, {meta['num_classes']} classes", parts, *meta["preprocessing"]])
 
     @override
     def setup(self, stage: str | None = None) -> None:

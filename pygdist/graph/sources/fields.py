@@ -103,9 +103,9 @@ def _given(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, A
     return given + [(f"split_idx['{stage}']", splits[stage]) for stage in stages if splits.get(stage) is not None]
 
 
-def _mask(ids: Any, num_nodes: int, where: str, name: str) -> Tensor:
+def _mask(given: Any, num_nodes: int, where: str, name: str) -> Tensor:
     """Return the mask of nodes that are named by ids."""
-    ids = as_field(name, ids, f"{where}: ")
+    ids: Tensor = as_field(name, given, f"{where}: ")
     if ids.dtype == torch.bool and ids.shape == (num_nodes,):
         return ids
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool) or not ids.numel()

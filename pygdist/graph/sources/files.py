@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from pygdist.graph.streams.edge_text import TEXT_SUFFIXES, read_text
 from pygdist.graph.streams.numbering import distinct_ids, largest_id, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
-
-log = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_NODE = 16
 
@@ -152,8 +149,6 @@ class GraphFiles:
         for name, dtype in graph.dtypes.items():
             if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
                 notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
-        for note in notes:
-            log.info("%s", note)
         return graph
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:

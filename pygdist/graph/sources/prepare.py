@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -78,9 +80,16 @@ def prepare(
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
     found = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
-    for note in notes:
-        log.info("%s", note)
     return Data(**fields, num_classes=num_classes or found), notes
+
+
+def tell(notes: Iterable[str]) -> None:
+    """Show notes: as lines of the log where these are seen, as on the command line, else as warnings."""
+    for note in notes:
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", note)
+        else:
+            warnings.warn(note, stacklevel=3)
 
 
 def prepare_nodes(

@@ -101,11 +101,11 @@ def test_prepare_unifies_types_and_says_so() -> None:
         x=torch.arange(8).reshape(4, 2),
         y=torch.tensor([[1.0], [0.0], [NAN], [2.0]]),
         edge_weight=torch.ones(3, 1, dtype=torch.float64),
-        edge_attr=torch.ones(3, 2, dtype=torch.int32),
+        edge_attr=torch.ones(3, 2, dtype=torch.float16),
         pos=torch.zeros(4, 3),
     )
     prepared, notes = prepare(data, num_classes=5)
-    assert prepared.x.dtype == torch.float32
+    assert prepared.x.dtype == torch.int64
     assert prepared.y.tolist() == [1, 0, -1, 2]
     assert prepared.y.dtype == torch.int64
     assert prepared.edge_weight.dtype == torch.float64
@@ -114,7 +114,7 @@ def test_prepare_unifies_types_and_says_so() -> None:
     assert prepared.num_classes == 5
     assert "pos" not in prepared
     assert "left out unused attributes: pos" in notes
-    assert "converted x from int64 to float32" in notes
+    assert "converted edge_attr from float16 to float32" in notes
     assert "converted y from float32 to int64 classes" in notes
     assert data.x.dtype == torch.int64, "the dataset's own object is not changed"
 
