@@ -90,14 +90,14 @@ def _spread(graph: HeteroData, kinds: list[str], where: str) -> None:
         else:
             of_kinds = {kind: value[kind] for kind in kinds if kind in value} if isinstance(value, Mapping) else {}
             unknown = set(value) - set(kinds) if isinstance(value, Mapping) else {"no type"}
-        if unknown or any(field in graph[kind] for kind, one in of_kinds.items() if one):
+        of_kinds = {kind: one for kind, one in of_kinds.items() if not isinstance(one, Mapping) or one}
+        if unknown or any(field in graph[kind] for kind in of_kinds):
             raise InputError(
                 f"{where}: {field} must be a dictionary by type of nodes ({', '.join(kinds)}), or be set for one of "
                 f"them: data['{kinds[0]}'].{field}"
             )
         for kind, one in of_kinds.items():
-            if not isinstance(one, Mapping) or one:
-                graph[kind][field] = one
+            graph[kind][field] = one
         del whole[field]
 
 
