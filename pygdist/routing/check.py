@@ -31,6 +31,7 @@ from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.routing.causes import ELSEWHERE, OVER_NODES, OVER_NODES_OF_PARTS, cause_of, reads_missing_rows
 from pygdist.routing.miniature import Miniature, NotComparableError
+from pygdist.routing.refusals import refuse_values_of_edges
 from pygdist.routing.runs import (
     Route,
     Run,
@@ -74,11 +75,12 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
     Raises:
         InputError: If a number differs, on all ranks; the message names the module, and what to do instead.
     """
-    if backend.num_ranks == 1 and not backend.abilities.trains_parts:
-        return True
     shard, communicator, num_parts = backend.shard, backend.communicator, backend.num_ranks
     if _is_of_batch(model, args, kwargs, shard) or any(is_lazy(one) for one in model.parameters()):
         return False
+    refuse_values_of_edges(model, shard, _SWITCH)
+    if backend.num_ranks == 1 and not backend.abilities.trains_parts:
+        return True
     if backend.abilities.trains_parts:  # each rank compares alone, as a rank without parts makes no call
         communicator, num_parts = Communicator(), 2
     key, kinds = kinds_of(model, args, kwargs, shard, communicator, {})

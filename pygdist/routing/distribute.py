@@ -53,7 +53,7 @@ from pygdist.nn.readouts import READOUTS
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
-from pygdist.routing.refusals import refusals, refuse_own_values
+from pygdist.routing.refusals import refusals
 
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
@@ -301,8 +301,6 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         backend: Backend = getattr(type(self), _BACKEND)
         backend.kept.relations.begin_layer()
-        if any(isinstance(value, nn.Parameter) for value in (*args, *kwargs.values())):
-            refuse_own_values(self, forward, args, kwargs)
         try:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
