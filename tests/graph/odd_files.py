@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.graph.odd_graphs import MASKS, Case, homogeneous
+
 Rng = np.random.Generator
 Edges = NDArray[np.int64]
 
@@ -349,3 +351,42 @@ def damage(seed: int, store: Path) -> str:
 def _flipped(content: bytes, rng: Rng) -> bytes:
     at = int(rng.integers(len(content)))
     return content[:at] + bytes([content[at] ^ (1 << int(rng.integers(8)))]) + content[at + 1 :]
+
+
+# --- folders of arrays ------------------------------------------------------------------------------------------------
+
+
+def arrays(seed: int, folder: Path) -> Case:
+    """Write the fields of a graph as a folder of arrays; one of three has a fault."""
+    rng = np.random.default_rng(seed)
+    case = homogeneous(3 * seed + 1)
+    case.load, case.prepare, case.fault, truth = {}, {}, (), case.truth
+    fields = {"edge_index": truth.edges, "x": truth.x, **truth.values, **(truth.masks or {})}
+    if truth.y is not None:
+        fields["y"] = truth.y
+    folder.mkdir()
+    for name, value in fields.items():
+        swapped = name in ("edge_index", "y", *MASKS)  # others are mapped as they are, so this is refused
+        form = str(rng.choice(["plain", "columns first", *["big endian"] * swapped]))
+        value = np.asfortranarray(value) if form == "columns first" else value
+        np.save(folder / f"{name}.npy", value.astype(value.dtype.newbyteorder(">")) if form == "big endian" else value)
+        case.steps.append(f"{name}.npy {value.dtype} {form}")
+    if seed % 3 == 0:
+        name = str(rng.choice(list(fields)))
+        kind = str(rng.choice(["cut", "empty", "text", "objects", "other length", "complex", "four dimensions"]))
+        path, value = folder / f"{name}.npy", fields[name]
+        broken: dict[str, Any] = {
+            "text": np.full(value.shape, "a"),
+            "objects": np.full(value.shape, None),
+            "other length": np.zeros((len(value) + 1, *value.shape[1:]), dtype=value.dtype),
+            "complex": value.astype(complex),
+            "four dimensions": np.zeros((*value.shape, *[1] * (4 - value.ndim)), dtype=value.dtype),
+        }
+        if kind in broken:
+            np.save(path, broken[kind], allow_pickle=True)
+        else:
+            path.write_bytes(path.read_bytes()[:50] if kind == "cut" else b"")
+        # other fields are compared with the number of nodes that x gives
+        case.fault = (f"{name}.npy", name) if name != "x" else ("x.npy", "x", *(f"{one}.npy" for one in fields))
+        case.steps.append(f"{name}.npy: {kind}")
+    return case

@@ -16,7 +16,7 @@ from torch import Tensor
 from pygdist.errors import InputError
 from pygdist.graph import GraphFiles, Shard, load_graph, prepare, write_store
 from pygdist.native import load
-from tests.graph.odd_files import File, binary, broken, damage, text
+from tests.graph.odd_files import File, arrays, binary, broken, damage, text
 from tests.graph.odd_graphs import MASKS, Case, differences, heterogeneous, homogeneous
 
 FIELDS = ("x", "y", "edge_index", "edge_weight", "edge_attr", "edge_type", *MASKS)
@@ -134,6 +134,36 @@ def test_files_of_edges(make: Callable[[int, Path], File], tmp_path: Path) -> No
         if problem := _problem_of_file(file, tmp_path / f"scratch-{seed}"):
             problems.append(f"{make.__name__}({seed}) [{file.how}]: {problem}")
     assert not problems, f"{len(problems)} of {len(seeds)}:\n" + "\n".join(problems[:20])
+
+
+def _opened(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Read a folder of arrays as a stream, in the types that a store gets."""
+    scratch.mkdir()
+    graph = GraphFiles(edges=folder).open(scratch)
+    fields: dict[str, Any] = dict.fromkeys(FIELDS) | {
+        name: np.asarray(value).astype(graph.dtypes[name]) for name, value in graph.fields.items()
+    }
+    chunks = [*graph.edges.chunks()] or [np.zeros((2, 0), dtype=np.int64)]
+    return {**fields, "edge_index": np.concatenate(chunks, axis=1)}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_folders_of_arrays(streamed: bool, tmp_path: Path) -> None:
+    problems = []
+    for seed in range(60):
+        folder = tmp_path / str(seed)
+        case = arrays(seed, folder)
+        case.data = folder
+
+        def run(case: Case = case, folder: Path = folder) -> list[str]:
+            scratch = folder.with_name(f"{folder.name}-scratch")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return differences(_opened(folder, scratch) if streamed else _loaded(case)[0], 0, case)
+
+        if problem := problem_of(case, run):
+            problems.append(f"arrays({seed}) [{'; '.join(case.steps)}]: {problem}")
+    assert not problems, f"{len(problems)} of 60:\n" + "\n".join(problems[:20])
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------

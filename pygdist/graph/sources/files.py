@@ -156,7 +156,10 @@ class GraphFiles:
         fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
             if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
-                raise InputError(f"{paths[name]}: an array of {value.dtype}, expected numbers, such as float32")
+                raise InputError(
+                    f"{paths[name]}: an array of {value.dtype}, expected numbers in this machine's byte order, such as "
+                    "float32"
+                )
             if name == "edge_type" and value.dtype.kind == "u" and value.dtype.itemsize > 1:
                 raise InputError(f"{paths[name]}: an array of {value.dtype}, expected signed integers, such as int64")
             if name == "x" and (value.ndim != 2 or value.shape[1] == 0):
