@@ -48,8 +48,8 @@ class Abilities:
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
             rows fetched from their owners, unless the user switches that off.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
-        reruns_layers: Runs a layer outside a forward pass of the model, and again in the backward pass (activation
-            checkpointing).
+        reruns_layers: Runs layers that are called outside a forward pass of the model, and any of them again in the
+            backward pass (activation checkpointing).
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
     """
 
@@ -227,6 +227,9 @@ class Backend(ABC):
             ``(num_sources,)``, or ``None`` if this rank has all in-edges of all rows.
         """
         return None
+
+    def begin_module(self, module: nn.Module) -> None:  # noqa: B027
+        """Note that a module that looks at all nodes, such as a norm, begins to run."""
 
     def owned_rows(self, x: Tensor) -> Tensor:
         """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""

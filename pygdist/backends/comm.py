@@ -10,16 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Backend
-from pygdist.backends.fetching.adjacency import ArrivingAdjacency
-from pygdist.backends.fetching.arrival import Arrival
-from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, WireDtype, norms_refused
-from pygdist.hops.fused_attention import Unscored, defers_scores
+from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, WireDtype, norms_refused
+from pygdist.backends.passes.fetched import FetchedPass
 from pygdist.hops.hop import Deferred, Hop
 
 
@@ -37,9 +34,9 @@ class CommBackend(Backend):
     """
 
     name = "comm"
-    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_halo")
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_pass")
     _fetcher: Fetcher | None = None
-    _halo: Arrival | None = None
+    _pass: FetchedPass | None = None
 
     def __init__(
         self,
@@ -51,7 +48,6 @@ class CommBackend(Backend):
     ) -> None:
         super().__init__()
         self.options = FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
-        self._hop = 0  # hops of the forward pass so far
         if self.options.approximation:
             self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
 
@@ -71,19 +67,11 @@ class CommBackend(Backend):
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
-        rows = self._rows
-        exchange = self.fetcher.by_group(hop, rows) if self._fetches_as_usual else None
-        if exchange is not None:
-            return hop.run(ArrivingAdjacency.over(hop.edge_index, exchange))
-        fetched = self.fetcher.rows_of(hop, rows, lambda x, label: self.halo_rows(x, label=label))
-        return hop.run(rows=fetched, size=(rows.num_sources, rows.num_rows))
+        return self._running.propagate(hop)
 
     @override
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
-        if defers_scores(hop) and self._rows.arrival is not None and self._fetches_as_usual:
-            return Unscored()
-        fetched = self.fetcher.rows_of(hop, self._rows, lambda x, label: self.halo_rows(x, label=label))
-        return hop.run(rows=fetched, size=(self._rows.num_sources, self._rows.num_rows))
+        return self._running.edge_updater(hop)
 
     def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
         r"""Fetch the rank's halo rows from their owners; a subclass with another wire format overrides this.
@@ -100,18 +88,18 @@ class CommBackend(Backend):
 
     @override
     def source_rows(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.communicator.exchange_rows(x, self.shard.plan, label="node values")])
+        return self._running.source_rows(x)
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     @override
     def begin_forward(self) -> None:
-        self._hop = 0
+        self._running.begin()
         self.fetcher.begin_pass()
 
     @override
     def begin_hop(self) -> None:
-        self._hop += 1
+        self._running.begin_hop()
 
     @override
     def end_forward(self) -> None:
@@ -122,8 +110,7 @@ class CommBackend(Backend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self.fetcher.around_layer():
-            return forward(layer, *args, **kwargs)
+        return self._running.run_layer(layer, forward, args, kwargs)
 
     # -- a graph -------------------------------------------------------------------------------------------------------
 
@@ -141,17 +128,9 @@ class CommBackend(Backend):
         return self._fetcher
 
     @property
-    def _rows(self) -> HopRows:
-        """The rows around each hop: the owned ones, and the halo, which arrives."""
-        shard, halo = self.shard, None
-        if self.communicator.world_size > 1:
-            if self._halo is None:
-                with torch.inference_mode(False):  # training uses what evaluation may ask for first
-                    position = torch.arange(shard.num_owned, shard.num_owned + shard.num_halo, device=shard.n_id.device)
-                self._halo = Arrival(plan=shard.plan, position=position)
-            halo = self._halo
-        return HopRows.of_shard(shard, self._hop, halo)
-
-    @property
-    def _fetches_as_usual(self) -> bool:
-        return type(self).halo_rows is CommBackend.halo_rows
+    def _running(self) -> FetchedPass:
+        if self._pass is None:
+            as_usual = type(self).halo_rows is CommBackend.halo_rows
+            own = None if as_usual else lambda x, label: self.halo_rows(x, label=label)
+            self._pass = FetchedPass(self.fetcher, own)
+        return self._pass

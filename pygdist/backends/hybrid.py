@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from pygdist.backends.fetching.fetcher import FetchOptions
+from pygdist.backends.passes.rehearsal import can_be_timed
 from pygdist.backends.planning.expected import EpochCosts, Expected, computed_shares, expected_epoch
 from pygdist.backends.planning.greedy import Costs, Halo, greedy_choice
 from pygdist.backends.planning.hop_costs import HopCosts, Timed, time_hops
@@ -100,6 +101,9 @@ class HybridBackend(RecomputingBackend):
             return list(self._by_share(halo, self.cache_ratio))
         if self.costs is not None:
             return list(self._by_costs(halo, self.costs))
+        if not can_be_timed(probe.call, probe.rehearse):
+            self._log("all rows are fetched: a model with reentrant activation checkpointing cannot be timed")
+            return list(halo.choice(False))
         return list(self._by_measurement(halo, probe))
 
     def _by_share(self, halo: Halo, share: float) -> Tensor:

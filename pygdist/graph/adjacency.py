@@ -270,6 +270,8 @@ class Adjacency(EdgeIndex):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch on the edge list: to a model, edges are the plain tensor that its user passed."""
         edges = args[0] if args and isinstance(args[0], Adjacency) else None
+        if edges is not None and func is torch.ops.aten.detach.default:  # as activation checkpointing does
+            return edges.with_value(edges.value)
         args, kwargs = tree_map_only(EdgeIndex, lambda one: one._data, (args, kwargs or {}))
         out = func(*args, **kwargs)
         if edges is not None and func is torch.ops.aten.select.int and tuple(args[1:]) in ((0, 1), (0, -1)):

@@ -279,7 +279,12 @@ _AGGREGATIONS = {
 
 
 def _fused_path_says_all(layer: MessagePassing) -> bool:
-    """True if ``message_and_aggregate`` equals message and aggregation: nobody changed those alone."""
+    """True if ``message_and_aggregate`` equals message and aggregation: a library's own, and nobody changed those.
+
+    PyG calls a user's ``message_and_aggregate`` for sparse matrices alone, and users pass an ``edge_index``.
+    """
+    if not layer.message_and_aggregate.__module__.startswith(("torch_geometric.", "pygdist.")):
+        return False
     if hooked(layer, "message", "aggregate") or set(_SAID) & vars(layer).keys():
         return False
     if isinstance(layer, EGConv) and "std" in layer.aggregators:

@@ -163,7 +163,7 @@ def hooked_module(module: nn.Module) -> bool:
 # -- layers with something changed -------------------------------------------------------------------------------------
 
 
-def layer_name(layer: MessagePassing) -> str:
+def layer_name(layer: nn.Module) -> str:
     """The class name that users know, without the mark of a routed layer."""
     return type(layer).__name__.removeprefix("Distributed")
 

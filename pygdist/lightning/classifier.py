@@ -14,26 +14,15 @@ from typing_extensions import override
 from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.hops.arguments import each_tensor
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.parts import PartBatch, sampled_graph
-from pygdist.nn.inputs import call_model
+from pygdist.nn.inputs import checked_columns, checked_rows, outputs_of
 from pygdist.nn.loss import labelled, node_losses, summed_loss
 
 Stage = Literal["train", "val", "test"]
 
 _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
-
-
-def run_model(model: nn.Module, shard: Shard) -> Tensor:
-    """Call ``model`` with the rank's own rows, and with edge inputs if its forward takes them.
-
-    Returns:
-        One row per owned node, with at least one column per class.
-
-    Raises:
-        InputError: If the model takes another number of features than the graph has, or returns too few columns.
-    """
-    return call_model(model, shard, shard.adjacency, num_classes=shard.num_classes, multi_label=shard.multi_label)
 
 
 class NodeClassifier(GraphModule):
@@ -44,7 +33,8 @@ class NodeClassifier(GraphModule):
     ``train_acc`` are estimates of these: means over the nodes that an epoch samples, with larger weights for nodes that
     are sampled rarely. ``train_f1`` counts a node as often as it is sampled.
 
-    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches.
+    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches. A
+    subclass for a model with several outputs (a tuple, list or dictionary) overrides :meth:`logits` too.
     A subclass with an additional term adds it to ``super().training_step(batch, batch_idx)``.
 
     Args:
@@ -96,23 +86,43 @@ class NodeClassifier(GraphModule):
         self._score_name = "f1" if shard.multi_label else "acc"
 
     @override
-    def forward(self, shard: Shard) -> Tensor:
-        return run_model(self.network, shard)
+    def forward(self, shard: Shard) -> Any:
+        """Return the model's outputs for the rank's own rows; edge inputs are passed if its forward takes them."""
+        return self._checked(outputs_of(self.network, shard, shard.adjacency))
 
-    def node_losses(self, out: Tensor, y: Tensor) -> Tensor:
+    def logits(self, outputs: Any) -> Tensor:
+        """Return the tensor with a column for every class among the outputs of the model, one row per node.
+
+        Scores and predictions are computed from it; by default, losses too.
+
+        Args:
+            outputs: The output itself, by default; a subclass picks from several.
+        """
+        tensor: Tensor = outputs
+        return tensor
+
+    def _checked(self, outputs: Any) -> Any:
+        """Refuse outputs whose logits are not a matrix with a column for every class."""
+        remedy = "override logits(outputs) to return the one with a column for every class"
+        rows = checked_rows(self.logits(outputs), remedy)
+        checked_columns(rows, num_classes=self.shard.num_classes, multi_label=self.shard.multi_label)
+        return outputs
+
+    def node_losses(self, out: Any, y: Tensor) -> Tensor:
         r"""Return the loss of each labelled node: cross-entropy, or binary cross-entropy for several labels per node.
 
         Training minimises the mean over the nodes of a step; the mean over all nodes of a stage is logged. A rank may
         have no node.
 
         Args:
-            out: The model's output for these nodes.
+            out: The model's outputs for these nodes: a tensor, or tensors in a tuple, list or dictionary. Those
+                without a row for each node are passed whole.
             y: Their labels.
 
         Shapes:
             ``out`` is :math:`(k, C)`, ``y`` :math:`(k)` int64 or :math:`(k, C)` float, the result :math:`(k)`.
         """
-        return node_losses(out, y)
+        return node_losses(self.logits(out), y)
 
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
@@ -137,7 +147,7 @@ class NodeClassifier(GraphModule):
     def predict_step(self, batch: Shard | PartBatch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return the global ids of the owned nodes and the model's output for them."""
         shard, out = self.evaluated(batch)
-        return shard.owned_id, out
+        return shard.owned_id, self.logits(out)
 
     def _share_of_all(self, shard: Shard, share: float) -> float:
         """Return the training nodes of all ranks, or their weights if classes have any."""
@@ -154,7 +164,7 @@ class NodeClassifier(GraphModule):
         weights = torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
         return weights[y]  # -1 is the last
 
-    def _learn(self, shard: Shard, out: Tensor) -> tuple[Tensor, float]:
+    def _learn(self, shard: Shard, out: Any) -> tuple[Tensor, float]:
         """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""
         if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
@@ -165,7 +175,7 @@ class NodeClassifier(GraphModule):
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
-        out = call_model(self.model, graph, edges, num_classes=shard.num_classes, multi_label=shard.multi_label)
+        out = self._checked(outputs_of(self.model, graph, edges))
         norm = graph.get("node_norm")
         if norm is None:
             total, share = self._noted(out, graph.y, graph.train_mask, "train")
@@ -187,39 +197,50 @@ class NodeClassifier(GraphModule):
         mask = getattr(shard, f"{stage}_mask")
         if shard.y is None or mask is None or not shard.counts[f"{stage}_mask"]:
             raise InputError(_UNLABELLED.format(stage))
-        self._noted(out.to(shard.x.device), shard.y, mask, stage)
+        self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, mask, stage)
 
     def _idle(self) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
         shard = self.shard
         assert shard.y is not None, "other ranks have labels"
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        out = torch.zeros(0, shard.num_classes, device=self.device, dtype=trained[0].dtype)
-        self._noted(out, shard.y[:0].to(self.device), torch.zeros(0, dtype=torch.bool, device=self.device), "train")
+        none = shard.y[:0].to(self.device)
+        self._log(
+            "train",
+            torch.zeros(0, shard.num_classes, device=self.device),
+            none,
+            torch.zeros((), device=self.device),
+            0.0,
+        )
         self._in_step(0.0)
         # it depends on every parameter, as DDP sends all gradients in each step
-        return torch.stack([parameter.sum() * 0 for parameter in trained]).sum()
+        return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
 
     def _noted(
-        self, out: Tensor, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
+        self, out: Any, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
         """Return the summed loss over a mask's labelled nodes (times ``weight``) and their share; log the metrics."""
         of_classes = self._weights_of(y)
         factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
         total, count = summed_loss(out, y, mask, factor, self.node_losses)
         rows = labelled(y, mask)
-        loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         share = count if factor is None else float(factor[rows].sum())
+        self._log(stage, self.logits(out)[rows], y[rows], total, share, None if weight is None else weight[rows])
+        return total, share
+
+    def _log(
+        self, stage: Stage, logits: Tensor, y: Tensor, total: Tensor, share: float, weight: Tensor | None = None
+    ) -> None:
+        """Update and log the metrics of a stage, with the nodes of a step."""
+        loss, score = (cast(Metric, self.metrics[f"{stage}_{kind}"]) for kind in ("loss", "score"))
         loss.update(total.detach() / (share or 1), weight=share)
         if y.dim() == 2:
-            score.update((out[rows] > 0).long(), y[rows].long())  # as predict does; torchmetrics guesses a sigmoid
+            score.update((logits > 0).long(), y.long())  # as predict does; torchmetrics guesses a sigmoid
         else:
-            hits = (out[rows].argmax(dim=-1) == y[rows]).float()
-            score.update(hits, weight=1.0 if weight is None else weight[rows])
+            hits = (logits.argmax(dim=-1) == y).float()
+            score.update(hits, weight=1.0 if weight is None else weight)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
-        return total, share
 
 
 def _score(shard: Shard) -> Metric:

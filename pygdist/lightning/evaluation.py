@@ -7,6 +7,7 @@ hop by hop (:mod:`pygdist.comm.replay`): one part is open at a time, and the row
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing_extensions import override
 from pygdist.backends import CommBackend, Savings
 from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
+from pygdist.hops.arguments import each_tensor
 from pygdist.memory.overflow import writable
 from pygdist.routing import distribute, undistribute
 
@@ -49,7 +51,7 @@ class WholeGraphEvaluation:
         self._contents = _contents(model)
         self._bound: Shard | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Any] = {}
 
     def is_of(self, model: nn.Module) -> bool:
         """Tell if :attr:`model` is still a copy of ``model``, which may have been changed meanwhile."""
@@ -62,7 +64,7 @@ class WholeGraphEvaluation:
             self._bound = shard
 
     def run(
-        self, parts: Sequence[int], num_parts: int, open_part: Callable[[int], Shard], call: Callable[[Shard], Tensor]
+        self, parts: Sequence[int], num_parts: int, open_part: Callable[[int], Shard], call: Callable[[Shard], Any]
     ) -> None:
         """Run ``call`` on the rank's parts in turn; ``open_part`` returns one, and may free the one before."""
         folder = writable(open_part(parts[0]).folder)
@@ -75,18 +77,15 @@ class WholeGraphEvaluation:
             self._backend.unbind()  # it would hold the part before
             shard = open_part(communicator.rank)
             self._backend.bind(shard, communicator)
+            files = (str(results / f"{communicator.rank}-{number}") for number in itertools.count())
             with torch.no_grad():
-                out = call(shard).cpu().contiguous()
-            if out.numel():
-                path = str(results / str(communicator.rank))
-                out = torch.from_file(path, shared=True, size=out.numel(), dtype=out.dtype).view(out.shape).copy_(out)
-            self._outputs[communicator.rank] = out
+                self._outputs[communicator.rank] = each_tensor(call(shard), lambda out: _in_file(out, next(files)))
 
         run_parts(parts, num_parts, run, self._communicator, between)
         self._backend.unbind()
 
-    def output_of(self, part: int) -> Tensor:
-        """Return the output of :meth:`run` for a part, one row per owned node."""
+    def output_of(self, part: int) -> Any:
+        """Return the output of :meth:`run` for a part, with one row per owned node in each tensor."""
         return self._outputs[part]
 
     def close(self) -> None:
@@ -101,6 +100,14 @@ class WholeGraphEvaluation:
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
+
+
+def _in_file(out: Tensor, path: str) -> Tensor:
+    """Return a copy of a tensor that is mapped from a new file."""
+    out = out.cpu().contiguous()
+    if not out.numel():
+        return out
+    return torch.from_file(path, shared=True, size=out.numel(), dtype=out.dtype).view(out.shape).copy_(out)
 
 
 def _contents(model: nn.Module) -> tuple[Any, ...]:

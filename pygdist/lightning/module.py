@@ -146,8 +146,8 @@ class GraphModule(pl.LightningModule):
         """The model that runs now: on the module's backend, or, in an evaluation on the whole graph, on another."""
         return self.model if self._evaluation is None else self._evaluation.model
 
-    def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Tensor]:
-        """Return the part that a batch of an evaluation is, and the model's output for it, one row per owned node.
+    def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Any]:
+        """Return the part that a batch of an evaluation is, and the model's outputs for its owned nodes.
 
         If a rank runs several parts in turn, the output is on the CPU, mapped from a file.
         """

@@ -33,8 +33,8 @@ def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
-    """Return the output of ``model`` for a graph: one row per node (per owned node of a shard).
+def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
+    """Return whatever ``model`` returns for a graph.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
@@ -42,7 +42,7 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
         edges: The ``edge_index`` to pass to the model.
 
     Raises:
-        InputError: If the model takes another number of features than the graph has, or its output is not a matrix.
+        InputError: If the model takes another number of features than the graph has.
     """
     width, inputs = graph.x.size(1), edge_inputs(model, graph)
     try:
@@ -53,7 +53,7 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
             f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap it in a module that can"
         ) from error
     try:
-        out: Tensor = model(graph.x, edges, **inputs)
+        return model(graph.x, edges, **inputs)
     except (RuntimeError, TypeError) as error:  # Lightning and pygdist raise others
         _explain_integers(error, {"x": graph.x, **inputs})
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
@@ -62,14 +62,19 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
             f"the model does not accept the graph's {width} features per node ({error}); "
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         ) from error
-    if not isinstance(out, Tensor):
-        raise InputError(
-            f"the model returns a {type(out).__name__}, expected one tensor with a row per node; wrap the model in a "
-            "module that returns this tensor, or override training_step for a loss of several outputs"
-        )
-    if out.dim() != 2:
-        raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
-    return out
+
+
+def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
+    """Return the output of ``model`` for a graph: one row per node (per owned node of a shard).
+
+    The arguments are those of :func:`outputs_of`.
+
+    Raises:
+        InputError: As :func:`outputs_of`, and if the output is not a matrix.
+    """
+    return checked_rows(
+        outputs_of(model, graph, edges), "wrap the model in a module that returns one tensor with a row per node"
+    )
 
 
 def _explain_integers(error: Exception, inputs: Mapping[str, Tensor]) -> None:
@@ -94,7 +99,20 @@ def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int,
     Raises:
         InputError: As :func:`call_encoder`, and if the model returns too few columns.
     """
-    out = call_encoder(model, graph, edges)
+    return checked_columns(call_encoder(model, graph, edges), num_classes=num_classes, multi_label=multi_label)
+
+
+def checked_rows(out: Any, remedy: str) -> Tensor:
+    """Refuse an output that is not a matrix; ``remedy`` says what to do with several outputs."""
+    if not isinstance(out, Tensor):
+        raise InputError(f"the model returns a {type(out).__name__}, expected one tensor; {remedy}")
+    if out.dim() != 2:
+        raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
+    return out
+
+
+def checked_columns(out: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
+    """Refuse an output without a column for every class."""
     if out.size(1) != num_classes if multi_label else out.size(1) < num_classes:
         raise InputError(
             f"the model returns {out.size(1)} values per node, but the graph has {num_classes} classes; set the "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,11 +34,11 @@ def node_losses(output: Tensor, y: Tensor) -> Tensor:
 
 
 def summed_loss(
-    output: Tensor,
+    output: Any,
     y: Tensor,
     mask: Tensor,
     weight: Tensor | None = None,
-    losses: Callable[[Tensor, Tensor], Tensor] = node_losses,
+    losses: Callable[[Any, Tensor], Tensor] = node_losses,
 ) -> tuple[Tensor, int]:
     r"""Return the sum of the losses over the labelled nodes of ``mask``, and the number of these nodes.
 
@@ -43,7 +46,7 @@ def summed_loss(
     backward exchanges.
 
     Args:
-        output: Output of the model for each node.
+        output: Output of the model for each node, or several of them in a collection.
         y: Labels.
         mask: Nodes to sum over.
         weight: Factor on the loss of each node; 1 by default.
@@ -57,7 +60,7 @@ def summed_loss(
         InputError: If ``losses`` does not return one value for each node.
     """
     chosen = labelled(y, mask)
-    values = losses(output[chosen], y[chosen])
+    values = losses(apply_to_collection(output, Tensor, partial(_chosen, chosen)), y[chosen])
     count = int(chosen.sum())
     if values.shape != (count,):
         name = getattr(losses, "__qualname__", type(losses).__name__)
@@ -66,3 +69,8 @@ def summed_loss(
             "losses of torch use reduction='none'"
         )
     return values.sum() if weight is None else values @ weight[chosen].to(values.dtype), count
+
+
+def _chosen(chosen: Tensor, value: Tensor) -> Tensor:
+    """The chosen rows of a tensor with a row for each node; any other tensor as it is."""
+    return value[chosen] if value.dim() and value.size(0) == chosen.size(0) else value

@@ -39,6 +39,7 @@ from pygdist.routing.runs import (
     difference,
     differences,
     first_difference,
+    numbers_apart,
     run_parts,
     run_whole,
     without_dropout,
@@ -91,14 +92,14 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
     try:
         with communicator.aside() as aside, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
+            note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
-        if communicator.rank == 0:
-            warnings.warn(
-                f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
-                f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only",
-                stacklevel=2,
-            )
+        note = (
+            f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
+            f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only"
+        )
+    if note and communicator.rank == 0:
+        warnings.warn(note, stacklevel=2)
     passed.add(identity)
     return True
 
@@ -110,8 +111,11 @@ class _Check:
         self.call, self.backend, self.ways = call, backend, ways
         self.communicator, self.num_parts = communicator, num_parts
 
-    def run(self) -> None:
+    def run(self) -> str:
         """Compare, and raise for a difference; every rank makes the call.
+
+        Returns:
+            A warning about numbers of the loss; empty if there is nothing to say.
 
         Raises:
             NotComparableError: On all ranks, if the model cannot be compared.
@@ -125,9 +129,9 @@ class _Check:
                 for device in {"cpu", *(one.device.type for one in self.call.model.parameters())}:
                     stack.enter_context(torch.autocast(device, enabled=False))
                 stack.enter_context(without_dropout())
-            self._compare()
+            return self._compare()
 
-    def _compare(self) -> None:
+    def _compare(self) -> str:
         small = Miniature.of(self.call, self.backend.shard, self.communicator, self.num_parts)
         with self._agreed():
             plain = _plain_copy(self.call.model, self.ways)
@@ -136,9 +140,10 @@ class _Check:
         self._check_parameters()
         exact = self.backend.exact_case(max(1, *whole.num_hops))
         if exact is None:
-            return
+            return ""
         apart: dict[str, float] = {}
-        for shard, part in self._parts(small, exact, plain, setting, whole):
+        runs = self._parts(small, exact, plain, setting, whole)
+        for shard, part in runs:
             for name, value in differences(part, whole, small, shard).items():
                 apart[name] = max(value, apart.get(name, 0.0))
         tolerance = _TOLERANCE[setting.dtype]
@@ -147,6 +152,20 @@ class _Check:
         if wrong:
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
             raise self._refused(place, max(worst), cause_of(plain, small, setting, tolerance))
+        return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
+
+    def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:
+        """Return a warning about numbers, such as terms of a loss, that are others on each rank."""
+        worst = self.communicator.gather([max(one) for one in zip(*apart, strict=True)]).amax(0).tolist()
+        names = [name for name, value in zip(whole.numbers, worst, strict=True) if not value <= tolerance]
+        if not names:
+            return ""
+        return (
+            f"{own_class(self.call.model).__name__} computes {', '.join(map(repr, names))} over the rows of each "
+            f"{'part' if self.backend.abilities.trains_parts else 'rank'} alone. As a term of the loss it would train "
+            "other numbers than one process: compute it by MeanAggregation() or SumAggregation() as a module of the "
+            "model, which pygdist computes over all ranks"
+        )
 
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -177,6 +196,8 @@ class _Check:
     ) -> list[tuple[Shard, Run]]:
         try:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
+        except InputError as error:
+            raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:
             if not reads_missing_rows(error):
                 error.add_note(f"raised while the model was tried on a small graph before it trains; {_SWITCH}")

@@ -229,7 +229,12 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     """Return what makes the ``forward`` of a module that looks at all nodes; ``None`` for any other module."""
     norm = next((GLOBAL_NORMS[cls] for cls in base.__mro__ if cls in GLOBAL_NORMS), READOUTS.get(base))
     if norm is not None:
-        return lambda backend: lambda self, *args, **kwargs: norm(self, backend, *args, **kwargs)
+
+        def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            backend.begin_module(self)
+            return norm(self, backend, *args, **kwargs)
+
+        return lambda backend: lambda self, *args, **kwargs: routed(backend, self, *args, **kwargs)
     if pads(base):
         forward = base.forward
         return lambda backend: (

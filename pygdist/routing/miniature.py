@@ -1,7 +1,7 @@
 """A small awkward graph on which a model runs as its user calls it: whole, on one process, or cut into parts.
 
-The graph has directed edges, self-loops, nodes without edges, and a part without training nodes. Every rank makes all
-of it, from one seed.
+The graph has directed edges, self-loops, nodes without edges, an edge from one part to another whose ends have no
+other, and a part without training nodes. Every rank makes all of it, from one seed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def awkward_graph(num_parts: int) -> Graph:
     """Return the graph for a number of parts."""
     rng = np.random.default_rng(num_parts)
     num_nodes = _NODES_OF_A_PART * max(num_parts, 2) + 1
-    connected = rng.permutation(num_nodes - 1)[: num_nodes * 3 // 4]  # the last node is never
+    nodes = rng.permutation(num_nodes - 1)  # the last node is isolated
+    connected, apart = nodes[: num_nodes * 3 // 4], nodes[-2:, None]
     loops = connected[:3]
-    edges = np.unique(np.concatenate([rng.choice(connected, (2, 3 * num_nodes)), [loops, loops]], axis=1), axis=1)
+    some = rng.choice(connected, (2, 3 * num_nodes))
+    edges = np.unique(np.concatenate([some, [loops, loops], apart], axis=1), axis=1)
     edges = edges[:, np.argsort(edges[1], kind="stable")]
     owner = rng.permutation(np.arange(num_nodes) % num_parts)
     owner[np.flatnonzero(owner == 0)[:2]] = num_parts - 1  # parts are not of one size
+    owner[apart[:, 0]] = 0, num_parts - 1
     trains = (rng.random(num_nodes) < 0.7) & ((owner < num_parts - 1) | (num_parts == 1))
     return Graph(*(torch.from_numpy(one) for one in (edges, owner, trains)))
 

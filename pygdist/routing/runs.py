@@ -59,6 +59,7 @@ class Run:
         gradients: By parameter: gradients of a loss over the training nodes.
         buffers: By name, afterwards.
         modules: What each module put out, by its name, in the order in which they ended; empty unless traced.
+        numbers: By name: single numbers with a gradient, as of a loss, that training put out or left in a module.
         num_hops: Calls of ``propagate`` in each pass, by layers that are not distributed.
     """
 
@@ -66,6 +67,7 @@ class Run:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
     num_hops: list[int] = field(default_factory=list)
 
     def check_comparable(self, small: Miniature) -> None:
@@ -167,15 +169,25 @@ def _pass_by(
         outputs = {f"{number} {at}": one for at, one in enumerate(numbers)}
         run.outputs |= {name: one.detach().clone() for name, one in outputs.items()}
         if number == 1:
-            _learn(outputs, small, shard, run if whole is None else whole)
+            run.numbers |= _numbers(model, outputs)
+        if number < 2:  # first on all nodes, then on those of training, which some parts have not
+            _learn(outputs, small, shard, run if whole is None else whole, everywhere=number == 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             run.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     run.buffers |= {name: one for name, one in model.named_buffers() if one.is_floating_point()}
 
 
-def _learn(outputs: dict[str, Tensor], small: Miniature, shard: Shard | None, whole: Run) -> None:
-    """Run the backward pass of a random weighted sum over training nodes, and over edges.
+def _numbers(model: nn.Module, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return single numbers with a gradient, among the outputs and the attributes of modules."""
+    named = {f"output {name.split()[1]}": one for name, one in outputs.items()}
+    for path, module in model.named_modules():
+        named |= {f"{path}.{name}".strip("."): one for name, one in vars(module).items() if isinstance(one, Tensor)}
+    return {name: one.detach().clone() for name, one in named.items() if one.dim() == 0 and one.requires_grad}
+
+
+def _learn(outputs: dict[str, Tensor], small: Miniature, shard: Shard | None, whole: Run, *, everywhere: bool) -> None:
+    """Run the backward pass of a random weighted sum over training nodes (all, if ``everywhere``), and over edges.
 
     Outputs with other rows, and numbers such as a loss, have no part in the sum: nobody knows how ranks add them up.
     """
@@ -187,7 +199,7 @@ def _learn(outputs: dict[str, Tensor], small: Miniature, shard: Shard | None, wh
         weight = torch.randn(whole.outputs[name].shape, generator=torch.Generator().manual_seed(at))
         dim, of_nodes = kind
         if of_nodes:
-            weight.movedim(dim, 0)[~small.graph.trains] = 0
+            weight.movedim(dim, 0)[~(small.graph.trains | everywhere)] = 0
         if shard is not None:
             weight = weight.index_select(dim, (shard.owned_id if of_nodes else shard.e_id).cpu())
         if weight.shape == one.shape:  # infinite numbers, which are compared as they are, add nothing
@@ -252,6 +264,11 @@ def differences(part: Run, whole: Run, small: Miniature, shard: Shard) -> dict[s
     for name, one in whole.buffers.items():
         apart[f"buffer '{name}'"] = difference(part.buffers.get(name), one)
     return apart
+
+
+def numbers_apart(part: Run, whole: Run) -> list[float]:
+    """Return how much each single number of a part differs from that of the whole graph."""
+    return [difference(part.numbers.get(name), one) for name, one in whole.numbers.items()]
 
 
 def first_difference(part: Run, whole: Run, small: Miniature, shard: Shard, tolerance: float) -> int:

@@ -291,7 +291,7 @@ def _branching(rank: int, world_size: int, folder: str) -> None:
     distribute(model, backend=backend, check=False)
     twin.depth = 3
     check(model(*args), twin(data.x, data.edge_index, whole, everywhere), shard.owned_id)
-    with pytest.raises(InputError, match=r"GCNConv runs outside a forward pass of the model.*checkpointing"):
+    with pytest.raises(InputError, match=r"GCNConv runs outside a forward pass of the model"):
         model.layers[0](shard.x, shard.adjacency)
 
 

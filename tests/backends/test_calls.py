@@ -17,7 +17,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.native import load
-from pygdist.routing import distribute
+from pygdist.routing import distribute, undistribute
 from pygdist.testing import RankPool, random_graph
 
 BACKENDS = ["comm", "cache", "hybrid", "tensor", "replica"]
@@ -103,13 +103,13 @@ class ReadsGlobals(nn.Module):
         return out
 
 
-def _reads_globals(rank: int, world_size: int, folder: str, backend_name: str) -> str:
+def _reads_globals(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, Tensor] | str:
     shard, backend = Shard.load(f"{folder}/nodes", rank), resolve_backend(backend_name)
     backend.bind(shard, Communicator(dist.new_group()))
     torch.manual_seed(0)
     model = distribute(ReadsGlobals(shard.adjacency).double(), backend=backend, check=False)
     try:
-        return str(tuple(model(shard.x).shape)) if rank < world_size else ""
+        return shard.owned_id, model(shard.x).detach()
     except InputError as error:
         return str(error)
 
@@ -118,8 +118,55 @@ def _reads_globals(rank: int, world_size: int, folder: str, backend_name: str) -
 def test_a_model_that_gets_no_edges_is_refused_where_they_must_be_others(
     backend: str, parts: str, pool: RankPool
 ) -> None:
-    for said in pool.run(_reads_globals, 2, parts, backend):
-        if backend in ("comm", "tensor"):
-            assert said.endswith(", 3)")
+    data, _ = random_graph("directed")
+    torch.manual_seed(0)
+    expected = ReadsGlobals(data.edge_index).double()(data.x)
+    for found in pool.run(_reads_globals, 2, parts, backend):
+        if backend == "cache":
+            assert "ReadsGlobals gets no edges; pass shard.adjacency as an argument" in found
         else:
-            assert "ReadsGlobals gets no edges; pass shard.adjacency as an argument" in said
+            rows, out = found
+            assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
+
+
+class Embedded(nn.Module):
+    """Learns a row for each node, and looks the rows up by ids, or takes all of them."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(num_nodes, 5), GCN(5, 4, num_layers=2, out_channels=3)
+
+    def forward(self, ids: Tensor | None, edges: Tensor) -> Tensor:
+        out: Tensor = self.net(self.table.weight if ids is None else self.table(ids), edges)
+        return out
+
+
+def _embeds(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[str, Tensor, Tensor, Tensor]:
+    """Return the error for the table, then the rows' ids, the output for ids, and the sum of the table's gradients."""
+    shard, backend = Shard.load(f"{folder}/nodes", rank), resolve_backend(backend_name)
+    backend.bind(shard, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    model = Embedded(shard.num_nodes).double()
+    distribute(model, backend=backend, check=False)
+    with pytest.raises(InputError) as refused:
+        model(None, shard.adjacency)
+    undistribute(model)
+    distribute(model, backend=backend)
+    out = model(shard.owned_id, shard.adjacency)
+    out.square().sum().backward()
+    gradient = model.table.weight.grad
+    dist.all_reduce(gradient)
+    return str(refused.value), shard.owned_id, out.detach(), gradient
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", pytest.param("hybrid", marks=needs_planner)])
+def test_rows_of_an_embedding_are_looked_up_by_ids(backend: str, parts: str, pool: RankPool) -> None:
+    data, _ = random_graph("directed")
+    torch.manual_seed(0)
+    plain = Embedded(data.num_nodes).double()
+    expected = plain(torch.arange(data.num_nodes), data.edge_index)
+    expected.square().sum().backward()
+    for refused, rows, out, gradient in pool.run(_embeds, 2, parts, backend):
+        assert "give the model the ids of its nodes, and look their rows up" in refused
+        assert torch.allclose(out, expected[rows], rtol=0, atol=1e-10)
+        assert torch.allclose(gradient, plain.table.weight.grad, rtol=0, atol=1e-10)

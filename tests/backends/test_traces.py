@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,24 +133,38 @@ def test_calls_are_as_many_as_on_one_process(backend: str, pool: RankPool, tmp_p
         assert float((outputs - expected[:, owned]).abs().max()) < 1e-10
 
 
-def _refused(rank: int, world_size: int, store: str, backend: str) -> str:
-    shard, bound = Shard.load(store, rank), resolve_backend(backend)
-    bound.bind(shard, Communicator(dist.new_group()))
+def _with_iterator() -> Model:
     model = _made()
     model.first.draws = iter(range(9))
+    return model
+
+
+def _iterates(rank: int, world_size: int, store: str, backend: str) -> tuple[Tensor, Tensor, list[str]] | str:
+    shard, bound = Shard.load(store, rank), resolve_backend(backend)
+    bound.bind(shard, Communicator(dist.new_group()))
+    model = distribute(_with_iterator(), backend=bound, check=False)
     try:
-        distribute(model, backend=bound, check=False)(shard.x, shard.adjacency)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            outputs, _ = _steps(model, shard.x, shard.adjacency)
     except InputError as error:
         return str(error)
-    return ""
+    return shard.owned_id, outputs, [str(one.message) for one in warned]
 
 
-@pytest.mark.parametrize("backend", ["comm", "cache"])
+@pytest.mark.parametrize("backend", ["comm", "cache", "hybrid"])
 def test_an_iterator_is_refused_only_where_it_would_go_on(backend: str, pool: RankPool, tmp_path: Path) -> None:
     data, parts = random_graph("directed")
     write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="", arguments={}, notes=[])
-    for text in pool.run(_refused, 2, str(tmp_path / "parts"), backend):
-        assert ("Counting.draws is an iterator (range_iterator); use backend comm" in text) == (backend == "cache")
+    expected, _ = _steps(_with_iterator(), data.x, data.edge_index)
+    for rank, found in enumerate(pool.run(_iterates, 2, str(tmp_path / "parts"), backend)):
+        if backend == "cache":
+            assert "Counting.draws is an iterator (range_iterator); use backend comm" in found
+            continue
+        rows, outputs, warned = found
+        assert float((outputs - expected[:, rows]).abs().max()) < 1e-10
+        reasons = [one for one in warned if "Counting.draws is an iterator" in one and "none computed" in one]
+        assert len(reasons) == (backend == "hybrid" and rank == 0)
 
 
 class Doubling(nn.Module):

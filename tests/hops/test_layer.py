@@ -68,6 +68,14 @@ class WeightInUpdate(MessagePassing):
         return out
 
 
+class OtherwiseFused(SAGEConv):
+    """PyG calls the fused form for sparse matrices alone."""
+
+    def message_and_aggregate(self, adj_t: Any, x: Any) -> Tensor:
+        out: Tensor = 2 * adj_t.set_value(None).matmul(x[0])
+        return out
+
+
 def own_message() -> MessagePassing:
     layer = GATConv(5, 3)
     layer.message = types.MethodType(lambda self, x_j, alpha: 2 * alpha.unsqueeze(-1) * x_j, layer)
@@ -88,8 +96,24 @@ def biased() -> MessagePassing:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Rectified(5, 3), lambda: Doubled(5, 3), WeightInUpdate, own_message, another_aggregation, biased],
-    ids=["message", "aggregate", "update", "message-of-one-layer", "aggregation-of-one-layer", "biased-weight"],
+    [
+        lambda: Rectified(5, 3),
+        lambda: Doubled(5, 3),
+        WeightInUpdate,
+        lambda: OtherwiseFused(5, 3),
+        own_message,
+        another_aggregation,
+        biased,
+    ],
+    ids=[
+        "message",
+        "aggregate",
+        "update",
+        "fused",
+        "message-of-one-layer",
+        "aggregation-of-one-layer",
+        "biased-weight",
+    ],
 )
 def test_a_changed_layer_trains_as_it_is(make: Callable[[], MessagePassing], graph: tuple[Data, Shard]) -> None:
     data, shard = graph

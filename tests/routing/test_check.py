@@ -131,6 +131,48 @@ class Mirrored(nn.Module):
         return out
 
 
+class Prototypes(nn.Module):
+    """Learns a few rows, each of which attends to all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rows = GCNConv(5, 3), nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = self.conv(x, edge_index)
+        weight = (out @ self.rows.t()).softmax(0)
+        return out + weight @ (weight.t() @ out)
+
+
+class Sequence(nn.Module):
+    """Reads the nodes one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gru = GCNConv(5, 3), nn.GRU(3, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.gru(self.conv(x, edge_index))[0]
+        return out
+
+
+def _unit_gradient(x: Tensor, _: Tensor) -> Tensor:
+    """Gives all nodes together a gradient of length one."""
+    x.register_hook(lambda gradient: gradient / gradient.norm()) if x.requires_grad else None
+    return x
+
+
+def _without_edges(ends: slice) -> Callable[[Tensor, Tensor], Tensor]:
+    """Double the nodes that are at none of these ends of edges."""
+
+    def doubled(x: Tensor, edge_index: Tensor) -> Tensor:
+        factor = x.new_full((x.size(0), 1), 2.0)
+        factor[edge_index[ends].flatten()] = 1.0
+        return x * factor
+
+    return doubled
+
+
 def _noise(x: Tensor, _: Tensor) -> Tensor:
     return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
 
@@ -153,6 +195,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "out-degree-by-hand": (lambda: OfSources(0), ELSEWHERE),
     "out-degree": (OutDegree, ELSEWHERE),
     "mirrored": (Mirrored, ELSEWHERE),
+    "prototypes": (Prototypes, OVER_NODES),
+    "number-of-nodes": (lambda: Then(lambda x, _: x / x.size(0)), OVER_NODES),
+    "sequence": (Sequence, BY_NUMBER),
+    "gradient": (lambda: Then(_unit_gradient), ELSEWHERE),
+    "sinks": (lambda: Then(_without_edges(slice(0, 1))), ELSEWHERE),
+    "isolated": (lambda: Then(_without_edges(slice(0, 2))), ELSEWHERE),
     "scattered": (
         lambda: Then(lambda x, edge_index: x + scatter(x[edge_index[1]], edge_index[0], dim_size=x.size(0))),
         ELSEWHERE,
@@ -451,7 +499,7 @@ class Outputs(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.conv, self.kind = pyg.GATConv(5, 3), kind
+        self.conv, self.kind, self.sum = pyg.GATConv(5, 3), kind, pyg.SumAggregation()
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         out: Tensor = self.conv(x, edge_index)
@@ -459,7 +507,10 @@ class Outputs(nn.Module):
             "some": lambda: (out, out[x[:, 0] > 0]),
             "edges": lambda: out[edge_index[1]],
             "attention": lambda: self.conv(x, edge_index, return_attention_weights=True),
-            "loss": lambda: {"out": out, "loss": out.square().sum()},
+            "loss": lambda: {"out": out, "loss": self.conv.lin.weight.square().sum()},
+            "loss of all rows": lambda: (out, self.sum(out.square().sum(1, keepdim=True)).sum()),
+            "loss of rows": lambda: {"out": out, "loss": out.square().sum()},
+            "loss in a module": lambda: (out, setattr(self.conv, "loss", out.square().mean())),
             "nested": lambda: [(out, {"hidden": out.tanh()})],
             "nothing": lambda: SimpleNamespace(out=out),
             "nan": lambda: out.acos() / 0 - out.mean(0),
@@ -467,7 +518,7 @@ class Outputs(nn.Module):
         return outputs[self.kind]()
 
 
-@pytest.mark.parametrize("kind", ["some", "edges", "attention", "loss", "nested"])
+@pytest.mark.parametrize("kind", ["some", "edges", "attention", "loss", "loss of all rows", "nested"])
 def test_outputs_of_any_kind_are_accepted(kind: str, parts: str, pool: RankPool) -> None:
     assert pool.run(_checked, 2, parts, partial(Outputs, kind)) == [(1, "")] * 2
 
@@ -479,6 +530,13 @@ def test_a_comparison_that_tells_nothing_is_no_comparison(kind: str, said: str, 
     (_, first), (_, second) = pool.run(_checked, 2, parts, partial(Outputs, kind))
     assert "trains without having been compared" in first
     assert said in first
+    assert second == ""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("loss of rows", "'output 1'"), ("loss in a module", "'conv.loss'")])
+def test_terms_of_a_loss_over_the_rows_of_a_rank_are_told(kind: str, name: str, parts: str, pool: RankPool) -> None:
+    (_, first), (_, second) = pool.run(_checked, 2, parts, partial(Outputs, kind))
+    assert f"computes {name} over the rows of each rank alone" in first
     assert second == ""
 
 

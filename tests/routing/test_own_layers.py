@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, TAGConv
+from torch_geometric.nn import GCN, BatchNorm, GATConv, GCNConv, GroupAddRev, MessagePassing, SAGEConv, TAGConv
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, softmax
 
 from pygdist.backends import Backend, TensorBackend, resolve_backend
@@ -93,20 +93,31 @@ class Remaining(Own):
 
 
 class Chain(nn.Module):
-    """One layer after the other; some of them may make no hop, or be run once more in the backward pass."""
+    """One layer after the other; some of them may make no hop, or run once more in the backward pass."""
 
-    def __init__(self, *layers: nn.Module, again: bool = False) -> None:
+    def __init__(self, *layers: nn.Module, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.layers, self.again = nn.ModuleList(layers), again
+        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, edge_index, use_reentrant=True) if self.again else layer(x, edge_index)
+            if self.reentrant is None:
+                x = layer(x, edge_index)
+            else:
+                x = checkpoint(layer, x, edge_index, use_reentrant=self.reentrant)
         return x
 
 
-def _checkpointed() -> nn.Module:
-    return Chain(SAGEConv(5, 5), Chain(SAGEConv(5, 6), SAGEConv(6, 3), again=True))
+class Normed(Chain):
+    """Begins with a norm over nodes, and ends with one."""
+
+    def __init__(self, *layers: nn.Module, first: int, last: int) -> None:
+        super().__init__(*layers)
+        self.first, self.last = BatchNorm(first), BatchNorm(last)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.last(super().forward(self.first(x), edge_index))
+        return out
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -117,6 +128,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "remaining loops": Remaining,
     "no product": lambda: GCN(5, 6, num_layers=2, out_channels=3, aggr="median"),
     "no hop": lambda: Chain(GCNConv(5, 6), TAGConv(6, 6, K=0), GCNConv(6, 3)),
+    "checkpoints": lambda: Chain(SAGEConv(5, 5), Chain(TAGConv(5, 6), GCNConv(6, 3), reentrant=False)),
+    "reentrant checkpoints": lambda: Chain(SAGEConv(5, 5), Chain(TAGConv(5, 6), GCNConv(6, 3), reentrant=True)),
+    "checkpoints with norms": lambda: Chain(
+        SAGEConv(5, 6), Chain(Normed(GCNConv(6, 4), first=6, last=4), GATConv(4, 3), reentrant=False)
+    ),
+    "reversible": lambda: Chain(SAGEConv(5, 6), GroupAddRev(GATConv(3, 3), num_groups=2), GCNConv(6, 3)),
 }
 
 
@@ -224,30 +241,6 @@ def test_what_asks_for_rows_of_others_is_told_how(backend: str, tmp_path: Path, 
     for said in pool.run(_refused, 2, _store(tmp_path / "parts", 2), backend):
         for one, pattern in zip(said, REFUSED.values(), strict=True):
             assert re.match(pattern, one), one
-
-
-def _again(rank: int, world_size: int, store: str, backend: str) -> tuple[Any, Tensor] | str:
-    shard, bound = Shard.load(store, rank), resolve_backend(backend)
-    communicator = Communicator(dist.new_group())
-    bound.bind(shard, communicator)
-    model = distribute(_model(_checkpointed), backend=bound)
-    try:
-        return distributed_step(model, shard, communicator), shard.owned_id
-    except InputError as error:
-        return str(error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["comm", "tensor", "cache", "hybrid"])
-def test_layers_run_again_in_the_backward_pass(backend: str, tmp_path: Path, pool: RankPool) -> None:
-    expected = reference_step(_model(_checkpointed), random_graph("isolated")[0])
-    for found in pool.run(_again, 2, _store(tmp_path / "parts", 2), backend):
-        if backend in ("comm", "tensor"):
-            step, rows = found
-            assert max(one.absolute for one in largest_differences(step, expected, rows).values()) < 1e-10
-        else:
-            assert "checkpointing" in found
-            assert re.search("use backend comm.* or tensor", found)
 
 
 def test_errors_of_ones_own_stay_as_they_are(tmp_path: Path) -> None:

@@ -126,13 +126,7 @@ class HopRows:
         Raises:
             InputError: Naming the layer, the argument and the rank.
         """
-        if x.size(hop.layer.node_dim) != self.num_local:
-            raise InputError(
-                f"{hop.layer_name}: argument '{name}' of propagate has {x.size(hop.layer.node_dim)} rows, but "
-                f"{self.reason}; a tensor with a row for every node of the graph, such as an embedding table, cannot "
-                "be distributed this way",
-                of_one_rank=True,
-            )
+        check_rows(hop, name, x, self.num_local, self.reason)
 
     def joined(self, x: Tensor, halo: Tensor | None) -> Tensor:
         """Return one row per source of the hop's edges, from this rank's rows and those that arrived."""
@@ -145,6 +139,21 @@ class HopRows:
             return x
         # also with no rows: every rank takes part in the exchange of the backward pass
         return x.index_copy(0, self.arrival.position, halo)
+
+
+def check_rows(hop: Hop, name: str, x: Tensor, expected: int, reason: str) -> None:
+    """Refuse an argument of a hop that has not ``expected`` rows; ``reason`` says why it should.
+
+    Raises:
+        InputError: Naming the layer, the argument and the rows.
+    """
+    if x.size(hop.layer.node_dim) != expected:
+        raise InputError(
+            f"{hop.layer_name}: argument '{name}' of propagate has {x.size(hop.layer.node_dim)} rows, but {reason}; "
+            "of a tensor with a row for every node of the graph, such as an embedding table, pass the rank's rows: "
+            "give the model the ids of its nodes, and look their rows up",
+            of_one_rank=True,
+        )
 
 
 class Fetcher:

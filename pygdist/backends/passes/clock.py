@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.backends.base import names_of
-from pygdist.errors import InputError
 from pygdist.hops.hop import each_end
 
 
@@ -56,7 +54,7 @@ class Clock:
             if not backward:
                 out = step()
             elif out.requires_grad and parameters:
-                _backward(out, parameters)
+                torch.autograd.grad(out, parameters, allow_unused=True)
             self._mark(None, 0)
             for (start, hop, after), (end, _, _) in itertools.pairwise(self._marks):
                 if hop is None:
@@ -73,18 +71,6 @@ class Clock:
 
     def _mark(self, hop: int | None, after: int) -> None:
         self._marks.append((running_s(self._device), hop, after))
-
-
-def _backward(out: Tensor, parameters: list[Tensor]) -> None:
-    try:
-        torch.autograd.grad(out, parameters, allow_unused=True)
-    except RuntimeError as error:
-        if "torch.utils.checkpoint" not in str(error):
-            raise
-        raise InputError(
-            "the model uses activation checkpointing (torch.utils.checkpoint), which does not work while its hops are "
-            f"timed: remove the checkpoints, or use backend {names_of(lambda abilities: abilities.reruns_layers)}"
-        ) from error
 
 
 class _Mark(torch.autograd.Function):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import names_of
@@ -73,6 +73,9 @@ class PartPass:
         fetcher: Fetches rows for hops; ``None`` if no hop fetches any.
         alone: Nothing is exchanged: the model is tried on these rows.
         name: The backend's name, for messages.
+
+    Attributes:
+        ended: The model's forward pass is over; layers that run from then on run again, in the backward pass.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class PartPass:
         self._communicator, self._fetcher, self._name = communicator, fetcher, name
         self._hops = 0  # so far
         self._layer: _Layer | None = None
+        self._before: dict[int, set[int]] = {}  # by the id of a module: numbers of hops before it
+        self.ended = False
 
     @property
     def num_rows(self) -> int:
@@ -159,8 +164,9 @@ class PartPass:
 
         Raises:
             InputError: If the layer makes more hops than in the model's first pass, or gets edges of the model's own
-                making for the first time.
+                making for the first time; if it runs again, but ran in several places.
         """
+        self.begin_module(layer)
         edges = next((value for value in (*args, *kwargs.values()) if isinstance(value, Adjacency)), None)
         if self._layer is not None or self._runs_without_edges(layer, edges) or edges is None:
             return forward(layer, *args, **kwargs)
@@ -184,6 +190,26 @@ class PartPass:
         if self.facts.shrinks:
             return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))
         return each_tensor(out, lambda one: with_rows(layer, one, made, self.rows.num_rows))
+
+    def begin_module(self, module: nn.Module) -> None:
+        """Note how many hops were made before a layer or norm; if the module runs again, go back there.
+
+        Raises:
+            InputError: If the module runs again, but ran in several places.
+        """
+        if self._layer is not None:
+            return
+        before = self._before.setdefault(id(module), set())
+        if not self.ended:
+            before.add(self._hops)
+        elif len(before) == 1:
+            (self._hops,) = before
+        else:
+            raise InputError(
+                f"{layer_name(module)} runs again in the backward pass (activation checkpointing), and {len(before)} "
+                f"times in a forward pass, so backend '{self._name}' cannot tell which of its hops run; use backend "
+                f"{names_of(lambda abilities: abilities.reruns_layers)}"
+            )
 
     def _runs_without_edges(self, layer: MessagePassing, edges: Adjacency | None) -> bool:
         if edges is None and self.facts.shrinks:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.fetching.arrival import Arrival
+from pygdist.backends.fetching.fetcher import check_rows
 from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
@@ -89,6 +90,7 @@ class Rehearsal:
         self.graded: set[int] = set()
         self.num_hops = 0
         self._hop = 0
+        self._before: dict[int, int] = {}  # by the id of a layer: hops before it, where it ran last
 
     def begin_pass(self) -> None:
         """Begin a forward pass that is not the first."""
@@ -104,6 +106,8 @@ class Rehearsal:
 
     def propagate(self, hop: Hop) -> Tensor:
         """Note what a hop reads, run it and time it."""
+        for name, rows in hop.sources.items():
+            check_rows(hop, name, rows, self.num_rows, f"the model was given {self.num_rows} nodes to try it")
         if any(rows.requires_grad for rows in hop.sources.values()):
             self.graded.add(self._hop)
         self.widths[self._hop] = sum(
@@ -124,8 +128,10 @@ class Rehearsal:
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a layer and count its hops."""
-        before = self._hop
+        """Run a layer and count its hops, also if it runs again in the backward pass."""
+        if torch._C._current_graph_task_id() != -1:
+            self._hop = self._before[id(layer)]
+        before = self._before[id(layer)] = self._hop
         out = forward(layer, *args, **kwargs)
         # a layer may keep what its hops made, and make none from then on (cached=True)
         hops = self.hops_of[id(layer)] = max(self._hop - before, self.hops_of.get(id(layer), 0))
@@ -180,6 +186,22 @@ def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callab
     if widths and all(_fits(call, attempt, chain, training) for training in (False, True)):
         return chain
     return replace(chain, shrinks=False)
+
+
+def can_be_timed(call: Call, rehearse: Rehearse) -> bool:
+    """Tell whether a model's backward pass can run by itself: reentrant activation checkpointing forbids it."""
+    with rehearse(Rehearsal(_COUNTED_ON), True):
+        out = _on_loops(call, _loops(call, _COUNTED_ON), _COUNTED_ON)()
+        sums = [one.sum() for one in tensors_of(out) if one.requires_grad]
+        parameters = [one for one in call.model.parameters() if one.requires_grad]
+        try:
+            if sums and parameters:
+                torch.autograd.grad(sums, parameters, allow_unused=True)
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" not in str(error):
+                raise
+            return False
+    return True
 
 
 def _fits(call: Call, attempt: Attempt, chain: ModelFacts, training: bool) -> bool:

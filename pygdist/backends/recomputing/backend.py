@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from typing_extensions import override
 from pygdist.backends.base import Abilities, Backend, names_of
 from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, norms_refused
 from pygdist.backends.passes.base import Pass
+from pygdist.backends.passes.fetched import FetchedPass
 from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts, Rehearsal, Rehearse, look_at
 from pygdist.backends.passes.rows import Rows
@@ -60,7 +62,7 @@ class _Model:
 
     model: weakref.ref[nn.Module]
     kinds: dict[tuple[object, ...], list[Kind]] = field(default_factory=dict)
-    facts: dict[tuple[object, ...], ModelFacts] = field(default_factory=dict)
+    facts: dict[tuple[object, ...], ModelFacts | None] = field(default_factory=dict)  # ``None``: unknown
 
 
 @dataclass
@@ -86,10 +88,11 @@ class RecomputingBackend(Backend):
     """
 
     abilities = Abilities(reruns_layers=False)
-    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass")
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass", "_done")
     _fetcher: Fetcher | None = None
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now
+    _done: PartPass | FetchedPass | None = None  # the last pass, of which layers may run again in the backward pass
 
     def __init__(self, options: FetchOptions | None = FetchOptions()) -> None:  # noqa: B008 (frozen)
         super().__init__()
@@ -207,6 +210,9 @@ class RecomputingBackend(Backend):
             if key not in entry.facts:
                 entry.facts[key] = self._looked_at(call, rehearse, begin_pass)
             facts = entry.facts[key]
+            if facts is None:
+                self._pass = self._fetched_pass()
+                return args, kwargs
             if facts.widths not in by_widths:
                 by_widths[facts.widths] = self.rows_of(facts.widths, Probe(call, facts, rehearse, begin_pass))
         rows = by_widths[facts.widths]
@@ -214,22 +220,38 @@ class RecomputingBackend(Backend):
         self._pass = self._part_pass(rows, facts)
         return extended
 
-    def _looked_at(self, call: Call, rehearse: Rehearse, begin_pass: Callable[[], None]) -> ModelFacts:
-        """Run a model on a few nodes, and refuse one whose edges cannot be replaced."""
-        has_edges = bool(edges_among(call.model.forward, call.args, call.kwargs))
-        no_edges = InputError(
+    def _looked_at(self, call: Call, rehearse: Rehearse, begin_pass: Callable[[], None]) -> ModelFacts | None:
+        """Run a model on a few nodes to learn its hops; ``None`` if they stay unknown, and every hop fetches its rows.
+
+        Raises:
+            InputError: If the hops stay unknown, and this backend fetches no rows.
+        """
+        name, has_edges = type(call.model).__name__, bool(edges_among(call.model.forward, call.args, call.kwargs))
+        reason = (
             f"backend '{self._title}' gives the model more rows and edges than the rank's own, in place of those among "
-            f"its arguments, but {type(call.model).__name__} gets no edges; pass shard.adjacency as an argument"
+            f"its arguments, but {name} gets no edges; pass shard.adjacency as an argument"
         )
         try:
             facts = look_at(call, rehearse, partial(self._attempt, call.model), begin_pass)
+            if has_edges or not facts.widths:
+                return facts
+        except IrreversibleError as error:
+            reason = (
+                f"backend '{self._title}' first runs the model on a few nodes, and could not put it back afterwards: "
+                f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
+            )
         except (IndexError, RuntimeError, ValueError) as error:
             if has_edges or isinstance(error, InputError):
                 raise
-            raise no_edges from error
-        if facts.widths and not has_edges:
-            raise no_edges
-        return facts
+        if not self.fetches:
+            raise InputError(reason)
+        if self.communicator.rank == 0:
+            warnings.warn(f"all rows of other ranks are fetched, and none computed: {reason}", stacklevel=2)
+        return None
+
+    def _fetched_pass(self) -> FetchedPass:
+        assert self.fetcher is not None
+        return FetchedPass(self.fetcher)
 
     def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> PartPass:
         return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)
@@ -242,8 +264,10 @@ class RecomputingBackend(Backend):
     @override
     def model_output(self, output: Any) -> Any:
         done, self._pass = self._pass, None
+        self._done = done if isinstance(done, (PartPass, FetchedPass)) else None
         if not isinstance(done, PartPass):
             return output
+        done.ended = True
         rows = done.rows
         return each_tensor(output, lambda out: first_rows(out, rows.computed, rows.num_owned) if out.dim() else out)
 
@@ -269,11 +293,6 @@ class RecomputingBackend(Backend):
             with untouched(model):
                 model.train(training)
                 yield
-        except IrreversibleError as error:
-            raise InputError(
-                f"backend '{self._title}' first runs the model on a few nodes, and could not put it back afterwards: "
-                f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
-            ) from error
         finally:
             self._pass = None
             if self.fetcher is not None:
@@ -282,20 +301,34 @@ class RecomputingBackend(Backend):
 
     # -- the pass answers ----------------------------------------------------------------------------------------------
 
+    @property
+    def _now(self) -> Pass | None:
+        """The pass that runs, or runs again in the backward pass (activation checkpointing)."""
+        if self._pass is None and torch._C._current_graph_task_id() != -1:
+            return self._done
+        return self._pass
+
     def _running(self, what: str = "a layer") -> Pass:
         """The pass that runs; an error if the model is not running."""
-        if self._pass is None:
+        running = self._now
+        if running is None:
             raise InputError(
-                f"{what} runs outside a forward pass of the model: backend '{self._title}' does not support activation "
-                "checkpointing, nor layers called by themselves; use backend "
-                f"{names_of(lambda abilities: abilities.reruns_layers)}"
+                f"{what} runs outside a forward pass of the model: backend '{self._title}' does not support layers "
+                f"called by themselves; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
             )
-        return self._pass
+        return running
 
     @override
     def begin_hop(self) -> None:
-        if self._pass is not None:
-            self._pass.begin_hop()
+        running = self._now
+        if running is not None:
+            running.begin_hop()
+
+    @override
+    def begin_module(self, module: nn.Module) -> None:
+        running = self._now
+        if isinstance(running, PartPass):
+            running.begin_module(module)
 
     @override
     def run_layer(
@@ -321,7 +354,8 @@ class RecomputingBackend(Backend):
 
     @override
     def owned_rows(self, x: Tensor) -> Tensor:
-        return x[: self.shard.num_owned] if self._pass is None else self._pass.owned_rows(x)
+        running = self._now
+        return x[: self.shard.num_owned] if running is None else running.owned_rows(x)
 
     @property
     def _alone(self) -> bool:
@@ -338,4 +372,5 @@ class RecomputingBackend(Backend):
     @property
     @override
     def num_rows(self) -> int:
-        return self.shard.num_owned if self._pass is None else self._pass.num_rows
+        running = self._now
+        return self.shard.num_owned if running is None else running.num_rows
