@@ -109,6 +109,8 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
         if store is not None and num_parts == "auto":
             raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
+        if store is not None and float_features:
+            raise InputError(f"float_features: {store} is partitioned already; give it to pygdist partition instead")
         if num_workers and batches is None:
             raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve

@@ -92,11 +92,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "in message": InMessage,
     "flags": Flags,
     "sum": lambda: Summed("sum"),
-    "max": lambda: Summed("max"),
-    "mean": lambda: Summed("mean"),
-    "uint8": lambda: Summed("sum", torch.uint8),
+    "uint8": lambda: Summed("mean", torch.uint8),
     "int16": lambda: Summed("min", torch.int16),
-    "int32": lambda: Summed("sum", torch.int32),
 }
 
 

@@ -156,6 +156,8 @@ def test_integers_become_floats_if_asked_for(tmp_path: Path) -> None:
     data = GraphDataModule(_graph(x=torch.ones(9, 1).long()), cache_dir=tmp_path, float_features=True)
     runs.trainer(0, 1, str(tmp_path), max_epochs=1).fit(NodeClassifier(GCN(-1, 4, 2, 2)), datamodule=data)
     assert data.shard.x.dtype == torch.float32
+    with pytest.raises(InputError, match=r"float_features: parts is partitioned already"):
+        GraphDataModule(store="parts", float_features=True)
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
@@ -182,6 +184,20 @@ def test_each_note_is_told_once(tmp_path: Path) -> None:
             "1 parts by chunk; labelled nodes: 4 train, 3 val, 2 test",
             *notes,
         ]
+
+
+def _told(rank: int, world_size: int, folder: str) -> list[str]:
+    data = GraphDataModule(_graph(train_mask=None), cache_dir=folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs.trainer(rank, world_size, folder, max_epochs=1).fit(NodeClassifier(_model(), check=False), datamodule=data)
+    return [str(one.message) for one in caught]
+
+
+def test_one_rank_tells(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(_told, 2, str(tmp_path))
+    assert sum("drew a random split" in one for one in first) == 1
+    assert not any("drew a random split" in one for one in second)
 
 
 def test_notes_are_lines_of_a_log_that_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
