@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -139,12 +140,18 @@ def _held_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by_name(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables outside of a function that its code names."""
-    for name in function.__code__.co_names:
+    """Yield the variables outside of a function that its code reads."""
+    for name in _globals_of(function.__code__):
         yield name, function.__globals__.get(name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing is in the cell yet
             yield name, cell.cell_contents
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that code reads, and functions within it."""
+    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _is_of_edges(value: Any, num_edges: int) -> bool:
