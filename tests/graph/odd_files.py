@@ -373,13 +373,16 @@ def arrays(seed: int, folder: Path) -> Case:
         case.steps.append(f"{name}.npy {value.dtype} {form}")
     if seed % 3 == 0:
         name = str(rng.choice(list(fields)))
-        kind = str(rng.choice(["cut", "empty", "text", "objects", "other length", "complex", "four dimensions"]))
+        kind = str(
+            rng.choice(["cut", "empty", "text", "objects", "other length", "complex", "four dimensions", "too large"])
+        )
         path, value = folder / f"{name}.npy", fields[name]
         broken: dict[str, Any] = {
             "text": np.full(value.shape, "a"),
             "objects": np.full(value.shape, None),
             "other length": np.zeros((len(value) + 1, *value.shape[1:]), dtype=value.dtype),
             "complex": value.astype(complex),
+            "too large": np.full(value.shape, 2**63, dtype=np.uint64) if value.size else np.zeros(3, dtype="U1"),
             "four dimensions": np.zeros((*value.shape, *[1] * (4 - value.ndim)), dtype=value.dtype),
         }
         if kind in broken:

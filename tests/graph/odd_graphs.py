@@ -565,6 +565,11 @@ def _set(where: str, name: str, value: Callable[[int], Any]) -> Callable[..., tu
     return fault
 
 
+def _stray(data: HeteroData) -> tuple[str, ...]:
+    data["a", "leads to", "nowhere"].edge_index = torch.zeros(2, 1, dtype=torch.long)
+    return ("'nowhere'",)
+
+
 HETERO_FAULTS = [
     _set("node", "x", lambda n: torch.ones(n)),
     _set("node", "x", lambda n: torch.ones(n + 1, 2)),
@@ -586,5 +591,6 @@ HETERO_FAULTS = [
     _set("edge", "edge_attr", lambda n: torch.ones(4, 1)),
     _set("edge", "edge_weight", lambda n: torch.ones(4)),
     _set("graph", "train_idx", lambda n: torch.tensor([0])),
+    lambda data, kind, relation, counts: _stray(data),
     _set("graph", "val_idx", lambda n: {"nobody": torch.tensor([0])}),
 ]

@@ -18,6 +18,7 @@ from torch_geometric.nn import GCN, BatchNorm, GATConv, GCNConv, GINEConv, SAGEC
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.graph import GraphFiles, Shard, load_graph, prepare
 from pygdist.partition import partition_graph
+from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -68,6 +69,17 @@ def test_integers_are_embedded(world_size: int, pool: RankPool, tmp_path: Path) 
         optimizer.step()
     for found in pool.run(_fit, world_size, str(tmp_path)):
         assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_integers_are_embedded_in_mini_batches(tmp_path: Path) -> None:
+    """Ids that were rounded on the way would be out of the table's range."""
+    data = GraphDataModule(_graph(), cache_dir=tmp_path, batches=NeighborBatches([2], batch_size=4))
+    trainer = runs.trainer(0, 1, str(tmp_path), max_epochs=2)
+    module = NodeClassifier(_model(), backend="replica")
+    trainer.fit(module, datamodule=data)
+    ((rows, out),) = trainer.predict(module, datamodule=data)
+    graph, model = _graph(), module.model
+    torch.testing.assert_close(out, model(graph.x, graph.edge_index, graph.edge_attr)[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool])

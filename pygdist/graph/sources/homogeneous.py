@@ -47,6 +47,10 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
     kinds, relations = list(graph.node_types), list(graph.edge_types)
     if not relations:
         raise InputError(f"{where} is heterogeneous and has no edges (edge_index)")
+    for relation in relations:
+        if unknown := {relation[0], relation[-1]} - set(kinds):
+            kind = min(unknown)
+            raise InputError(f"{where}: {relation} has no nodes '{kind}'; set x or num_nodes of data['{kind}']")
     _spread(graph, kinds, where)
     nodes = {kind: _node_fields(graph[kind], kind, where, notes) for kind in kinds}
     counts = [int(nodes[kind].pop("num_nodes")) for kind in kinds]

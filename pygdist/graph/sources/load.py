@@ -79,15 +79,14 @@ def load_graph(
             Fields may be NumPy arrays, and a split may be given by ids: ``train_idx``, ``val_idx`` or ``valid_idx`` and
             ``test_idx``, or ``split_idx``, a dictionary of these; ``valid_mask`` is ``val_mask``.
 
-            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one graph with ``edge_type``;
-            see :func:`~pygdist.graph.as_homogeneous`.
+            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
+            :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
         split_index: Column to use of masks that hold several splits.
         **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
             a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
 
     Returns:
-        A graph with ``edge_index`` and the other fields of the source, and with ``pygdist_notes``, a list, if something
-        was done to it. The source's own object is not changed.
+        A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if something was done.
 
     Raises:
         InputError: If the source is unknown or missing, an argument does not fit, or it is not a single graph.

@@ -81,6 +81,8 @@ def read_tensor(path: Path) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
+        if array.size and int(array.max()) >= 1 << 63:
+            raise InputError(f"{path}: holds {array.max()}, which is above 2**63 - 1, the largest of int64")
         array = array.astype(np.int64)
     return torch.from_numpy(array)
 
