@@ -230,7 +230,7 @@ def _check_uint64(name: str, value: Tensor, after_block: Callable[[str], None]) 
 def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Callable[[str], None]) -> None:
     if value.dim() == 0 or value.size(0) != num_edges:
         raise InputError(f"{name}: shape {tuple(value.shape)}, expected one entry for each of {num_edges} edges")
-    if name == "edge_weight" and value.numel() != num_edges:
+    if name == "edge_weight" and (value.dim() > 2 or value.numel() != num_edges):
         raise InputError(f"edge_weight: shape {tuple(value.shape)}, expected ({num_edges},); use edge_attr for vectors")
     if name == "edge_type":
         _check_edge_types(value, num_edges)
@@ -238,7 +238,7 @@ def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Ca
 
 
 def _check_edge_types(value: Tensor, num_edges: int) -> None:
-    if value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
+    if value.dim() > 2 or value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
         raise InputError(f"edge_type: {value.dtype} of shape {tuple(value.shape)}, expected ({num_edges},) integers")
     if (edge := _first(value.reshape(-1) < 0)) is not None:
         raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")

@@ -380,7 +380,7 @@ def arrays(seed: int, folder: Path) -> Case:
         broken: dict[str, Any] = {
             "text": np.full(value.shape, "a"),
             "objects": np.full(value.shape, None),
-            "other length": np.zeros((len(value) + 1, *value.shape[1:]), dtype=value.dtype),
+            "other length": np.zeros((len(value) + 1, *value.shape[1 + (name == "x") :]), dtype=value.dtype),
             "complex": value.astype(complex),
             "too large": np.full(value.shape, 2**63, dtype=np.uint64) if value.size else np.zeros(3, dtype="U1"),
             "four dimensions": np.zeros((*value.shape, *[1] * (4 - value.ndim)), dtype=value.dtype),
