@@ -80,3 +80,16 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("there are no real graphs in ../shared/data beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with a directed graph cut for two ranks, in ``nodes`` and with three hops in ``replicas``."""
+    from pygdist.graph import write_store
+    from pygdist.testing import random_graph
+
+    folder = tmp_path_factory.mktemp("parts")
+    data, part = random_graph("directed")
+    for name, hops in (("nodes", 1), ("replicas", 3)):
+        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
+    return str(folder)

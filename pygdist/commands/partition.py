@@ -17,6 +17,7 @@ from rich.table import Table
 from pygdist.commands.messages import Parser
 from pygdist.errors import InputError
 
+_OF_INPUT = ("columns", "string_ids", "names", "first_id", "features", "labels", "num_nodes", "relabel")
 _SOURCES = ("dataset", "dataset_args", "input")
 _MOST_ROWS = 32
 
@@ -30,7 +31,17 @@ class Graph:
             generator. It is loaded whole.
         dataset_args: Arguments of the dataset class or generator.
         input: In place of a dataset, a file of edges, which is read as a stream and never held whole: .npy of shape
-            (2, E) or (E, 2), text (.txt, .csv, .tsv, also with .gz), .parquet; or a folder of .npy arrays.
+            (2, E) or (E, 2), text (.txt, .csv, .tsv, KONECT's out.*, MatrixMarket's .mtx; also with .gz, .zst, .bz2,
+            .xz), .parquet; a folder of text or Parquet files, or a pattern in quotes, such as 'data/*.csv'; or a folder
+            of .npy arrays.
+        columns: With --input, the columns of text or Parquet, such as source=from,target=to,weight=w,attributes=a+b;
+            columns without names are numbered from 1. By default those of usual names, such as src, dst and weight.
+            weight= reads no weights.
+        string_ids: With --input, ids are names; the names are kept in ids.txt. By default they are if most in the first
+            lines are no numbers.
+        names: With --input, a text file with the name of each node, a line each, in the order of the rows of features.
+        first_id: With --input, the id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in
+            others.
         features: With --input, a .npy file with a row for each node.
         labels: With --input, a .npy file with a label for each node.
         num_nodes: With --input, the number of nodes. By default the number of features or labels, else the largest id
@@ -50,6 +61,10 @@ class Graph:
     dataset: str | None = None
     dataset_args: dict[str, Any] | None = None
     input: Path | None = None
+    columns: str | dict[str, Any] | None = None
+    string_ids: bool | None = None
+    names: Path | None = None
+    first_id: int | None = None
     features: Path | None = None
     labels: Path | None = None
     num_nodes: int | None = None
@@ -73,7 +88,7 @@ class Graph:
     @property
     def files(self) -> dict[str, Any]:
         """Options of the input file by name."""
-        return {name: getattr(self, name) for name in ("features", "labels", "num_nodes", "relabel")}
+        return {name: getattr(self, name) for name in _OF_INPUT}
 
     @property
     def preparation(self) -> dict[str, Any]:

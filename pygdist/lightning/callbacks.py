@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -143,6 +144,9 @@ class PredictionWriter(BasePredictionWriter):
     rows. If only some nodes are predicted (``limit_predict_batches`` with several parts on a rank), no file is left and
     all ranks raise :class:`~pygdist.errors.InputError`.
 
+    Row i belongs to node i. If the store has ``ids.txt`` (names, line i + 1) or ``ids.npy`` (numbers, entry i), this
+    file holds the nodes' ids in the user's files; the log names it.
+
     Args:
         path: The file; it appears when it is complete.
         output: ``label`` writes the predicted class (int64) or, with several labels per node, 0/1 rows (int8);
@@ -167,6 +171,7 @@ class PredictionWriter(BasePredictionWriter):
         try:
             self._collect(temporary, predictions, pl_module)
             os.replace(temporary, self.path)
+            _tell_ids(self.path, getattr(getattr(trainer, "datamodule", None), "folder", None))
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -201,6 +206,13 @@ class PredictionWriter(BasePredictionWriter):
             if classes:
                 out = (out > 0).to(torch.int8) if module.shard.multi_label else out.argmax(dim=-1)
             yield n_id.contiguous(), (out.float() if out.dtype == torch.bfloat16 else out).contiguous()
+
+
+def _tell_ids(path: Path, store: Path | None) -> None:
+    """Log where the ids of the rows of predictions are, if the nodes of the store had others than their numbers."""
+    for ids, place in (("ids.txt", "the name in line i + 1"), ("ids.npy", "entry i")):
+        if store is not None and (store / ids).is_file():
+            rank_zero_info(f"{path}: the id of the node of row i is {place} of {store / ids}")
 
 
 def _log(trainer: pl.Trainer, figures: dict[str, float]) -> None:

@@ -21,6 +21,10 @@ OVER_NODES = (
 OVER_NODES_OF_PARTS = (
     "The model computes over all nodes, and a part that trains by itself knows its own alone; use backend {}"
 )
+OF_GRADIENTS = (
+    "The outputs are equal, so something in the backward pass (a hook, an autograd function) looks at the gradients of "
+    "all nodes, and a rank has those of its own; let it work on each row by itself, or on gradients of parameters"
+)
 ELSEWHERE = (
     "A rank holds its own nodes with all their in-edges. Pass values of an edge's source to propagate: "
     "propagate(edge_index, x=x, deg=deg), and read deg_j in message. Out-degrees, and edges that are turned or added, "

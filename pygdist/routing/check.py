@@ -29,7 +29,14 @@ from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
-from pygdist.routing.causes import ELSEWHERE, OVER_NODES, OVER_NODES_OF_PARTS, cause_of, reads_missing_rows
+from pygdist.routing.causes import (
+    ELSEWHERE,
+    OF_GRADIENTS,
+    OVER_NODES,
+    OVER_NODES_OF_PARTS,
+    cause_of,
+    reads_missing_rows,
+)
 from pygdist.routing.miniature import Miniature, NotComparableError
 from pygdist.routing.refusals import refuse_values_of_edges
 from pygdist.routing.runs import (
@@ -151,7 +158,9 @@ class _Check:
         wrong = [name for name, value in zip(apart, worst, strict=True) if not value <= tolerance]
         if wrong:
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
-            raise self._refused(place, max(worst), cause_of(plain, small, setting, tolerance))
+            of_gradients = all(name.startswith("gradient of ") for name in wrong)
+            cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
+            raise self._refused(place, max(worst), cause)
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
 
     def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:

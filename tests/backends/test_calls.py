@@ -15,7 +15,7 @@ from torch_geometric.nn import GCN, GCNConv
 from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Shard, write_store
+from pygdist.graph import Shard
 from pygdist.native import load
 from pygdist.routing import distribute, undistribute
 from pygdist.testing import RankPool, random_graph
@@ -68,16 +68,6 @@ def _outputs(rank: int, world_size: int, folder: str, backend_name: str) -> dict
             out = model(graph=graph(shard.x, shard.adjacency))
         outputs[name] = shard.owned_id, out.detach()
     return outputs
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Parts for two ranks, of both placements."""
-    folder = tmp_path_factory.mktemp("calls")
-    data, part = random_graph("directed")
-    for name, hops in (("nodes", 1), ("replicas", 2)):
-        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
-    return str(folder)
 
 
 @backends_

@@ -187,6 +187,41 @@ def test_mistakes_in_files(edges: Path) -> None:
     assert not [name for name in files(edges) if "tmp" in name or "lock" in name]
 
 
+def test_columns_and_names(folder: Path, graphs: Path, checkpoint: Path) -> None:
+    edges = np.load(graphs / "good" / "edge_index.npy")
+    lines = [f"{number};n{v};1;n{u}" for number, (u, v) in enumerate(edges.T.tolist())]
+    (folder / "edges.csv").write_text("\n".join(["Nr;Ziel;weight;Quelle", *lines, ""]))
+    (folder / "names.txt").write_text("".join(f"n{node}\n" for node in range(120)))
+    given = ("partition", "--input=edges.csv", f"--features={graphs / 'good' / 'x.npy'}", "--parts=1")
+    columns = "--columns=source=Quelle,target=Ziel,attributes=Nr"
+    assert_mistake(pygdist(*given, folder=folder), "edges.csv: the first line 'Nr;Ziel;weight;Quelle'", "columns")
+    assert_mistake(
+        pygdist(*given, f"{columns}+Num", folder=folder), "no column 'Num'; its columns are Nr, Ziel, weight"
+    )
+    assert_mistake(pygdist(*given, columns, folder=folder), "edges.csv: ids are names", "give names")
+    assert_mistake(pygdist("partition", "--dataset=sbm", columns, folder=folder), "--columns goes with --input")
+    assert not (folder / "parts").exists()
+    outcome = pygdist(*given, columns, "--names=names.txt", folder=folder)
+    assert outcome.code == 0, outcome.err
+    assert "edge weights are from column weight" in outcome.err
+    assert np.load(folder / "parts" / "part_0" / "edge_attr.npy").shape == (edges.shape[1], 1)
+    predictions = []
+    for data in (f"--data.dataset={graphs / 'good'}", "--data.store=parts"):
+        args = (
+            "--config=run.yaml",
+            f"--ckpt_path={checkpoint}",
+            data,
+            "--trainer.devices=1",
+            "--predictions.path=y.npy",
+        )
+        outcome = pygdist("predict", *args, folder=folder)
+        assert outcome.code == 0, outcome.err
+        predictions.append(np.load(folder / "y.npy"))
+    np.testing.assert_array_equal(*predictions)  # all weights are 1
+    assert "y.npy: the id of the node of row i is the name in line i + 1 of parts/ids.txt" in outcome.err
+    assert (folder / "parts" / "ids.txt").read_text() == (folder / "names.txt").read_text()
+
+
 @pytest.mark.slow
 @needs_native
 def test_a_full_disk(edges: Path) -> None:

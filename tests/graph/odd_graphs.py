@@ -211,7 +211,7 @@ def homogeneous(seed: int) -> Case:
         name = str(rng.choice(list(FAULTS)))
         steps.append(f"fault: {name}")
         case.fault = FAULTS[name](fields, case, rows)
-    if "remove_duplicates" in case.prepare and _categories_differ(case):
+    if "remove_duplicates" in case.prepare and categories_differ(case):
         case.fault = (*case.fault, "edge_attr")
     case.data = Data()
     for name in rng.permutation(list(fields)):
@@ -397,7 +397,7 @@ FAULTS: dict[str, Callable[..., tuple[str, ...]]] = {
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
 
-def _categories_differ(case: Case) -> bool:
+def categories_differ(case: Case) -> bool:
     """True if integer attributes of edges that are to be merged are not equal."""
     values = case.truth.values
     if "edge_attr" not in values or values["edge_attr"].dtype.kind == "f":

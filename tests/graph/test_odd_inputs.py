@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
-from pygdist.graph import GraphFiles, Shard, load_graph, prepare, write_store
+from pygdist.graph import GraphFiles, Shard, load_graph, prepare, read_meta, write_store
 from pygdist.native import load
+from pygdist.partition import partition_graph
 from tests.graph.odd_files import File, arrays, binary, broken, damage, text
-from tests.graph.odd_graphs import MASKS, Case, differences, heterogeneous, homogeneous
+from tests.graph.odd_graphs import MASKS, Case, categories_differ, differences, heterogeneous, homogeneous
 
 FIELDS = ("x", "y", "edge_index", "edge_weight", "edge_attr", "edge_type", *MASKS)
 
@@ -31,11 +32,16 @@ def _loaded(case: Case) -> tuple[dict[str, Any], Any]:
 
 
 def _stored(data: Any, folder: Path) -> dict[str, Any]:
-    """Cut a graph into three parts, and put it together again."""
+    """Cut a graph into three parts, and put these together again."""
     num_nodes = data.x.size(0)
     owner = np.arange(num_nodes) * 7 % 3
     write_store(data, owner, folder, num_parts=3, method="test", arguments={})
-    shards = [Shard.load(folder, part) for part in range(3)]
+    return _together(folder)
+
+
+def _together(folder: Path) -> dict[str, Any]:
+    """Put the parts of a store together."""
+    shards = [Shard.load(folder, part) for part in range(read_meta(folder)["num_parts"])]
     fields: dict[str, Any] = dict.fromkeys(FIELDS)
     ends = [(one.n_id[one.adjacency[0].long()], one.owned_id[one.adjacency[1].long()]) for one in shards]
     edge_index = torch.cat([torch.stack(pair) for pair in ends], dim=1)
@@ -145,6 +151,32 @@ def _opened(folder: Path, scratch: Path) -> dict[str, Any]:
     }
     chunks = [*graph.edges.chunks()] or [np.zeros((2, 0), dtype=np.int64)]
     return {**fields, "edge_index": np.concatenate(chunks, axis=1)}
+
+
+@pytest.mark.parametrize("option", ["remove_self_loops", "remove_duplicates", "symmetrize"])
+def test_changed_edges_of_folders(option: str, tmp_path: Path) -> None:
+    problems = []
+    for seed in range(1, 90, 3):
+        folder = tmp_path / str(seed)
+        case = arrays(seed, folder)
+        # streams keep one edge of each source and target, whatever its type
+        for name in ["edge_type"] if case.truth.values.pop("edge_type", None) is not None else []:
+            (folder / f"{name}.npy").unlink()
+        options = {option: True} | ({"remove_duplicates": True} if option == "symmetrize" else {})
+        case.prepare = options
+        if option != "remove_self_loops" and categories_differ(case):
+            case.fault = ("edge_attr",)
+
+        def run(case: Case = case, folder: Path = folder) -> list[str]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                files = GraphFiles(edges=folder, **{option: True})
+                partition_graph(files, folder / "parts", num_parts=min(3, len(case.truth.x)), partitioner="hash")
+            return differences(_together(folder / "parts"), 0, case)
+
+        if problem := problem_of(case, run):
+            problems.append(f"arrays({seed}) [{'; '.join(case.steps)}]: {problem}")
+    assert not problems, f"{len(problems)}:\n" + "\n".join(problems[:20])
 
 
 @pytest.mark.parametrize("streamed", [False, True])

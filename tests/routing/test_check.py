@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "prototypes": (Prototypes, OVER_NODES),
     "number-of-nodes": (lambda: Then(lambda x, _: x / x.size(0)), OVER_NODES),
     "sequence": (Sequence, BY_NUMBER),
-    "gradient": (lambda: Then(_unit_gradient), ELSEWHERE),
+    "gradient": (lambda: Then(_unit_gradient), causes.OF_GRADIENTS),
     "sinks": (lambda: Then(_without_edges(slice(0, 1))), ELSEWHERE),
     "isolated": (lambda: Then(_without_edges(slice(0, 2))), ELSEWHERE),
     "scattered": (
@@ -298,16 +298,6 @@ def _bound(name: str, folder: str, rank: int, communicator: Communicator) -> tup
     backend = ReplicaBackend(hops=3) if name == "replica" else resolve_backend(name)
     backend.bind(shard, communicator)
     return shard, backend
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Parts of a graph for two ranks, in a folder for each placement."""
-    folder = tmp_path_factory.mktemp("check")
-    data, part = random_graph("directed")
-    for name, hops in (("nodes", 1), ("replicas", 3)):
-        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
-    return str(folder)
 
 
 def _said(rank: int, world_size: int, folder: str, backend_name: str, models: list[str]) -> dict[str, str]:

@@ -185,15 +185,6 @@ def _outputs(rank: int, world_size: int, folder: str, backend_name: str) -> dict
     return outputs
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("functions")
-    data, part = random_graph("directed")
-    for name, hops in (("nodes", 1), ("replicas", 2)):
-        write_store(data, part[2], folder / name, num_parts=2, method="test", arguments={}, num_hops=hops)
-    return str(folder)
-
-
 needs_planner = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,51 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, check_fields
+from pygdist.graph.sources.edge_input import EdgeOptions, ReadEdges, read_edges
 from pygdist.graph.sources.fields import pick_split
 from pygdist.graph.sources.npy import array_paths, read_array, read_mask, read_tensor
 from pygdist.graph.sources.prepare import prepare_nodes
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.streams.arrays import forget_pages
+from pygdist.graph.streams.columns import wanted_columns
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
-from pygdist.graph.streams.edge_parquet import read_parquet
-from pygdist.graph.streams.edge_text import TEXT_SUFFIXES, read_text
-from pygdist.graph.streams.numbering import distinct_ids, largest_id, renumbered
+from pygdist.graph.streams.edge_tables import edge_paths
+from pygdist.graph.streams.numbering import distinct_ids, id_range, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
 
 _LEAST_BYTES_PER_NODE = 16
-
-Chunks = Iterator[NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFiles:
     """A graph in files.
 
-    Edges are read in chunks; text and Parquet are first converted to a binary scratch file. Features are memory-mapped
-    and copied to the parts in blocks. Memory holds a few numbers for each node.
+    Edges are read in chunks; text and Parquet are first converted to binary scratch files. Features are memory-mapped
+    and copied to the parts in blocks. Memory holds a few numbers for each node, and its name while edges with names are
+    read.
 
     Args:
-        edges: The edges: ``.npy`` of shape ``(2, E)`` or ``(E, 2)``; text (``.txt``, ``.csv``, ``.tsv``, or with
-            ``.gz``; :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; or a folder of ``.npy`` arrays that also
+        edges: The edges: ``.npy`` of shape ``(2, E)`` or ``(E, 2)``; text (``.txt``, ``.csv``, ``.tsv``, KONECT's
+            ``out.*``, MatrixMarket's ``.mtx``; also with ``.gz``, ``.zst``, ``.bz2``, ``.xz``;
+            :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; a folder of text or of Parquet files, or a pattern
+            such as ``data/*.csv``, which are read in the order of their names; or a folder of ``.npy`` arrays that also
             holds the rest (:mod:`pygdist.graph.sources.npy`).
+        columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
+            of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
+            found by themselves; ``weight=`` leaves weights out.
+        string_ids: Ids are names. By default they are if most in the first lines are no numbers. Nodes are numbered in
+            the order in which their names come, and the names are stored.
+        names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
+        first_id: Id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in all others.
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
         labels: ``.npy`` of shape ``(N,)`` or ``(N, C)``.
         num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
         relabel: Renumber the nodes that have edges from 0, and store their ids. By default this happens if neither
             ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
             edges.
-        symmetrize: Add the reverse of every edge, and keep one edge of each source and target.
-        remove_duplicates: Keep one edge of each source and target.
+        symmetrize: Add the reverse of every edge that has none, and keep one edge of each source and target.
+        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged.
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
@@ -71,6 +79,10 @@ class GraphFiles:
     """
 
     edges: str | Path
+    columns: str | Mapping[str, str | Sequence[str]] | None = None
+    string_ids: bool | None = None
+    names: str | Path | None = None
+    first_id: int | None = None
     features: str | Path | None = None
     labels: str | Path | None = None
     num_nodes: int | None = None
@@ -89,26 +101,37 @@ class GraphFiles:
             raise InputError(f"num_nodes is {self.num_nodes}, expected 1 to 2**63 - 1")
         if self.relabel and (self.num_nodes is not None or self.features is not None or self.labels is not None):
             raise InputError("relabel: renumbers the nodes; leave it out, or num_nodes, features and labels")
+        if self.first_id not in (None, 0, 1):
+            raise InputError(f"first_id is {self.first_id}, expected 0 or 1")
+        if self.names is not None and self.string_ids is False:
+            raise InputError("names: are given, but string_ids is false; leave one of these out")
+        wanted_columns(self.columns)
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The files by field: ``edge_index``, ``x``, ``y``, ...; ``InputError`` if one is missing."""
+        """The files by field: ``edge_index``, ``x``, ``y``, ...; ``InputError`` if one is missing.
+
+        If several files hold the edges, ``edge_index`` is the folder or the pattern.
+        """
         edges = Path(self.edges)
-        paths = array_paths(edges) if edges.is_dir() else {"edge_index": edges}
-        arguments = {"x": self.features, "y": self.labels}
+        paths = array_paths(edges) if self._has_arrays() else {"edge_index": edges}
+        arguments = {"x": self.features, "y": self.labels, "names": self.names}
         paths |= {name: Path(path) for name, path in arguments.items() if path is not None}
-        for path in paths.values():
-            if not path.is_file():
+        for name, path in paths.items():
+            if not path.is_file() and name != "edge_index":
                 raise InputError(f"{path}: there is no such file")
         return paths
 
     def fingerprint(self) -> str:
         """Hash the names, sizes and modification times of the files, without reading them; 32 hexadecimal digits."""
-        files = {}
-        for name, path in self.paths.items():
+        paths, files = self.paths, {}
+        edges = edge_paths(paths.pop("edge_index"))
+        named = {f"edge_index {number}" if number else "edge_index": path for number, path in enumerate(edges)}
+        for name, path in (named | paths).items():
             stat = path.stat()
             files[name] = [path.name, stat.st_size, stat.st_mtime_ns]
-        options = {name: value for name, value in vars(self).items() if name not in ("edges", "features", "labels")}
+        left_out = ("edges", "features", "labels", "names")
+        options = {name: value for name, value in vars(self).items() if name not in left_out}
         return hashlib.blake2b(json.dumps([files, options], default=str).encode(), digest_size=16).hexdigest()
 
     def open(self, scratch: Path, *, progress: Progress | None = None) -> WholeGraph:
@@ -131,10 +154,21 @@ class GraphFiles:
                 f"out, or remove {', '.join(sorted(paths.keys() - {'edge_index'}))}"
             )
         num_nodes, fields = self._arrays(paths)
-        file = self._edge_file(paths["edge_index"], num_nodes, scratch, progress, notes)
-        file, num_nodes, ids = self._numbered(file, num_nodes, scratch, progress, notes)
+        values = {name: fields[name] for name in EDGE_FIELDS if name in fields}
+        edges = read_edges(
+            edge_paths(paths["edge_index"]), self._edge_options, num_nodes=num_nodes, values=values, scratch=scratch,
+            notes=notes, progress=progress,
+        )  # fmt: skip
+        if self.symmetrize:
+            notes.append("added the reverse of every edge, and kept one edge of each source and target")
+        elif self.remove_duplicates:
+            notes.append("kept one edge of each source and target")
+        file, num_nodes, ids = self._numbered(edges, scratch, progress, notes)
+        fields |= edges.values
+        if file.num_edges == 0:
+            notes.append(f"{self.edges}: holds no edges")
         _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
-        self._check(fields, num_nodes, file.num_edges, paths)
+        self._check(fields, num_nodes, file.num_edges, {**dict.fromkeys(edges.values, paths["edge_index"]), **paths})
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
         num_classes = prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
         graph = WholeGraph(
@@ -143,13 +177,35 @@ class GraphFiles:
             num_classes=self.num_classes or num_classes,
             notes=notes,
             ids=ids,
+            names=edges.names,
             merge=self.symmetrize or self.remove_duplicates,
+            mirrored=self.symmetrize,
             float_features=self.float_features,
         )
         for name, dtype in graph.dtypes.items():
             if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
                 notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
         return graph
+
+    @property
+    def _edge_options(self) -> EdgeOptions:
+        return EdgeOptions(
+            columns=wanted_columns(self.columns),
+            string_ids=self.string_ids,
+            names=None if self.names is None else Path(self.names),
+            first_id=self.first_id,
+            symmetrize=self.symmetrize,
+            remove_duplicates=self.remove_duplicates,
+            remove_self_loops=self.remove_self_loops,
+        )
+
+    def _has_arrays(self) -> bool:
+        """Tell if the edges are in a folder of ``.npy`` arrays."""
+        folder = Path(self.edges)
+        if not folder.is_dir():
+            return False
+        inside = [path.name for path in folder.iterdir()]
+        return "graph.json" in inside or any(name.endswith(".npy") for name in inside) or not inside
 
     def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Map all arrays but the edges; also return the number of nodes if they determine it."""
@@ -166,11 +222,10 @@ class GraphFiles:
                 raise InputError(f"{paths[name]}: shape {value.shape}, expected (number of nodes, number of features)")
             if name in ("edge_weight", "edge_type") and value.ndim == 2 and value.shape[1] == 1:
                 fields[name] = value.reshape(-1)
-        of_edges = [name for name in EDGE_FIELDS if name in fields]
-        if of_edges and (self.symmetrize or self.remove_duplicates or self.remove_self_loops):
+        if "edge_type" in fields and (self.symmetrize or self.remove_duplicates or self.remove_self_loops):
             raise InputError(
-                f"{self.edges}: holds values of edges ({', '.join(of_edges)}), so edges cannot be added or removed; "
-                "change the files, or load the graph with --dataset"
+                f"{paths['edge_type']}: holds types of edges, so edges cannot be added or removed; change the files, "
+                "or load the graph with --dataset"
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
@@ -194,75 +249,53 @@ class GraphFiles:
                 raise InputError(f"{paths[name]}: {len(fields[name])} rows, expected one for each of {num_nodes} nodes")
         return num_nodes, fields
 
-    def _edge_file(
-        self, path: Path, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
-    ) -> EdgeFile:
-        """Return a binary file of the edges: the file itself, or a converted copy in ``scratch``."""
-        packed = path.suffix.lower() == ".gz"
-        suffix = (Path(path.stem).suffix if packed else path.suffix).lower()
-        reader: Callable[..., Chunks]
-        if suffix == ".npy" and not packed:
-            file = EdgeFile(path)
-            if not (self.symmetrize or self.remove_self_loops):
-                return file
-            reader = self._stream(file, num_nodes, progress).chunks
-        elif suffix == ".parquet" and not packed:
-            reader = partial(read_parquet, path, num_nodes=num_nodes, progress=progress)
-        elif suffix in TEXT_SUFFIXES or suffix == "":
-            reader = partial(read_text, path, num_nodes=num_nodes, progress=progress)
-        else:
-            suffixes = ", ".join((".npy", ".parquet", *TEXT_SUFFIXES))
-            raise InputError(f"{path}: unknown type of file; expected {suffixes}, or text with .gz")
-        enter_stage(progress, f"reading {path.name}")
-        loops = 0
-        place = scratch / "edges.npy"
-        narrow = num_nodes is not None and num_nodes <= np.iinfo(np.int32).max
-        with EdgeWriter(place, np.int32 if narrow else np.int64) as out:
-            for chunk in reader():
-                if self.remove_self_loops:
-                    keep = chunk[0] != chunk[1]
-                    loops += int(np.count_nonzero(~keep))
-                    chunk = chunk[:, keep]
-                if self.symmetrize:  # each edge is followed by its reverse, however the file is read
-                    chunk = np.stack([chunk, chunk[::-1]], axis=2).reshape(2, -1)
-                out.append(chunk)
-        if self.remove_self_loops:
-            notes.append(f"removed {loops} self-loops")
-        if self.symmetrize:
-            notes.append("added the reverse of every edge, and kept one edge of each source and target")
-        elif self.remove_duplicates:
-            notes.append("kept one edge of each source and target")
-        return EdgeFile(place)
-
     def _stream(self, file: EdgeFile, num_nodes: int | None, progress: Progress | None) -> EdgeStream:
         num_nodes = 1 << 63 if num_nodes is None else num_nodes
         return EdgeStream(file, num_nodes=num_nodes, name=str(self.paths["edge_index"]), progress=progress)
 
     def _numbered(
-        self, file: EdgeFile, num_nodes: int | None, scratch: Path, progress: Progress | None, notes: list[str]
+        self, edges: ReadEdges, scratch: Path, progress: Progress | None, notes: list[str]
     ) -> tuple[EdgeFile, int, NDArray[np.int64] | None]:
         """Renumber the nodes if needed; return the edges, the number of nodes, and their original ids or ``None``."""
-        if num_nodes is not None:
-            return file, num_nodes, None
-        enter_stage(progress, "finding ids")
-        stream = self._stream(file, None, progress)
-        largest = largest_id(stream)
-        if largest < 0:
-            raise InputError(f"{self.edges}: holds no edges; set num_nodes for a graph without edges")
-        if self.relabel is False:
-            return file, largest + 1, None
-        ids = distinct_ids(stream, largest)
-        if self.relabel is None and 2 * len(ids) > largest:
-            return file, largest + 1, None
+        file, num_nodes, least = edges.file, edges.num_nodes, edges.least
+        if edges.names is not None and self.relabel is not None:
+            raise InputError(f"{self.edges}: ids are names, which are numbered in any case; leave relabel out")
+        if num_nodes is None:
+            enter_stage(progress, "finding ids")
+            stream = self._stream(file, None, progress)
+            smallest, largest = id_range(stream)
+            if largest < 0:
+                raise InputError(f"{self.edges}: holds no edges; set num_nodes for a graph without edges")
+            if self.relabel is not False:
+                ids = distinct_ids(stream, largest)
+                if self.relabel or 2 * len(ids) <= largest:
+                    return self._renumbered(file, ids, largest, scratch, progress, notes), len(ids), ids
+            num_nodes = largest + 1
+            if file.path.parent != scratch:  # else the ids were looked at before, and least says what they tell
+                least = smallest
+        if least == 1 and self.first_id is None:
+            notes.append("the smallest id is 1, so node 0 has no edges; if ids start at 1, set first_id=1")
+        return file, num_nodes, None
+
+    def _renumbered(
+        self,
+        file: EdgeFile,
+        ids: NDArray[np.int64],
+        largest: int,
+        scratch: Path,
+        progress: Progress | None,
+        notes: list[str],
+    ) -> EdgeFile:
+        """Write the edges in new numbers, positions in ``ids``."""
         notes.append(f"renumbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
         enter_stage(progress, "renumbering nodes")
         place = scratch / "numbered.npy"
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
-            for chunk in stream.chunks():
+            for chunk in self._stream(file, None, progress).chunks():
                 out.append(renumbered(chunk, ids))
         if file.path.parent == scratch:
             file.path.unlink()
-        return EdgeFile(place), len(ids), ids
+        return EdgeFile(place)
 
     def _check(
         self, fields: Mapping[str, NDArray[Any]], num_nodes: int, num_edges: int, paths: Mapping[str, Path]

@@ -132,6 +132,10 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
             return _call(_of_types, {"name": name, **args}, name)
         _no_arguments(args, f"folder {name}")
         return load_npy(name)
+    if Path(name).is_file():
+        raise InputError(
+            f"dataset '{name}' is a file; partition it with pygdist partition --input={name}, and train on the store"
+        )
     if "." in name and os.sep not in name:
         return _call(import_path(name, "dataset"), args, name)
     raise InputError(

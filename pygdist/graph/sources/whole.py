@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,11 @@ class WholeGraph:
         num_classes: Number of classes.
         notes: Notes on preprocessing, one sentence each.
         ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if ids are the numbers of nodes.
-        merge: Keep one edge of each source and target.
+        names: Text file with the id of each node, a line each, if ids are names.
+        merge: Keep one edge of each source and target, with the sum of the weights and the mean of the attributes.
+            These are written to the arrays if the arrays are files open for writing (mode ``r+``).
+        mirrored: Edges at odd places are the reverses of those before them; they count where no other edge has the same
+            source and target.
         float_features: Convert integer features of nodes and edges to float32.
     """
 
@@ -42,7 +47,9 @@ class WholeGraph:
     num_classes: int
     notes: Sequence[str] = ()
     ids: NDArray[np.int64] | None = None
+    names: Path | None = None
     merge: bool = False
+    mirrored: bool = False
     float_features: bool = False
 
     @classmethod
@@ -61,7 +68,8 @@ class WholeGraph:
 
     def fingerprint(self) -> str:
         """Hash the edges and fields in one pass; 32 hexadecimal digits."""
-        digest = hashlib.blake2b(f"{self.edges.num_nodes} {self.merge} {self.float_features}".encode(), digest_size=16)
+        options = f"{self.edges.num_nodes} {self.merge} {self.mirrored} {self.float_features}"
+        digest = hashlib.blake2b(options.encode(), digest_size=16)
         for chunk in self.edges.chunks():
             digest.update(np.ascontiguousarray(chunk.T).data)  # the same however the stream is cut
         for name, value in sorted(self.fields.items()):

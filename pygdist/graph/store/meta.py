@@ -30,6 +30,7 @@ only the in-edges that begin at rows of fewer hops, and self-loops. ``x`` has al
 ====================  =====================================================================================
 
 If nodes were renumbered, ``ids.npy`` beside the parts holds the original id of each node, int64 of shape ``(N,)``.
+If ids are names, line i + 1 of ``ids.txt`` (UTF-8) is the name of node i.
 
 ``meta.json`` holds counts, types, the partitioner and its arguments, notes on preprocessing, size and checksum of every
 file, and its own checksum. No pickle is written or read.

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pygdist.errors import InputError
 from pygdist.graph.sources.whole import WholeGraph
-from pygdist.graph.streams.arrays import write_rows
+from pygdist.graph.streams.arrays import forget_pages, write_rows
 from pygdist.graph.streams.progress import enter_stage, watched
 from pygdist.graph.streams.sorting import grouped
 from pygdist.graph.streams.spill import Spill
@@ -24,6 +25,7 @@ from pygdist.graph.streams.spill import Spill
 _INT32_MAX = np.iinfo(np.int32).max
 
 Edges = Callable[[], tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]]
+Merge = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +107,20 @@ class NodeParts:
         """Return the global ids of the nodes that a part owns, ascending."""
         return self._nodes[self._node_start[part] : self._node_start[part + 1]]
 
-    def topology(self, part: int, edges: Edges, *, merge: bool = False) -> Topology:
+    def topology(self, part: int, edges: Edges, *, merge: Merge | None = None) -> Topology:
         """Return the edges of a part in local ids, and the rows at their ends.
 
         ``edges`` returns the part's edges: sources, targets, and their positions in the whole graph, ascending.
-        ``merge`` keeps the first edge of each source and target.
+        ``merge`` is called with a number for each source and target, the same if these are, and with the positions of
+        the edges; it returns those to keep, ascending, as places in these two. By default all are kept.
         """
         source, target, e_id = edges()  # called here, so that no caller holds what is deleted below
         owned, row = self.owned(part), self._position[target]
         del target
-        if merge:
-            key = row.astype(np.int64) * len(self._part) + source
-            first = np.sort(np.unique(key, return_index=True)[1])
+        if merge is not None:
+            first = merge(row.astype(np.int64) * len(self._part) + source, e_id)
             source, row, e_id = source[first], row[first], e_id[first]
-            del key, first
+            del first
         halo, recv_counts = self.by_owner(self.unseen([source], owned))
         n_id = np.concatenate([owned, halo])
         self.index(n_id)
@@ -158,16 +160,54 @@ class NodeParts:
 
 def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hops: int) -> list[dict[str, Any]]:
     entries, edges = [], graph.edges
+    merge = partial(_merged, graph) if graph.merge else None
     enter_stage(edges.progress, "sorting edges by part")
     with Spill(folders[0].parent / "edges.tmp", edges, parts.owner, parts.num_parts) as spill:
         enter_stage(edges.progress, "writing parts")
         with watched(edges.progress, edges.num_edges) as advance:
             for part, folder in enumerate(folders):
                 folder.mkdir()
-                topology = parts.topology(part, partial(spill.edges_of, part), merge=graph.merge)
+                topology = parts.topology(part, partial(spill.edges_of, part), merge=merge)
                 entries.append(_write_topology(topology, folder))
                 advance(spill.num_edges_of(part))
     return entries
+
+
+def _merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Keep the first edge of each key, and write sums of weights and means of attributes to it.
+
+    If the graph is mirrored, reverse edges give way to others of the same key. ``e_id`` are the positions of the edges
+    in the graph, ascending.
+
+    Raises:
+        InputError: If integer attributes of such edges differ.
+    """
+    values = {name: graph.fields[name] for name in ("edge_weight", "edge_attr") if name in graph.fields}
+    if not (values and len(key)):
+        return np.sort(np.unique(key, return_index=True)[1])
+    added = e_id % 2 if graph.mirrored else np.zeros_like(e_id)
+    order = np.lexsort((added, key))  # stable: in the order of e_id within these
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    first, count = order[starts], np.diff(starts, append=len(order))
+    counts = added[order] == np.repeat(added[first], count)  # edges that have a say in the values
+    for name, value in values.items():
+        rows = value[e_id[order]]
+        if value.dtype.kind != "f":  # attributes: weights are floats
+            other = counts & (rows != np.repeat(rows[starts], count, axis=0)).reshape(len(rows), -1).any(axis=1)
+            if other.any():
+                raise InputError(
+                    f"{name}: edges with the same ends have other {value.dtype} attributes, of which there is no "
+                    "average; merge these edges before, or set float_features"
+                )
+            continue
+        rows[~counts] = 0
+        merged = np.add.reduceat(rows, starts, axis=0)
+        if name == "edge_attr":
+            share = np.add.reduceat(counts.astype(merged.dtype), starts)
+            merged = (merged / share.reshape(-1, *[1] * (merged.ndim - 1))).astype(merged.dtype)
+        value[e_id[first]] = merged
+        forget_pages(value)
+    return np.sort(first)
 
 
 def _write_topology(topology: Topology, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
-from pygdist.graph.streams.arrays import checksum, forget_pages, write_rows
+from pygdist.graph.streams.arrays import checksum, flush, forget_pages, write_rows
 
 PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
@@ -51,6 +53,9 @@ def write_parts(
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
         files.
     """
+    if graph.merge:  # writes to the values of edges, so these may not be the caller's
+        own = {name: _own(name, value, graph.dtypes[name]) for name, value in graph.fields.items()}
+        graph = dataclasses.replace(graph, fields=own)
     parts = NodeParts(part, num_parts)
     folders = [folder / f"part_{number}" for number in range(num_parts)]
     entries = placement.write(graph, parts, folders, num_hops)
@@ -71,7 +76,19 @@ def write_parts(
     }
     if graph.ids is not None:
         meta["files"] = {"ids": write_rows(folder / "ids.npy", graph.ids)}
+    if graph.names is not None:
+        ids = folder / "ids.txt"
+        shutil.copyfile(graph.names, ids)
+        flush(ids)
+        meta["files"] = {"ids": {"bytes": ids.stat().st_size, "crc32": checksum(ids)}}
     return meta
+
+
+def _own(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return values of edges that may change, in the type of a store: a copy, or a scratch file open for writing."""
+    if name in EDGE_FIELDS and value.dtype != dtype:
+        return value.astype(dtype)
+    return value.copy() if name in EDGE_FIELDS and getattr(value, "mode", None) != "r+" else value
 
 
 def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDArray[Any]:

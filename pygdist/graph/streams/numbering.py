@@ -13,13 +13,14 @@ from pygdist.graph.streams.stream import EdgeStream
 _TABLE_IDS = 1 << 30  # below, a byte for each possible id takes less memory than sorting
 
 
-def largest_id(edges: EdgeStream) -> int:
-    """Return the largest id of a stream, -1 if it has no edges. One pass."""
-    return max((int(chunk.max()) for chunk in edges.chunks()), default=-1)
+def id_range(edges: EdgeStream) -> tuple[int, int]:
+    """Return the smallest and the largest id of a stream, -1 and -1 if it has no edges. One pass."""
+    ranges = [(int(chunk.min()), int(chunk.max())) for chunk in edges.chunks()]
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (-1, -1)
 
 
 def distinct_ids(edges: EdgeStream, largest: int) -> NDArray[np.int64]:
-    """Return the ids that occur, ascending; int64. One pass; ``largest`` is the :func:`largest_id`."""
+    """Return the ids that occur, ascending; int64. One pass; ``largest`` is the largest one."""
     if largest < _TABLE_IDS:
         seen = np.zeros(largest + 1, dtype=bool)
         for chunk in edges.chunks():

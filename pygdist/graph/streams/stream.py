@@ -43,6 +43,7 @@ class EdgeStream:
 
     Attributes:
         num_edges: Number of directed edges, duplicates and self-loops included.
+        name: Name of the edges in error messages.
 
     Example:
         >>> edges = EdgeStream(np.array([[0, 1, 2], [1, 2, 0]]), num_nodes=3, chunk_edges=2)
@@ -68,7 +69,7 @@ class EdgeStream:
         self.chunk_edges = chunk_edges
         self.progress = progress
         self._edge_index = edge_index
-        self._name = name
+        self.name = name
 
     @classmethod
     def from_data(cls, data: Data, *, chunk_edges: int = _CHUNK_EDGES, progress: Progress | None = None) -> EdgeStream:
@@ -106,4 +107,4 @@ class EdgeStream:
             source, target = chunk[:, column].tolist()
             last = self.num_nodes - 1
             nodes = "nodes start at 0" if self.num_nodes >= 1 << 63 else f"the graph has nodes 0 to {last}"
-            raise InputError(f"{self._name}: edge {start + column} joins nodes {source} and {target}, but {nodes}")
+            raise InputError(f"{self.name}: edge {start + column} joins nodes {source} and {target}, but {nodes}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import itertools
+import lzma
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
+from pyarrow import csv, parquet
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
@@ -35,10 +39,10 @@ from pygdist.graph import (
     save_npy,
     write_graph,
 )
-from pygdist.graph.streams.edge_text import read_text
 from pygdist.native import load
 from pygdist.partition import partition_graph
 from tests.graph.store.test_meta import random_graph
+from tests.graph.streams.test_columns import read_text
 
 needs_native = pytest.mark.skipif(load() is None, reason="reading text needs the native library")
 
@@ -59,6 +63,22 @@ def edges_of(graph: WholeGraph) -> np.ndarray:
 
 def _text(separator: str, end: str = "\n") -> bytes:
     return "".join(f"{u}{separator}{v}{end}" for u, v in EDGES.T).encode()
+
+
+def _from_one(end: str) -> bytes:
+    return "".join(f"{u} {v}{end}" for u, v in EDGES.T + 1).encode()
+
+
+_MATRIX = b"%%%%MatrixMarket matrix coordinate %s\n%% a comment\n5 5 7\n"
+
+
+def _in_folder(path: Path, suffix: str, write: Callable[[Path, bytes], object]) -> None:
+    """Write the edges to two files, the second in a folder of its own, beside files that Spark leaves."""
+    (path / "sub").mkdir(parents=True)
+    write(path / f"part-0.{suffix}", _text(",")[:12])
+    write(path / "sub" / f"part-1.{suffix}", _text(",")[12:])
+    (path / "_SUCCESS").touch()
+    (path / f".part-0.{suffix}.crc").touch()
 
 
 def _npy(path: Path, array: np.ndarray) -> None:
@@ -83,6 +103,36 @@ FORMATS: dict[str, Any] = {
     "LOUD.TXT": lambda path: path.write_bytes(_text(" ")),
     "no-last-end.txt": lambda path: path.write_bytes(_text(" ").rstrip()),
     "compressed.txt.gz": lambda path: path.write_bytes(gzip.compress(_text("\t"))),
+    "semicolons.csv": lambda path: path.write_bytes(b"source;target\n" + _text(";")),
+    "quoted.csv": lambda path: path.write_text("".join(f'"{u}","{v}"\n' for u, v in EDGES.T)),
+    "other-columns.tsv": lambda path: path.write_bytes(
+        b"name\tdst\tsrc\n" + b"".join(b"a b\t%d\t%d\n" % (v, u) for u, v in EDGES.T)
+    ),
+    "text-beside.csv": lambda path: path.write_bytes(_text(",", ',"one, two"\n')),
+    "names-in-a-comment.txt": lambda path: path.write_bytes(
+        b"# dst src\n" + b"".join(b"%d %d\n" % (v, u) for u, v in EDGES.T)
+    ),
+    "percent.txt": lambda path: path.write_bytes(b"% asymmetric\n" + _text(" ").replace(b"\n", b"\n% 9 9\n", 1)),
+    "slashes.txt": lambda path: path.write_bytes(b"// a comment\n" + _text(" ").replace(b"\n", b"\n //\n", 1)),
+    "compressed.csv.zst": lambda path: path.write_bytes(pyarrow.compress(_text(","), "zstd", asbytes=True)),
+    "compressed.csv.lz4": lambda path: path.write_bytes(pyarrow.compress(_text(","), "lz4", asbytes=True)),
+    "compressed.txt.bz2": lambda path: path.write_bytes(bz2.compress(_text(" "))),
+    "compressed.txt.xz": lambda path: path.write_bytes(lzma.compress(_text(" "))),
+    "out.konect": lambda path: path.write_bytes(b"% asym unweighted\n% 7 5 5\n" + _from_one(" \n")),
+    "pattern.mtx": lambda path: path.write_bytes(_MATRIX % b"pattern general" + _from_one("\n")),
+    "real.mtx.gz": lambda path: path.write_bytes(
+        gzip.compress(_MATRIX % b"real general" + _from_one("   1.5e-3\n").replace(b"\n", b"\n  "))
+    ),
+    "a-folder": lambda path: _in_folder(path, "csv", lambda one, edges: one.write_bytes(b"src,dst\n" + edges)),
+    "tables": lambda path: _in_folder(
+        path,
+        "parquet",
+        lambda one, edges: parquet.write_table(csv.read_csv(pyarrow.py_buffer(b"src,dst\n" + edges)), one),
+    ),
+    "a-pattern-*.txt": lambda path: [
+        path.with_name(f"a-pattern-{number}.txt").write_bytes(_text(" ")[4 * cut : 4 * end])
+        for number, (cut, end) in enumerate(itertools.pairwise((0, 3, 7)))
+    ],
     "table.parquet": lambda path: parquet.write_table(
         pyarrow.table({"weight": [0.5] * EDGES.shape[1], "dst": EDGES[1], "src": EDGES[0].astype(np.int32)}), path
     ),
@@ -162,7 +212,7 @@ WRONG_TEXT = {
     "bytes": (bytes(range(128, 160)) * 10 + b"\n1 2\n", "line 1 is"),
     "a fraction first": (b"1.5 2\n0 1\n", "line 1 is '1.5 2'"),
     "a long number first": (b"99999999999999999999 2\n0 1\n", "line 1 is '99999999999999999999 2'"),
-    "another separator": (b"0;1\n1;2\n", "line 1 is '0;1', expected two ids"),
+    "another separator": (b"0:1\n1:2\n", "line 1 is '0:1', expected two ids"),
     "ends of old": (b"0 1\r1 2\r2 3\r", "line 1 is"),
     "ends of old, three columns": (b"0 1 5\r1 2 6\r2 3 7\r", "line 1 is"),
     "signs": (b"+1 2\n", "line 1 is"),
@@ -227,7 +277,7 @@ WRONG_FILES: dict[str, tuple[Any, str]] = {
     ),
     "gaps.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": [1, None], "b": [1, 2]}), path),
-        "has empty cells",
+        "row 1 has an empty id",
     ),
     "negative.parquet": (
         lambda path: parquet.write_table(pyarrow.table({"a": [1, -2], "b": [1, 2]}), path),

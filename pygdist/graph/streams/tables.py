@@ -1,0 +1,162 @@
+"""Rows of tables of edges, read with pyarrow (extra ``parquet``): whole numbers or names as ids, numbers as values."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pygdist.errors import InputError
+from pygdist.graph.streams.columns import Columns
+
+ANY_ID = range((1 << 63) - 1)
+"""The range of ids if the number of nodes is not known."""
+
+
+class EdgeRows(NamedTuple):
+    """Some edges and their values: ends ``(2, k)`` int64; by field, ``edge_weight`` ``(k,)``, ``edge_attr`` ``(k, D)``.
+
+    They are valid until the next ones are read.
+    """
+
+    ends: NDArray[np.int64]
+    values: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeTable:
+    """A file of edges whose columns are known, and whose rows are not read yet.
+
+    Attributes:
+        columns: The columns to read.
+        named: Ids are names, not numbers.
+        read: Called with the names of the nodes (``None`` for whole numbers) and the range of their ids. Yields the
+            rows, and raises ``InputError`` at one that cannot be read.
+        first_id: Id of the first node, if the format says so: 1 in a matrix.
+        mirrored: The format says that the reverse of each edge is meant too: 1, or -1 if with the opposite weight.
+        num_nodes: Number of nodes, if the file says so.
+        kinds: Types of the values, if the file says so.
+    """
+
+    columns: Columns
+    named: bool
+    read: Callable[[Names | None, range], Iterator[EdgeRows]]
+    first_id: int | None = None
+    mirrored: int = 0
+    num_nodes: int | None = None
+    kinds: tuple[str, ...] = ()
+
+
+class Names:
+    """Numbers of nodes whose ids are names, in the order in which they come; memory holds every name.
+
+    Args:
+        known: All names in the order of their numbers, if they are known before; then others are refused.
+
+    Attributes:
+        fixed: The names were known before.
+    """
+
+    def __init__(self, known: Iterable[str] | None = None) -> None:
+        self.fixed = known is not None
+        self._number: dict[str, int] = {}
+        for line, name in enumerate(known or (), start=1):
+            if self._number.setdefault(name, len(self._number)) != line - 1:
+                raise InputError(f"line {line} is '{name}', as line {self._number[name] + 1}; each node has one name")
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._number)
+
+    def numbers(self, ends: Sequence[Any]) -> NDArray[np.int64]:
+        """Return the numbers of two arrays of pyarrow's strings, int64 of shape ``(2, k)``; -1 for an unknown name."""
+        import pyarrow
+
+        count = len(ends[0])
+        in_turn = np.arange(2 * count).reshape(2, count).T.reshape(-1)  # first come, first numbered, in any chunks
+        coded = pyarrow.concat_arrays(ends).take(pyarrow.array(in_turn)).dictionary_encode()
+        number = self._number
+        if self.fixed:
+            found = [number.get(name, -1) for name in coded.dictionary.to_pylist()]
+        else:
+            found = [number.setdefault(name, len(number)) for name in coded.dictionary.to_pylist()]
+        numbers = np.array(found, dtype=np.int64)[coded.indices.to_numpy(zero_copy_only=False)]
+        return np.ascontiguousarray(numbers.reshape(count, 2).T)
+
+
+def numbered(
+    ends: Sequence[Any], names: Names | None, ids: range, refuse: Callable[[int, str], InputError]
+) -> NDArray[np.int64]:
+    """Return the numbers of the nodes at the ends of some rows, int64 of shape ``(2, k)``.
+
+    Args:
+        ends: Two arrays of pyarrow's, of integers, or of strings if there are ``names``.
+        names: Numbers by name.
+        ids: Range of the ids that are numbers.
+        refuse: Called with a row and what is wrong with it; returns the error.
+    """
+    for end in ends:
+        if end.null_count:
+            raise refuse(int(np.flatnonzero(end.is_null().to_numpy(zero_copy_only=False))[0]), "has an empty id")
+    if names is None:
+        arrays = [end.to_numpy(zero_copy_only=False) for end in ends]
+        wrong = np.flatnonzero(np.any([(array < ids.start) | (array >= ids.stop) for array in arrays], axis=0))
+        if len(wrong):
+            edge = tuple(int(array[wrong[0]]) for array in arrays)
+            raise refuse(int(wrong[0]), f"holds ids {edge}, {expected_ids(max(edge), ids)}")
+        return np.stack([array.astype(np.int64) for array in arrays])
+    from pyarrow import compute
+
+    ends = [compute.utf8_trim_whitespace(end) for end in ends]
+    for end in ends:
+        bad = compute.match_substring_regex(end, r"^$|[\r\n]").to_numpy(zero_copy_only=False)
+        if bad.any():
+            raise refuse(int(bad.argmax()), "has an id that is empty, or holds the end of a line")
+    numbers = names.numbers(ends)
+    unknown = np.flatnonzero((numbers < 0).any(axis=0))
+    if len(unknown):
+        row = int(unknown[0])
+        name = ends[0 if numbers[0, row] < 0 else 1][row]
+        raise refuse(row, f"holds id '{name}', which is none of the {len(names)} known names")
+    return numbers
+
+
+def expected_ids(wrong: int, ids: range) -> str:
+    """Tell which ids are expected in place of a wrong one."""
+    expected = f"expected ids {ids.start} to {ids.stop - 1}" if ids.stop < ANY_ID.stop else f"ids start at {ids.start}"
+    return expected + ("; if ids start at 1, set first_id=1" if wrong == ids.stop and not ids.start else "")
+
+
+def valued(
+    columns: Columns, arrays: Sequence[Any], refuse: Callable[[int, str], InputError]
+) -> dict[str, NDArray[Any]]:
+    """Return weights and attributes from arrays of pyarrow's numbers, one for each of ``columns.values``.
+
+    Values are float32 where they were, else float64.
+    """
+    found = []
+    for place, array in zip(columns.values, arrays, strict=True):
+        if array.null_count:
+            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            raise refuse(row, f"has nothing in column {columns.names[place]}, expected a number")
+        values = array.to_numpy(zero_copy_only=False)
+        found.append(values if values.dtype in (np.float32, np.float64) else values.astype(np.float64))
+    by_field = {} if columns.weight is None else {"edge_weight": found.pop(0)}
+    return by_field | ({"edge_attr": np.stack(found, axis=1)} if found else {})
+
+
+def has_pyarrow() -> bool:
+    """Tell if pyarrow is installed."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def require_pyarrow(reason: str) -> None:
+    """Raise ``InputError`` with a reason, such as ``edges.csv: names as ids``, if pyarrow is missing."""
+    if not has_pyarrow():
+        raise InputError(f"{reason}: needs pyarrow: pip install 'pygdist[parquet]'")
