@@ -148,7 +148,10 @@ class _Text:
         last = block[block.rfind(b"\n") + 1 :].decode(errors="replace")
         comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
         if count and last.strip() and not comment.match(last):
-            self.notes.append(f"{self.path}: the last line, {shown(last)}, has no end (newline): is the file whole?")
+            raise InputError(
+                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last number may be cut; if the "
+                "file is whole, end the line"
+            )
 
     def _compare(self, count: int) -> None:
         """Compare the number of edges with what the file says."""

@@ -101,7 +101,6 @@ FORMATS: dict[str, Any] = {
     "LOUD.TXT.GZ": lambda path: path.write_bytes(gzip.compress(_text("  "))),
     "notes-beside.txt": lambda path: path.write_bytes(_text(" ", "# a note\n")),
     "LOUD.TXT": lambda path: path.write_bytes(_text(" ")),
-    "no-last-end.txt": lambda path: path.write_bytes(_text(" ").rstrip()),
     "compressed.txt.gz": lambda path: path.write_bytes(gzip.compress(_text("\t"))),
     "semicolons.csv": lambda path: path.write_bytes(b"source;target\n" + _text(";")),
     "quoted.csv": lambda path: path.write_text("".join(f'"{u}","{v}"\n' for u, v in EDGES.T)),
