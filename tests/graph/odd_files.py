@@ -133,8 +133,8 @@ _ODDITIES: dict[str, Callable[[list[str], Rng, str], tuple[list[str], bool]]] = 
     "separators after": lambda lines, rng, sep: ([line + sep for line in lines], False),
     "blanks before": lambda lines, rng, sep: ([f"  {line}" for line in lines], sep == " "),
     "quotes": lambda lines, rng, sep: ([sep.join(f'"{one}"' for one in line.split(sep)) for line in lines], False),
-    "leading zeros": lambda lines, rng, sep: ([f"00{line}" for line in lines], False),
-    "plus signs": lambda lines, rng, sep: ([f"+{line}" for line in lines], False),
+    "leading zeros": lambda lines, rng, sep: ([f"00{line.lstrip()}" for line in lines], False),
+    "plus signs": lambda lines, rng, sep: ([f"+{line.lstrip()}" for line in lines], False),
     "percent comments": lambda lines, rng, sep: (["% made by hand", *lines], False),
     "comments behind": lambda lines, rng, sep: ([f"{line} # see above" for line in lines], False),
 }
