@@ -193,7 +193,7 @@ class HybridBackend(RecomputingBackend):
         return candidates
 
     def _greedy(self, halo: Halo, costs: HopCosts, share: float | None = None) -> Tensor:
-        value_bytes = self.shard.x.element_size()
+        value_bytes = self.shard.value_bytes
         return greedy_choice(halo, costs, value_bytes=value_bytes, share=share, memory_gib=self.memory_gib)
 
     def _facts(self, widths: tuple[int, ...], model: nn.Module) -> dict[str, Any]:

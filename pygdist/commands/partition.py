@@ -51,6 +51,7 @@ class Graph:
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges.
         remove_self_loops: Drop edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks. A
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split.
@@ -71,6 +72,7 @@ class Graph:
     symmetrize: bool = False
     remove_duplicates: bool = False
     remove_self_loops: bool = False
+    float_features: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     num_classes: int | None = None
@@ -149,6 +151,7 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     """Partition a graph, write the parts to a folder, and return the content of its ``meta.json``."""
     # these import torch: not before the options are read
     from pygdist.graph import GraphFiles, Progress, load_graph, prepare
+    from pygdist.graph.sources.prepare import tell
     from pygdist.partition import DeviceMemory, partition_graph
 
     num_parts = DeviceMemory(**parts.memory) if parts.parts == "auto" else parts.parts
@@ -158,6 +161,7 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     else:
         assert graph.dataset is not None
         source, notes = prepare(load_graph(graph.dataset, **(graph.dataset_args or {})), **graph.preparation)
+        tell(notes)
     return partition_graph(
         source, parts.out, num_parts=num_parts, partitioner=parts.method, notes=notes, num_classes=graph.num_classes,
         num_hops=parts.hops, placement=parts.placement, overwrite=parts.overwrite, progress=Progress(),

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric import EdgeIndex
+from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 
 MASKS = ("train_mask", "val_mask", "test_mask")
+FEATURES = ("x", "edge_attr")  # integers stay integers: categories, ids, counts
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
+NOTES = "pygdist_notes"  # of a loaded graph: the list of notes on what was done to it
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
+_NUMBERS = frozenset(
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+)
+_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch computes with signed integers only
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
@@ -44,11 +52,13 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
     num_nodes = x.size(0)
     if num_nodes == 0:
         raise InputError("x: the graph has no nodes")
+    if "num_nodes" in data and data["num_nodes"] not in (None, num_nodes):
+        raise InputError(f"x: {num_nodes} rows, but num_nodes is {data['num_nodes']}; correct one of them")
     if num_classes is not None and num_classes < 1:
         raise InputError(f"num_classes is {num_classes}, expected at least 1")
     _check_edges(data, num_nodes)
     fields = {name: value for name in ("x", "y", *MASKS, *EDGE_FIELDS) if isinstance(value := data.get(name), Tensor)}
-    check_fields(fields, num_nodes, data.num_edges, num_classes=num_classes)
+    check_fields(fields, num_nodes, data["edge_index"].size(1), num_classes=num_classes)
 
 
 def check_fields(
@@ -79,16 +89,66 @@ def check_fields(
 
 
 def with_tensors(data: Data) -> Data:
-    """Return a graph whose fields are tensors where they were NumPy arrays; other objects are shared."""
-    arrays = {name: value for name in FIELDS if isinstance(value := data.get(name), np.ndarray)}
-    arrays = {name: value for name, value in arrays.items() if value.dtype.kind in "biuf"}
-    if not arrays:
+    """Return a graph whose fields are tensors where they were arrays or lists; other objects are shared.
+
+    Raises:
+        InputError: If a field holds no numbers; the message names it.
+    """
+    fields = {name: value for name in FIELDS if (value := data.get(name)) is not None}
+    changed = {name: tensor for name, value in fields.items() if (tensor := as_field(name, value)) is not value}
+    if not changed:
         return data
     data = copy.copy(data)
-    for name, value in arrays.items():
-        wide = value.dtype.kind == "u" and value.itemsize > 1  # torch computes with signed integers only
-        data[name] = torch.from_numpy(value.astype(np.int64 if wide else value.dtype.newbyteorder("="), copy=False))
+    for name, value in changed.items():
+        data[name] = value
     return data
+
+
+def as_field(name: str, value: Any, where: str = "") -> Tensor:
+    """Return the values of a field as a tensor of a type that torch computes with.
+
+    Args:
+        name: Name of the field; ``x`` may be sparse.
+        value: A tensor, a NumPy array, or what becomes one; a list or a sparse matrix.
+        where: Begins messages.
+
+    Raises:
+        InputError: If these are not numbers, or too large for int64.
+    """
+    if not isinstance(value, Tensor) and name == "x":  # matrices of SciPy and of torch_sparse
+        dense = getattr(value, "toarray", getattr(value, "to_dense", None))
+        value = value if dense is None else dense()
+    tensor = value if isinstance(value, Tensor) else _from_array(where + name, value)
+    if isinstance(tensor, Index):
+        tensor = tensor.as_tensor()
+    if tensor.layout is not torch.strided and (name != "x" or tensor.is_nested):
+        advice = "; pass a sparse adjacency matrix as adj_t" if name == "edge_index" else ""
+        raise InputError(f"{where}{name}: a tensor of layout {tensor.layout}, expected a dense one{advice}")
+    if tensor.device.type == "meta":
+        raise InputError(f"{where}{name}: a tensor without numbers (device 'meta')")
+    if tensor.dtype is torch.uint64:
+        _check_uint64(where + name, tensor, lambda name: None)
+    if tensor.dtype in _UNSIGNED:
+        return tensor.to(torch.int64)
+    if tensor.dtype not in _NUMBERS and not tensor.is_complex():  # complex ones have lines of their own
+        raise InputError(f"{where}{name}: {tensor.dtype}, expected numbers, such as float32 or int64")
+    return tensor
+
+
+def _from_array(name: str, value: Any) -> Tensor:
+    """Return a NumPy array, or what becomes one, as a tensor."""
+    expected = "expected a tensor or an array of numbers"
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # of any object
+        raise InputError(f"{name}: a {type(value).__name__}, {expected} ({error})") from error
+    if isinstance(value, np.ma.MaskedArray) or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        kind = type(value).__name__ if array.dtype.kind == "O" else f"{type(value).__name__} of {array.dtype}"
+        raise InputError(f"{name}: a {kind}, {expected}")
+    if isinstance(value, list | tuple) and array.dtype.kind == "f":
+        array = array.astype(np.float32)  # as torch.tensor() does
+    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def is_multi_label(y: Tensor) -> bool:
@@ -141,6 +201,8 @@ def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[st
         value = value.view(-1, 1)
     if value.dtype.is_complex:
         raise InputError(f"{name}: {value.dtype}, expected real numbers")
+    if value.dtype is torch.uint64:
+        _check_uint64(name, value, after_block)
     if not value.dtype.is_floating_point:
         return
     count, first = 0, -1
@@ -157,10 +219,18 @@ def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[st
         )
 
 
+def _check_uint64(name: str, value: Tensor, after_block: Callable[[str], None]) -> None:
+    for start, block in rows_of(value):
+        wrong = (block.view(torch.int64) < 0).reshape(block.size(0), -1).any(dim=1)
+        if (row := _first(wrong)) is not None:
+            raise InputError(f"{name}: row {start + row} holds a number above 2**63 - 1, the largest of int64")
+        after_block(name)
+
+
 def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Callable[[str], None]) -> None:
     if value.dim() == 0 or value.size(0) != num_edges:
         raise InputError(f"{name}: shape {tuple(value.shape)}, expected one entry for each of {num_edges} edges")
-    if name == "edge_weight" and value.numel() != num_edges:
+    if name == "edge_weight" and (value.dim() > 2 or value.numel() != num_edges):
         raise InputError(f"edge_weight: shape {tuple(value.shape)}, expected ({num_edges},); use edge_attr for vectors")
     if name == "edge_type":
         _check_edge_types(value, num_edges)
@@ -168,7 +238,7 @@ def _check_edge_values(name: str, value: Tensor, num_edges: int, after_block: Ca
 
 
 def _check_edge_types(value: Tensor, num_edges: int) -> None:
-    if value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
+    if value.dim() > 2 or value.numel() != num_edges or value.dtype.is_floating_point or value.dtype.is_complex:
         raise InputError(f"edge_type: {value.dtype} of shape {tuple(value.shape)}, expected ({num_edges},) integers")
     if (edge := _first(value.reshape(-1) < 0)) is not None:
         raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")
@@ -187,8 +257,12 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
     if floats and (node := _first(torch.isinf(y) | (~torch.isnan(y) & (y != torch.floor(y))))) is not None:
         raise InputError(f"y: node {node} has label {float(y[node])}, expected whole numbers (classes from 0)")
     low = torch.nan_to_num(y, nan=-1.0) if floats else y.to(torch.int64)
+    if floats and (node := _first(low >= 2.0**53)) is not None:
+        raise InputError(f"y: node {node} has label {float(y[node])}, expected classes from 0, as integers")
     if (node := _first(low < -1)) is not None:
         raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
+    if len(low) and int(low.max()) == 1 and int(low.min()) == -1 and not bool((low == 0).any()):
+        raise InputError("y: all labels are 1 or -1, but -1 means unlabelled; number the two classes 0 and 1")
     if num_classes is not None and (node := _first(low >= num_classes)) is not None:
         raise InputError(
             f"y: {int((low >= num_classes).sum())} labels out of range, the first is {int(low[node])} at node {node}, "

@@ -94,6 +94,11 @@ class Shard:
         return self.n_id.numel() - self.num_owned
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of a number in a hop: those of ``x``, or of torch's default type if ``x`` is of integers."""
+        return (self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()).itemsize
+
+    @property
     def owned_id(self) -> Tensor:
         """Global ids of the owned rows, ascending."""
         return self.n_id[: self.num_owned]

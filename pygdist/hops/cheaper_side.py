@@ -268,6 +268,7 @@ def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
         (isinstance(x, Tensor) or (isinstance(x, tuple) and all(isinstance(part, Tensor) for part in x)))
         and _rows(x).dim() == 2
         and _rows(x).layout == torch.strided
+        and _rows(x).is_floating_point()
         and isinstance(edge_index, Adjacency)
         and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
         and all(is_linear(lin) for lin in lins)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from torch_geometric.data import Data
 from typing_extensions import override
@@ -19,6 +19,7 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
@@ -38,7 +39,8 @@ class GraphDataModule(pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
     On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store
-    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part.
+    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part. Each change that was made to
+    the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
 
     Args:
         dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
@@ -56,6 +58,7 @@ class GraphDataModule(pl.LightningDataModule):
         symmetrize: Add the reverse of every edge.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.
@@ -87,6 +90,7 @@ class GraphDataModule(pl.LightningDataModule):
         symmetrize: bool = False,
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
+        float_features: bool = False,
         split: tuple[float, float, float] | None = None,
         split_seed: int = 0,
         edge_split: tuple[float, float] | None = None,
@@ -106,6 +110,8 @@ class GraphDataModule(pl.LightningDataModule):
             raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
         if store is not None and num_parts == "auto":
             raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
+        if store is not None and float_features:
+            raise InputError(f"float_features: {store} is partitioned already; give it to pygdist partition instead")
         if num_workers and batches is None:
             raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
@@ -113,6 +119,7 @@ class GraphDataModule(pl.LightningDataModule):
             "symmetrize": symmetrize,
             "remove_duplicates": remove_duplicates,
             "remove_self_loops": remove_self_loops,
+            "float_features": float_features,
             "split": split,
             "split_seed": split_seed,
             "num_classes": num_classes,
@@ -124,8 +131,9 @@ class GraphDataModule(pl.LightningDataModule):
         self._folder: Path | None = self.store
         self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
+        self._told: set[str] = set()  # notes
         self._shard: Shard | None = None
-        self._moved: Shard | None = None
+        self._moved: tuple[object, Shard] | None = None  # to a device and a dtype
         self._parts: list[int] = []
         self._precomputed: Precomputed | None = None  # for mini-batches, if the rank has several parts
 
@@ -174,6 +182,7 @@ class GraphDataModule(pl.LightningDataModule):
         num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
         partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
         data, notes = self.load()
+        self._tell(notes)
         arguments = {
             "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
             "arguments": partitioner.arguments(),
@@ -189,6 +198,28 @@ class GraphDataModule(pl.LightningDataModule):
                 fingerprint=content, num_hops=abilities.num_hops, placement=abilities.placement,
             )  # fmt: skip
         return folder
+
+    @rank_zero_only
+    def _tell(self, notes: list[str]) -> None:
+        """Show each note once, on one rank."""
+        tell(note for note in notes if note not in self._told)
+        self._told.update(notes)
+
+    def summary(self) -> str:
+        """Return lines that describe the graph and its parts, and all that was done to it; after :meth:`prepare_data`.
+
+        Example:
+            >>> print(data.summary())
+            8,000 nodes, 160,000 edges, 32 features (float32), 8 classes
+            2 parts by chunk; labelled nodes: 4,000 train, 2,000 val, 2,000 test
+            drew a random split of 8000 labelled nodes into 4000/2000/2000 (seed 0)
+        """
+        meta = self.meta
+        dtype = f" ({meta['dtypes']['x']})" if "x" in meta["dtypes"] else ""
+        counts = ", ".join(f"{count:,} {name.removesuffix('_mask')}" for name, count in meta["counts"].items())
+        graph = f"{meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges, {meta['num_features']} features{dtype}"
+        parts = f"{meta['num_parts']} parts by {meta['method']}; labelled nodes: {counts}"
+        return "\n".join([f"{graph}, {meta['num_classes']} classes", parts, *meta["preprocessing"]])
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -273,18 +304,19 @@ class GraphDataModule(pl.LightningDataModule):
         if shard is None or shard.rank != part:
             if hasattr(self._module, "let_go"):
                 self._module.let_go()
-            self._shard = self._moved = shard = None
+            self._shard = shard = None
+            self._moved = None
             # setup() has verified all of them
             shard = self._shard = Shard.load(self.folder, part, verify=False, meta=self.meta)
         return self.here(shard)
 
     def here(self, shard: Shard) -> Shard:
         """Return a part on the model's device and in its dtype; it is moved once."""
-        moved, wanted = self._moved, (shard.rank, self._device(), self._model_dtype())
-        if moved is None or (moved.rank, moved.x.device, moved.x.dtype) != wanted:
+        wanted = (shard.rank, device, dtype) = shard.rank, self._device(), self._model_dtype()
+        if self._moved is None or self._moved[0] != wanted:
             with torch.inference_mode(False):  # training may use a part that an evaluation moved
-                moved = self._moved = shard.to(wanted[1]).astype(wanted[2])
-        return moved
+                self._moved = wanted, shard.to(device).astype(dtype)
+        return self._moved[1]
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self._strategy is None else self._strategy.root_device
@@ -409,8 +441,8 @@ class GraphDataModule(pl.LightningDataModule):
         return batch
 
     def _model_dtype(self) -> torch.dtype:
-        parameters = () if self._module is None else self._module.parameters()
-        return next((p.dtype for p in parameters if p.is_floating_point()), self.shard.x.dtype)
+        numbers = [self.shard.x] if self._module is None else [*self._module.parameters(), self.shard.x]
+        return next((one.dtype for one in numbers if one.is_floating_point()), torch.get_default_dtype())
 
 
 def _steps_made(trainer: pl.Trainer | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.check import EDGE_FIELDS, FEATURES
+
+_OF_OTHER_TYPES = (
+    "same dtype", "same datatype", "scalar type", "not implemented for '", "should be the same", "can't be cast",
+    "Integers to negative", "floating point", "bool tensor",
+)  # fmt: skip
 
 
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
@@ -48,7 +54,8 @@ def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
         ) from error
     try:
         return model(graph.x, edges, **inputs)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # Lightning and pygdist raise others
+        _explain_integers(error, {"x": graph.x, **inputs})
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
             raise
         raise InputError(
@@ -68,6 +75,20 @@ def call_encoder(model: nn.Module, graph: Any, edges: Tensor) -> Tensor:
     return checked_rows(
         outputs_of(model, graph, edges), "wrap the model in a module that returns one tensor with a row per node"
     )
+
+
+def _explain_integers(error: Exception, inputs: Mapping[str, Tensor]) -> None:
+    """Raise an ``InputError`` if a model failed at the type of integers of the graph.
+
+    Plain PyG fails too, with an error of torch's that names neither the field nor the remedy.
+    """
+    integers = {name: value for name, value in inputs.items() if name in FEATURES and not value.is_floating_point()}
+    if integers and any(phrase in str(error) for phrase in _OF_OTHER_TYPES):
+        fields = " and ".join(f"{name} ({value.dtype})".replace("torch.", "") for name, value in integers.items())
+        raise InputError(
+            f"the model does not take {fields} of the graph as it is ({error}); convert it in the model, for example "
+            f"{next(iter(integers))}.float(), or all such fields with float_features=True (--data.float_features=true)"
+        ) from error
 
 
 def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
@@ -111,11 +132,19 @@ def fill_in_sizes(model: nn.Module, graph: Any) -> None:
         return
     modes = {module: module.training for module in model.modules()}
     loops = torch.arange(2, device=lazy.device).repeat(2, 1)
-    extra = {
-        name: value.new_ones((2, *value.shape[1:])).to(lazy) if value.is_floating_point() else loops[0] * 0
-        for name, value in edge_inputs(model, graph).items()
+    inputs = {"x": graph.x, **edge_inputs(model, graph)}
+    small = {  # 0 is the number of a type, and of a row of any embedding
+        name: torch.ones((2, *value.shape[1:])).to(lazy)
+        if value.is_floating_point()
+        else value.new_zeros((2, *value.shape[1:]), device=lazy.device)
+        for name, value in inputs.items()
     }
-    with torch.no_grad():
-        model.eval()(torch.ones(2, graph.x.size(1)).to(lazy), loops, **extra)
-    for module, training in modes.items():
-        module.training = training
+    try:
+        with torch.no_grad():
+            model.eval()(small.pop("x"), loops, **small)
+    except (RuntimeError, TypeError) as error:
+        _explain_integers(error, inputs)
+        raise
+    finally:
+        for module, training in modes.items():
+            module.training = training

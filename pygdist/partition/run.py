@@ -18,6 +18,7 @@ from torch_geometric.data import Data
 
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
+from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
 from pygdist.graph.store.part_files import placement_of
 from pygdist.graph.streams.progress import enter_stage
@@ -49,7 +50,7 @@ def partition_graph(
 
     Args:
         source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a
-            stream with the fields of its nodes and edges.
+            stream with the fields of its nodes and edges. What is done to files is told in warnings, one for each note.
         folder: Folder of the store; it appears when it is complete.
         num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit.
         partitioner: A name, a class path, or an instance.
@@ -118,6 +119,7 @@ class _Job:
         scratch.mkdir()
         start = time.perf_counter()
         opened = graph.open(scratch, progress=self.progress)
+        tell(opened.notes)
         seconds = time.perf_counter() - start
         figures = self._partition(opened, folder)
         shutil.rmtree(scratch)

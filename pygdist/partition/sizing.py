@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, WholeGraph
-from pygdist.graph.sources.whole import stored_type
 from pygdist.partition.metrics import PartitionMetrics
 
 _GIB = 2**30
@@ -41,7 +40,8 @@ class GraphBytes:
     def of(cls, graph: WholeGraph) -> GraphBytes:
         """Measure a graph as it will be stored; duplicate edges that will be merged count separately."""
         fields = graph.fields.items()
-        width = {name: stored_type(name, value).itemsize * math.prod(value.shape[1:]) for name, value in fields}
+        types = graph.dtypes
+        width = {name: types[name].itemsize * math.prod(value.shape[1:]) for name, value in fields}
         of_edges = sum(width.get(name, 0) for name in ("edge_weight", "edge_attr", "edge_type"))
         per_node = sum(width.values()) - of_edges + 16
         return cls(per_node=per_node, per_halo=width.get("x", 0) + 8, per_edge=of_edges + 12)

@@ -50,6 +50,7 @@ from pygdist.routing.runs import (
     run_whole,
     without_dropout,
 )
+from pygdist.routing.values_of_edges import refuse_values_of_edges
 
 _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten copies meanwhile
 #: Rounding stays below a thousandth of these; wrong numbers that were seen are 2e-3 and more.
@@ -82,11 +83,12 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
     Raises:
         InputError: If a number differs, on all ranks; the message names the module, and what to do instead.
     """
-    if backend.num_ranks == 1 and not backend.abilities.trains_parts:
-        return True
     shard, communicator, num_parts = backend.shard, backend.communicator, backend.num_ranks
     if _is_of_batch(model, args, kwargs, shard) or any(is_lazy(one) for one in model.parameters()):
         return False
+    refuse_values_of_edges(model, shard, _SWITCH)
+    if backend.num_ranks == 1 and not backend.abilities.trains_parts:
+        return True
     if backend.abilities.trains_parts:  # each rank compares alone, as a rank without parts makes no call
         communicator, num_parts = Communicator(), 2
     key, kinds = kinds_of(model, args, kwargs, shard, communicator, {})

@@ -74,7 +74,7 @@ from pygdist.routing.agreement import agree_on_layer, agree_on_pass
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
-from pygdist.routing.refusals import refusals, refuse_own_values
+from pygdist.routing.refusals import refusals
 
 _OTHER_ROWS = "Encountered tensor with size"  # PyG's words for rows that do not fit the size of a hop
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
@@ -372,8 +372,6 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         backend.kept.relations.begin_layer()
         if backend.kept.uncompared and backend.num_ranks > 1:
             _tell_uncompared(backend, self)
-        if any(isinstance(value, nn.Parameter) for value in (*args, *kwargs.values())):
-            refuse_own_values(self, forward, args, kwargs)
         args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
         try:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():

@@ -114,11 +114,13 @@ class Miniature:
         if not bool((everywhere[:, :, [0, 3]] == everywhere[0, :, [0, 3]]).all()):
             raise NotComparableError("its arguments are not of one kind on all ranks")
         low, high = everywhere[:, :, 1].amin(0).tolist(), everywhere[:, :, 2].amax(0).tolist()
+        ranges = _ranges([value for value, kind in values if _is_of_integers(value, kind)], communicator)
         inputs = []
         for at, (value, kind) in enumerate(values):
             field = _FIELDS[int(looks[at][0])] if looks[at][0] >= 0 else ""
+            low_high = next(ranges) if _is_of_integers(value, kind) else (low[at], high[at])
             seed = _FIELDS.index(field) if field else len(_FIELDS) + at  # a field may be several arguments
-            inputs.append(_input(value, kind, field, graph, low[at], high[at], seed=seed))
+            inputs.append(_input(value, kind, field, graph, *low_high, seed=seed))
         device = next((value.device for value, _ in values if isinstance(value, Tensor)), torch.device("cpu"))
         return cls(graph, inputs, call, num_parts, device)
 
@@ -186,14 +188,51 @@ def _look(value: Any, kind: Kind, shard: Shard) -> tuple[float, float, float, fl
     if not isinstance(value, Tensor) or isinstance(value, Adjacency):
         return -1.0, 0.0, 0.0, 0.0
     field = next((at for at, name in enumerate(_FIELDS) if getattr(shard, name) is value), -1)
-    shape = value.shape if kind is None else value.shape[1:]
+    shape = (*(value.shape if kind is None else value.shape[1:]), value.is_floating_point(), value.element_size())
     few = value.detach()[:_LOOKED_AT] if value.dim() else value.detach()
     if not few.numel() or few.is_complex():
         return float(field), float("inf"), float("-inf"), float(hash(shape) % 2**40)
     return float(field), float(few.min()), float(few.max()), float(hash(shape) % 2**40)
 
 
-def _input(value: Any, kind: Kind, field: str, graph: Graph, low: float, high: float, *, seed: int) -> _Input:
+def _is_of_integers(value: Any, kind: Kind) -> bool:
+    """True for integers of nodes or edges."""
+    plain = isinstance(value, Tensor) and not isinstance(value, Adjacency) and kind is not None
+    return plain and not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+
+
+def _ranges(values: Sequence[Tensor], communicator: Communicator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the smallest and the largest integer in each column on all ranks; every rank makes the call."""
+    most = torch.iinfo(torch.int64)
+    ends = []
+    for value in values:
+        few = value.detach()[:_LOOKED_AT].flatten(1).cpu().long() if value.dim() > 1 else value[:_LOOKED_AT, None].cpu()
+        empty = few.new_tensor([[most.max], [most.min]], dtype=torch.int64).expand(2, few.size(1))
+        ends.append(torch.stack(few.long().aminmax(dim=0)) if len(few) else empty)
+    if not ends:
+        return
+    flat = torch.cat([end.flatten() for end in ends])
+    halves = [float(half) for half in torch.cat([flat >> 32, flat & 0xFFFFFFFF])]  # float64 rounds whole ones
+    everywhere = communicator.gather(halves).long().view(-1, 2, flat.numel())
+    start = 0
+    for end in ends:
+        low, high = ((everywhere[:, 0] << 32) | everywhere[:, 1])[:, start : start + end.numel()].chunk(2, dim=1)
+        yield low.amin(0), high.amax(0)
+        start += end.numel()
+
+
+def _draw_integers(low: Tensor, high: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw integers from the range of each column, int64."""
+    spans = torch.tensor(
+        [min(end - start, 1 << 30) + 1 for start, end in zip(low.tolist(), high.tolist(), strict=True)]
+    )
+    drawn = torch.randint(0, 1 << 31, (shape[0], len(low)), generator=generator)
+    return (low + drawn % spans).view(shape)
+
+
+def _input(
+    value: Any, kind: Kind, field: str, graph: Graph, low: float | Tensor, high: float | Tensor, *, seed: int
+) -> _Input:
     if isinstance(value, Adjacency):
         if value.value is not None:
             raise NotComparableError("its edges carry weights")
@@ -214,11 +253,11 @@ def _input(value: Any, kind: Kind, field: str, graph: Graph, low: float, high: f
         draw = torch.rand if low >= 0 else torch.randn  # logarithms and roots are of positive numbers
         rows = draw(shape, generator=generator, dtype=torch.float64) + (0.1 if low >= 0 else 0.0)
         rows[-1] *= 5 if kind == "node" else 1  # the largest are those of one part
-    elif value.is_complex() or low > high:
-        raise NotComparableError(f"it takes {value.dtype} numbers of shape {tuple(value.shape)}")
+    elif isinstance(low, Tensor) and isinstance(high, Tensor) and bool((low <= high).all()):
+        least = torch.where(low == -1, high.clamp(max=0), low)  # labels of nodes in no mask
+        rows = _draw_integers(least, high, shape, generator).to(value.dtype)
     else:
-        least = 0 if low == -1 else int(low)  # labels, of nodes that are in no mask
-        rows = torch.randint(least, max(least, int(high)) + 1, shape, generator=generator, dtype=value.dtype)
+        raise NotComparableError(f"it takes {value.dtype} numbers of shape {tuple(value.shape)}")
     return _Input(rows, kind, field)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend, names_of
-from pygdist.errors import InputError
-from pygdist.hops.arguments import edges_among, mapped
-from pygdist.hops.layer import layer_name, methods_of
+from pygdist.hops.layer import methods_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
 
@@ -156,29 +154,6 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for one in subclasses:
         yield one
         yield from _subclasses(one)
-
-
-def refuse_own_values(
-    layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Refuse a call of a layer with a parameter that has a value for each edge: its order is that of the user's edges.
-
-    Raises:
-        InputError: The message names the layer and the argument.
-    """
-    edges = edges_among(forward, (layer, *args), kwargs)
-
-    def look(name: str, value: Any) -> Any:
-        of_edges = name.startswith("edge_") and isinstance(value, nn.Parameter) and value.dim() > 0
-        if of_edges and any(value.size(0) == one.size(1) for one in edges):
-            raise InputError(
-                f"{layer_name(layer)}: '{name}' is a parameter with a value for each edge, but edges are sorted by "
-                "destination here, and each rank has some of them; compute values of edges from edge_attr",
-                of_one_rank=True,  # by the number of edges that this rank has
-            )
-        return value
-
-    mapped(forward, (layer, *args), kwargs, look)
 
 
 def _readouts(cls: type[nn.Module]) -> list[str]:

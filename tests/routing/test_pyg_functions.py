@@ -13,7 +13,7 @@ import torch_geometric
 import torch_geometric.nn.conv.gcn_conv as gcn
 from torch import Tensor, nn
 from torch_geometric import utils
-from torch_geometric.nn import GCNConv, MessagePassing
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import coalesce, contains_self_loops, degree, is_undirected, one_hot, scatter, softmax
 from torch_geometric.utils import degree as count_edges
@@ -299,29 +299,6 @@ def test_what_only_the_whole_graph_can_answer_is_refused(cls: type[Asks], said: 
         model(shard.x, shard.adjacency)
     assert type(undistribute(model)) is cls
     assert not contains_self_loops(torch.tensor([[0], [1]])), "PyG's own functions stay as they are"
-
-
-class OwnWeights(Asks):
-    """Has a weight for each edge."""
-
-    def __init__(self, num_edges: int) -> None:
-        super().__init__()
-        self.conv, self.weight = GCNConv(5, 3), nn.Parameter(torch.rand(num_edges))
-
-    @override
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.conv(x, edge_index, self.weight)
-        return out
-
-
-def test_a_parameter_for_each_edge_is_refused(tmp_path: Path) -> None:
-    data, part = random_graph("directed")
-    write_store(data, part[1], tmp_path / "parts", num_parts=1, method="test", arguments={})
-    shard, backend = Shard.load(tmp_path / "parts", 0), resolve_backend("single")
-    backend.bind(shard, Communicator())
-    model = distribute(OwnWeights(data.num_edges).double(), backend=backend)
-    with pytest.raises(InputError, match="GCNConv: 'edge_weight' is a parameter with a value for each edge"):
-        model(shard.x, shard.adjacency)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {

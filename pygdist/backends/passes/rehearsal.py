@@ -243,7 +243,10 @@ def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
 
 
 def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
-    """Return a run of the model on a graph of self-loops: numbers become ones, ids become ids below ``num_ids``."""
+    """Return a run of the model on a graph of self-loops: numbers become ones, ids become ids below ``num_ids``.
+
+    Integers of nodes and edges, such as categories, stay in the range of their column.
+    """
 
     def replaced(value: Any, kind: Kind) -> Any:
         if isinstance(value, Adjacency):
@@ -252,7 +255,9 @@ def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
             replacement = within(value, num_ids)
             # the model may write into what it gets
             return replacement.clone() if isinstance(replacement, Tensor) else replacement
-        return value.new_full((edges.num_dst, *value.shape[1:]), 1 if value.is_floating_point() else 0)
+        numbers = value.is_floating_point() or value.is_complex()
+        one = value.new_ones(value.shape[1:]) if numbers else _common_integers(value)
+        return one.repeat(edges.num_dst, *[1] * one.dim())
 
     args, kwargs = call.changed(replaced)
 
@@ -262,6 +267,14 @@ def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
             return call.model.forward(*args, **kwargs)
 
     return run
+
+
+def _common_integers(value: Tensor) -> Tensor:
+    """Return a row of integers such as the rows of a tensor: 0, or what is next to 0 in each column."""
+    zeros = value.new_zeros(value.shape[1:])
+    if not len(value) or value.dtype == torch.bool:
+        return zeros
+    return torch.minimum(torch.maximum(zeros, value.amin(0)), value.amax(0))
 
 
 def within(value: Any, num_rows: int) -> Any:

@@ -71,7 +71,7 @@ def overflow_of(
     gpu = float(zlib.crc32(str(torch.cuda.get_device_properties(on).uuid).encode()))  # ranks may share it
     width = -(-max(shard.x.size(-1), sizes.widest) // communicator.world_size)
     needed = (_INDEX_COPIES + sizes.heads - 1) * 4 * shard.num_edges
-    needed += _SLICE_COPIES * shard.num_nodes * width * shard.x.element_size()
+    needed += _SLICE_COPIES * shard.num_nodes * width * shard.value_bytes
     ranks = communicator.gather([free, float(needed), gpu])
     budgets = ranks[:, 0] / (ranks[:, 2:] == ranks[:, 2]).sum(dim=1)
     short = on != here or bool((ranks[:, 1] > budgets).any())

@@ -49,13 +49,19 @@ def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) 
 
 
 def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) -> None:
-    """Keep the first edge of each (source, target, type); sum weights, average attributes; append a note."""
+    """Keep the first edge of each (source, target, type); sum weights, average attributes; append a note.
+
+    Raises:
+        InputError: If integer attributes of such edges differ.
+    """
     source, target = fields["edge_index"].numpy()
     keys = _keys(source, target, fields, num_nodes)
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
     dropped = len(keys) - len(starts)
-    texts = {"edge_weight": "their weights were summed", "edge_attr": "their attributes were averaged"}
+    categories = "edge_attr" in fields and not fields["edge_attr"].is_floating_point()
+    averaged = "their attributes were equal" if categories else "their attributes were averaged"
+    texts = {"edge_weight": "their weights were summed", "edge_attr": averaged}
     merged_values = [text for name, text in texts.items() if name in fields]
     notes.append("; ".join([f"removed {dropped} duplicate edges", *merged_values]))
     if not dropped:
@@ -64,7 +70,9 @@ def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str])
     by_position = np.argsort(first)
     for name in _present(fields):
         values = fields[name].numpy()[order]
-        if name == "edge_type":  # equal within a group
+        if name == "edge_type" or (name == "edge_attr" and categories):
+            group = np.repeat(first, np.diff(starts, append=len(keys)))
+            _check_equal(name, fields[name], order, group)
             fields[name] = fields[name][torch.from_numpy(first[by_position])]
             continue
         merged = np.add.reduceat(values, starts, axis=0)
@@ -73,6 +81,16 @@ def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str])
             merged /= counts.reshape(-1, *[1] * (merged.ndim - 1))
         fields[name] = torch.from_numpy(merged[by_position])
     fields["edge_index"] = fields["edge_index"][:, torch.from_numpy(first[by_position])]
+
+
+def _check_equal(name: str, values: Tensor, edges: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+    """Refuse integers that differ between an edge and the first of those that it is merged with."""
+    wrong = (values[torch.from_numpy(edges)] != values[torch.from_numpy(first)]).reshape(len(edges), -1).any(dim=1)
+    if len(at := wrong.nonzero()):
+        raise InputError(
+            f"{name}: edges {first[at[0, 0]]} and {edges[at[0, 0]]} have the same ends and other {values.dtype} "
+            "attributes, of which there is no average; merge these edges before, or convert edge_attr to floats"
+        )
 
 
 def _present(fields: dict[str, Tensor]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, check_fields
 from pygdist.graph.sources.edge_input import EdgeOptions, ReadEdges, read_edges
-from pygdist.graph.sources.npy import array_paths, pick_split, read_array, read_mask, read_tensor
-from pygdist.graph.sources.prepare import count_classes, prepare_nodes
+from pygdist.graph.sources.fields import pick_split
+from pygdist.graph.sources.npy import array_paths, read_array, read_mask, read_tensor
+from pygdist.graph.sources.prepare import prepare_nodes
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.columns import wanted_columns
@@ -29,8 +29,6 @@ from pygdist.graph.streams.edge_tables import edge_paths
 from pygdist.graph.streams.numbering import distinct_ids, id_range, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
-
-log = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_NODE = 16
 
@@ -65,6 +63,7 @@ class GraphFiles:
         symmetrize: Add the reverse of every edge that has none, and keep one edge of each source and target.
         remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged.
         remove_self_loops: Remove edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
             there are no masks either, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
@@ -91,6 +90,7 @@ class GraphFiles:
     symmetrize: bool = False
     remove_duplicates: bool = False
     remove_self_loops: bool = False
+    float_features: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     split_index: int = 0
@@ -170,19 +170,22 @@ class GraphFiles:
         _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
         self._check(fields, num_nodes, file.num_edges, {**dict.fromkeys(edges.values, paths["edge_index"]), **paths})
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
-        prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
-        for note in notes:
-            log.info("%s", note)
-        return WholeGraph(
+        num_classes = prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
+        graph = WholeGraph(
             edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
-            num_classes=self.num_classes or count_classes(nodes.get("y")),
+            num_classes=self.num_classes or num_classes,
             notes=notes,
             ids=ids,
             names=edges.names,
             merge=self.symmetrize or self.remove_duplicates,
             mirrored=self.symmetrize,
+            float_features=self.float_features,
         )
+        for name, dtype in graph.dtypes.items():
+            if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
+                notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
+        return graph
 
     @property
     def _edge_options(self) -> EdgeOptions:
@@ -209,7 +212,10 @@ class GraphFiles:
         fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
             if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
-                raise InputError(f"{paths[name]}: an array of {value.dtype}, expected numbers, such as float32")
+                raise InputError(
+                    f"{paths[name]}: an array of {value.dtype}, expected numbers in this machine's byte order, such as "
+                    "float32"
+                )
             if name == "edge_type" and value.dtype.kind == "u" and value.dtype.itemsize > 1:
                 raise InputError(f"{paths[name]}: an array of {value.dtype}, expected signed integers, such as int64")
             if name == "x" and (value.ndim != 2 or value.shape[1] == 0):

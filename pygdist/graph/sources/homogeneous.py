@@ -5,19 +5,27 @@ Nodes are grouped by type and edges by relation, in the order of the ``HeteroDat
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS
+from pygdist.graph.check import MASKS, NOTES, as_field, is_multi_label
+from pygdist.graph.sources.fields import SPLIT_FIELDS, edges_from_adjacency, masks_from_ids
 
 
 def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dataset") -> Data:
     r"""Merge all nodes and edges of a heterogeneous graph into one graph.
 
     Args:
-        graph: ``edge_index`` for each type of edges, ``x`` for any types of nodes, ``y`` and masks for one of them.
+        graph: ``edge_index`` for each type of edges, ``x`` for any types of nodes, ``y`` and a split for one of them.
+            The forms of fields are those of :func:`pygdist.graph.load_graph`; the graph itself is not changed.
         reverse: Add the reverse of each relation as another relation. Relations between nodes of one type that have
             every edge in both directions are left alone.
         name: Name of the graph in error messages.
@@ -27,62 +35,128 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
 
         - ``x``: the features of each type, with zeros for nodes of other types (all types share the same columns if
           their widths are equal); then one column for each type, 1 for its nodes, so that a layer's weights for this
-          column are an embedding of the type;
+          column are an embedding of the type. These are integers if all features are;
         - ``edge_type`` and ``node_type``: int64, the number of the relation or type;
         - ``y`` and masks: -1 and false for nodes of types without labels.
 
     Raises:
-        InputError: If there are no edges, an edge ends at no node of its type, edges have attributes or weights, or
-            several types of nodes have labels.
+        InputError: If there are no edges, an edge ends at no node of its type, edges have attributes or weights,
+            several types of nodes have labels, or a field does not fit its type. The message names type and field.
     """
+    graph, where, notes = copy.copy(graph), f"dataset '{name}'", list[str]()
     kinds, relations = list(graph.node_types), list(graph.edge_types)
     if not relations:
-        raise InputError(f"dataset '{name}' is heterogeneous and has no edges (edge_index)")
-    counts = [int(graph[kind].num_nodes or 0) for kind in kinds]
+        raise InputError(f"{where} is heterogeneous and has no edges (edge_index)")
+    for relation in relations:
+        if unknown := {relation[0], relation[-1]} - set(kinds):
+            kind = min(unknown)
+            raise InputError(f"{where}: {relation} has no nodes '{kind}'; set x or num_nodes of data['{kind}']")
+    _spread(graph, kinds, where)
+    nodes = {kind: _node_fields(graph[kind], kind, where, notes) for kind in kinds}
+    counts = [int(nodes[kind].pop("num_nodes")) for kind in kinds]
     first = {kind: sum(counts[:number]) for number, kind in enumerate(kinds)}
     edges = []
     for relation in relations:
         source, target = relation[0], relation[-1]
-        edge_index = graph[relation].get("edge_index")
-        if not isinstance(edge_index, Tensor):
-            raise InputError(f"dataset '{name}': edge_index of {relation} is missing; add it, or remove the edge type")
-        _check_ends(edge_index, (counts[kinds.index(source)], counts[kinds.index(target)]), relation, name)
-        dropped = next((field for field in ("edge_attr", "edge_weight") if field in graph[relation]), None)
-        if dropped is not None:
-            raise InputError(
-                f"dataset '{name}': {dropped} of {relation} would be lost, since edges of a heterogeneous graph only "
-                f"get an edge_type; remove {dropped}"
-            )
+        ends = counts[kinds.index(source)], counts[kinds.index(target)]
+        edge_index = _edges(graph[relation], ends, relation, where, notes)
         edges.append(edge_index + torch.tensor([[first[source]], [first[target]]]))
-        if reverse and not (source == target and _both_ways(edge_index, counts[kinds.index(source)])):
+        if reverse and not (source == target and _both_ways(edge_index, ends[0])):
             edges.append(edges[-1].flip(0))
     out = Data(
-        x=_features(graph, kinds, counts, first),
+        x=_features(nodes, counts, first, where, notes),
         edge_index=torch.cat(edges, dim=1),
         edge_type=torch.cat([torch.full((one.size(1),), number) for number, one in enumerate(edges)]),
         node_type=torch.repeat_interleave(torch.arange(len(kinds)), torch.tensor(counts)),
         num_nodes=sum(counts),
     )
-    labelled = [kind for kind in kinds if isinstance(graph[kind].get("y"), Tensor)]
+    labelled = [kind for kind in kinds if "y" in nodes[kind]]
     if len(labelled) > 1:
-        raise InputError(f"dataset '{name}': nodes of {' and '.join(labelled)} have labels (y); keep those of one type")
+        raise InputError(f"{where}: nodes of {' and '.join(labelled)} have labels (y); keep those of one type")
     for kind in labelled:
-        _label(out, graph[kind], first[kind])
+        _label(out, nodes[kind], first[kind])
+    for kind in kinds:
+        if kind not in labelled and (left_out := [mask for mask in MASKS if mask in nodes[kind]]):
+            notes.append(f"left out {', '.join(left_out)} of '{kind}', which has no labels (y)")
+    out[NOTES] = [f"merged {len(kinds)} types of nodes and {len(relations)} types of edges into one graph", *notes]
     return out
 
 
-def _check_ends(edge_index: Tensor, counts: tuple[int, int], relation: tuple[str, str, str], name: str) -> None:
-    """Refuse edges beyond their own types: in one graph these would end at nodes of the next type."""
-    for end, ids, kind, count in zip(
-        ("source", "target"), edge_index, (relation[0], relation[-1]), counts, strict=True
-    ):
-        wrong = ((ids < 0) | (ids >= count)).nonzero()
-        if len(wrong):
-            edge = int(wrong[0])
+def _spread(graph: HeteroData, kinds: list[str], where: str) -> None:
+    """Give each type of nodes its own of the splits that are dictionaries by type."""
+    whole = graph.stores[0]
+    for field in [field for field in SPLIT_FIELDS if field in whole]:
+        value = whole[field]
+        by_stage = isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values())
+        if field == "split_idx" and by_stage and not set(value) & set(kinds):  # as OGB's: stage, then type
+            of_kinds = {kind: {stage: one[kind] for stage, one in value.items() if kind in one} for kind in kinds}
+            unknown = {kind for one in value.values() for kind in one} - set(kinds)
+        else:
+            of_kinds = {kind: value[kind] for kind in kinds if kind in value} if isinstance(value, Mapping) else {}
+            unknown = set(value) - set(kinds) if isinstance(value, Mapping) else {"no type"}
+        of_kinds = {kind: one for kind, one in of_kinds.items() if not isinstance(one, Mapping) or one}
+        if unknown or any(field in graph[kind] for kind in of_kinds):
             raise InputError(
-                f"dataset '{name}': the {end} of edge {edge} of {relation} is node {int(ids[edge])}, but '{kind}' has "
-                f"nodes 0 to {count - 1}; correct edge_index, or set num_nodes of '{kind}'"
+                f"{where}: {field} must be a dictionary by type of nodes ({', '.join(kinds)}), or be set for one of "
+                f"them: data['{kinds[0]}'].{field}"
             )
+        for kind, one in of_kinds.items():
+            graph[kind][field] = one
+        del whole[field]
+
+
+def _node_fields(store: Any, kind: str, where: str, notes: list[str]) -> dict[str, Any]:
+    """Return ``num_nodes``, ``x``, ``y`` and masks of a type of nodes, as far as it has them, as tensors."""
+    where = f"{where}: '{kind}'"
+    fields: dict[str, Any] = {
+        name: as_field(name, value, f"{where}: ").detach().cpu()
+        for name in ("x", "y")
+        if (value := store.get(name)) is not None
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the number cannot be inferred
+        count = int(store.num_nodes or 0) if store.get("x") is None or "num_nodes" in store else len(fields["x"])
+    masks_from_ids(store, count, where)
+    fields |= {name: as_field(name, store[name], f"{where}: ").cpu() for name in MASKS if store.get(name) is not None}
+    for name, value in fields.items():
+        dims = (2,) if name == "x" else (1, 2)
+        if value.dim() not in dims or value.size(0) != count or value.is_complex():
+            raise InputError(
+                f"{where}: {name}: {value.dtype} of shape {tuple(value.shape)}, expected numbers for each of {count} "
+                "nodes"
+            )
+    if unused := sorted(set(store.keys()) - {"x", "y", "num_nodes", *MASKS}):
+        notes.append(f"left out unused attributes of '{kind}': {', '.join(unused)}")
+    return {"num_nodes": count, **fields}
+
+
+def _edges(store: Any, ends: tuple[int, int], relation: tuple[str, str, str], where: str, notes: list[str]) -> Tensor:
+    """Return the edges of one type, int64, in the ids of the types of their ends."""
+    edges_from_adjacency(store, f"{where}: {relation}", notes)
+    edge_index = as_field("edge_index", store["edge_index"], f"{where}: {relation}: ").cpu()
+    whole = not edge_index.is_floating_point() and not edge_index.is_complex() and edge_index.dtype != torch.bool
+    if edge_index.dim() != 2 or edge_index.size(0) != 2 or not whole:
+        raise InputError(
+            f"{where}: {relation}: edge_index: {edge_index.dtype} of shape {tuple(edge_index.shape)}, expected "
+            "integers of shape (2, number of edges)"
+        )
+    for end, ids, kind, count in zip(("source", "target"), edge_index, (relation[0], relation[-1]), ends, strict=True):
+        # in one graph these would end at nodes of the next type
+        if len(wrong := ((ids < 0) | (ids >= count)).nonzero()):
+            edge, nodes = int(wrong[0]), f"nodes 0 to {count - 1}" if count else "no nodes"
+            raise InputError(
+                f"{where}: the {end} of edge {edge} of {relation} is node {int(ids[edge])}, but '{kind}' has {nodes}; "
+                f"correct edge_index, or set num_nodes of '{kind}'"
+            )
+    for field in ("edge_attr", "edge_weight"):
+        if store.get(field) is not None:
+            raise InputError(
+                f"{where}: {field} of {relation} would be lost, since edges of a heterogeneous graph only get an "
+                f"edge_type; remove {field}"
+            )
+    if unused := sorted(set(store.keys()) - {"edge_index"}):
+        notes.append(f"left out unused attributes of {relation}: {', '.join(unused)}")
+    return edge_index.to(torch.int64)
 
 
 def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
@@ -90,16 +164,19 @@ def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
     return torch.equal(forward.sort().values, backward.sort().values)
 
 
-def _features(graph: HeteroData, kinds: list[str], counts: list[int], first: dict[str, int]) -> Tensor:
-    features = {kind: graph[kind].x for kind in kinds if isinstance(graph[kind].get("x"), Tensor)}
+def _features(
+    nodes: Mapping[str, Mapping[str, Any]], counts: list[int], first: Mapping[str, int], where: str, notes: list[str]
+) -> Tensor:
+    """Return the features of all types in the columns that they have, and a column for each type."""
+    features = {kind: fields["x"] for kind, fields in nodes.items() if "x" in fields}
     features = {kind: x if x.layout is torch.strided else x.to_dense() for kind, x in features.items()}
     widths = [x.size(1) for x in features.values()]
     shared = len(set(widths)) <= 1
     width = max(widths, default=0) if shared else sum(widths)
-    double = any(x.dtype == torch.float64 for x in features.values())
-    out = torch.zeros(sum(counts), width + len(kinds), dtype=torch.float64 if double else torch.float32)
+    dtype = _common_type(features, where, notes)
+    out = torch.zeros(sum(counts), width + len(nodes), dtype=dtype)
     column = 0
-    for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+    for number, (kind, count) in enumerate(zip(nodes, counts, strict=True)):
         rows = out[first[kind] : first[kind] + count]
         rows[:, width + number] = 1
         if kind in features:
@@ -108,11 +185,29 @@ def _features(graph: HeteroData, kinds: list[str], counts: list[int], first: dic
     return out
 
 
-def _label(out: Data, store: object, start: int) -> None:
-    values: dict[str, Tensor] = {name: value for name in ("y", *MASKS) if isinstance(value := store.get(name), Tensor)}  # type: ignore[attr-defined]
-    end = start + len(values["y"])
-    for name, value in values.items():
-        shape = (int(out.num_nodes or 0), *value.shape[1:])
-        unlabelled = float("nan") if value.is_floating_point() else -1 if name == "y" else False
-        out[name] = torch.full(shape, unlabelled, dtype=value.dtype)
-        out[name][start:end] = value
+def _common_type(features: Mapping[str, Tensor], where: str, notes: list[str]) -> torch.dtype:
+    """Return the type that holds all features: integers if all are, else float32, or float64 if any is."""
+    dtypes = {x.dtype for x in features.values()}
+    if dtypes and not any(dtype.is_floating_point for dtype in dtypes):
+        return functools.reduce(torch.promote_types, dtypes)
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    for kind, x in features.items():
+        if x.dtype in (torch.float32, torch.float64):
+            continue
+        if not x.is_floating_point() and not torch.equal(x.to(dtype).to(x.dtype), x):
+            raise InputError(
+                f"{where}: '{kind}': x: {x.dtype} with numbers that {dtype} rounds, but features of other types are "
+                f"{dtype}; give all types integers, or all types floats"
+            )
+        notes.append(f"converted x of '{kind}' from {x.dtype} to {dtype}".replace("torch.", ""))
+    return dtype
+
+
+def _label(out: Data, fields: Mapping[str, Any], start: int) -> None:
+    """Set labels and masks of all nodes from those of one type, which begins at node ``start``."""
+    for name, value in ((name, fields[name]) for name in ("y", *MASKS) if name in fields):
+        if name == "y" and not value.is_floating_point():  # -1 or NaN: unlabelled
+            value = value.to(torch.float32 if is_multi_label(value) else torch.int64)
+        unlabelled = 0 if name != "y" else float("nan") if value.is_floating_point() else -1
+        out[name] = torch.full((int(out.num_nodes or 0), *value.shape[1:]), unlabelled, dtype=value.dtype)
+        out[name][start : start + len(value)] = value

@@ -21,16 +21,16 @@ import torch
 import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
-from torch_geometric.utils import to_edge_index
 
 from pygdist.errors import InputError
-from pygdist.graph.check import MASKS, plain, with_tensors
+from pygdist.graph.check import MASKS, NOTES, with_tensors
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.generated.power_law import power_law
 from pygdist.graph.generated.sbm import degree_corrected_sbm
+from pygdist.graph.sources.fields import edges_from_adjacency, masks_from_ids, pick_split
 from pygdist.graph.sources.hetero import is_hetero_folder, load_hetero
 from pygdist.graph.sources.homogeneous import as_homogeneous
-from pygdist.graph.sources.npy import load_npy, pick_split
+from pygdist.graph.sources.npy import load_npy
 from pygdist.registry import import_path
 
 GENERATORS: dict[str, Callable[..., Any]] = {
@@ -39,12 +39,6 @@ GENERATORS: dict[str, Callable[..., Any]] = {
     "reference": power_law,  # the graph of the default arguments is used for timings
     **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
-
-
-_STAGES = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))  # names of each mask's nodes
-_NAMES_OF_MASKS = tuple(
-    f"{one}_{kind}" for stages in _STAGES for one in stages for kind in ("idx", "mask") if f"{one}_{kind}" not in MASKS
-)
 
 
 def register_generator(name: str, generator: Callable[..., Any]) -> None:
@@ -85,14 +79,14 @@ def load_graph(
             Fields may be NumPy arrays, and a split may be given by ids: ``train_idx``, ``val_idx`` or ``valid_idx`` and
             ``test_idx``, or ``split_idx``, a dictionary of these; ``valid_mask`` is ``val_mask``.
 
-            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one graph with ``edge_type``;
-            see :func:`~pygdist.graph.as_homogeneous`.
+            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
+            :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
         split_index: Column to use of masks that hold several splits.
         **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
             a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
 
     Returns:
-        A graph with ``edge_index`` and the other fields of the source. The source's own object is not changed.
+        A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if something was done.
 
     Raises:
         InputError: If the source is unknown or missing, an argument does not fit, or it is not a single graph.
@@ -114,10 +108,13 @@ def load_graph(
     else:
         raise InputError(f"dataset: expected a name, a folder, a Data or a callable, got {type(dataset).__name__}")
     data = copy.copy(_one_graph(graph, name))  # shallow: attributes are replaced below, tensors are shared
+    notes = list(data.get(NOTES, []))
+    edges_from_adjacency(data, f"dataset '{name}'", notes)
     data = with_tensors(data)
-    _edges_from_adjacency(data, name)
-    _masks_from_ids(data, name)
-    _pick_split(data, split_index)
+    masks_from_ids(data, int(data.num_nodes or 0), f"dataset '{name}'")
+    _pick_splits(data, split_index, notes)
+    if notes:
+        data[NOTES] = notes
     return data
 
 
@@ -226,66 +223,9 @@ def _one_graph(graph: Any, name: str) -> Data:
     return graph
 
 
-def _edges_from_adjacency(data: Data, name: str) -> None:
-    """Turn ``adj_t`` (rows are targets) into ``edge_index``, and its values into weights or attributes."""
-    adjacency = data.get("adj_t")
-    if data.get("edge_index") is None and adjacency is not None:
-        if isinstance(adjacency, Tensor):
-            (target, source), value = to_edge_index(adjacency)
-            value = None if bool((value == 1).all()) else value  # torch's layouts fill in ones for missing values
-        elif hasattr(adjacency, "coo"):
-            target, source, value = adjacency.coo()
-        else:
-            raise InputError(
-                f"dataset '{name}': adj_t is a {type(adjacency).__name__}; install torch_sparse to read it "
-                "(pip install 'pygdist[sparse]'), or pass edge_index"
-            )
-        data.edge_index = torch.stack([source, target])
-        if value is not None:
-            data["edge_weight" if value.dim() == 1 else "edge_attr"] = value
-    data.adj_t = None
-    if not isinstance(edge_index := data.get("edge_index"), Tensor):
-        raise InputError(f"dataset '{name}': edge_index is missing; add edge_index or adj_t")
-    data.edge_index = plain(edge_index)
-
-
-def _masks_from_ids(data: Data, name: str) -> None:
-    """Turn ids of nodes, and masks of other names, into the masks that are missing."""
-    splits = data.get("split_idx")
-    named: dict[str, Any] = dict(splits) if isinstance(splits, Mapping) else {}
-    num_nodes = int(data.num_nodes or 0)
-    for mask, stages in zip(MASKS, _STAGES, strict=True):
-        if isinstance(data.get(mask), Tensor):
-            continue
-        if isinstance(
-            other := next((data.get(f"{one}_mask") for one in stages if f"{one}_mask" in data), None), Tensor
-        ):
-            data[mask] = other
-            continue
-        ids = next((data.get(f"{one}_idx") for one in stages if f"{one}_idx" in data), None)
-        ids = next((named[one] for one in stages if one in named), None) if ids is None else ids
-        if ids is None:
-            continue
-        ids = torch.as_tensor(ids)
-        if ids.dtype == torch.bool and ids.shape == (num_nodes,):
-            data[mask] = ids
-            continue
-        if (
-            ids.dim() != 1
-            or ids.is_floating_point()
-            or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes)
-        ):
-            raise InputError(
-                f"dataset '{name}': {stages[0]}_idx of shape {tuple(ids.shape)}, {ids.dtype}, expected ids of nodes "
-                f"from 0 to {num_nodes - 1}"
-            )
-        data[mask] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids.long(), True)
-    for field in ("split_idx", *_NAMES_OF_MASKS):
-        if field in data:
-            del data[field]
-
-
-def _pick_split(data: Data, split_index: int) -> None:
+def _pick_splits(data: Data, split_index: int, notes: list[str]) -> None:
     for name in MASKS:
         if isinstance(mask := data.get(name), Tensor):
             data[name] = pick_split(name, mask, split_index)
+            if mask.dim() == 2 and mask.size(1) > 1:
+                notes.append(f"took split {split_index} of the {mask.size(1)} in {name} (split_index)")

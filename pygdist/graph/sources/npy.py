@@ -81,6 +81,8 @@ def read_tensor(path: Path) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
+        if array.size and int(array.max()) >= 1 << 63:
+            raise InputError(f"{path}: holds {array.max()}, which is above 2**63 - 1, the largest of int64")
         array = array.astype(np.int64)
     return torch.from_numpy(array)
 
@@ -123,12 +125,3 @@ def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one .npy array; write it with numpy.save")
     return array
-
-
-def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
-    """Return one column of masks that hold several splits, or a single mask as it is."""
-    if mask.dim() != 2:
-        return mask
-    if not 0 <= split_index < mask.size(1):
-        raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
-    return mask[:, split_index]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import FIELDS, MASKS, check, is_multi_label, plain, rows_of, with_tensors
+from pygdist.graph.check import FEATURES, FIELDS, MASKS, NOTES, check, is_multi_label, plain, rows_of, with_tensors
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ def prepare(
     symmetrize: bool = False,
     remove_duplicates: bool = False,
     remove_self_loops: bool = False,
+    float_features: bool = False,
     split: tuple[float, float, float] | None = None,
     split_seed: int = 0,
     num_classes: int | None = None,
@@ -45,39 +48,48 @@ def prepare(
         symmetrize: Add the reverse of every edge whose reverse is missing, with the same weight, attributes and type.
         remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
         remove_self_loops: Remove the edges from a node to itself.
+        float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
             kept; if it has none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
         num_classes: Number of classes; the largest label plus one by default.
 
     Returns:
-        The graph, with ``edge_index`` (int64), ``x`` (float32, or float64 if it was float64), ``y`` (int64 of shape
-        ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has no labels),
-        three bool masks of labelled nodes, ``edge_weight``, ``edge_attr`` and ``edge_type`` (int64) if the dataset has
-        them, and ``num_classes``; and a note on each change, one sentence each.
+        The graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are), ``y``
+        (int64 of shape ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has
+        no labels), three bool masks of labelled nodes, ``edge_weight`` (float), ``edge_attr`` (as ``x``) and
+        ``edge_type`` (int64) if the dataset has them, and ``num_classes``; and a note on each change, one sentence
+        each.
 
     Raises:
         InputError: If :func:`check` raises it, or ``split`` is not three shares.
     """
     data = with_tensors(data)
     check(data, num_classes=num_classes)
-    notes: list[str] = []
+    notes: list[str] = list(data.get(NOTES, []))
     num_nodes = data["x"].size(0)
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
-    if left_out := sorted(set(data.keys()) - {*FIELDS, "num_nodes", "num_classes"}):
+    if left_out := sorted(set(data.keys()) - {*FIELDS, "num_nodes", "num_classes", NOTES}):
         notes.append(f"left out unused attributes: {', '.join(left_out)}")
-    _unify(fields, notes)
+    _unify(fields, float_features, notes)
     if remove_self_loops:
         drop_self_loops(fields, notes)
     if symmetrize:
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    found = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    return Data(**fields, num_classes=num_classes or found), notes
+
+
+def tell(notes: Iterable[str]) -> None:
+    """Show notes: as lines of the log where these are seen, as on the command line, else as warnings."""
     for note in notes:
-        log.info("%s", note)
-    return Data(**fields, num_classes=num_classes or count_classes(fields.get("y"))), notes
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", note)
+        else:
+            warnings.warn(note, stacklevel=3)
 
 
 def prepare_nodes(
@@ -87,17 +99,22 @@ def prepare_nodes(
     split: tuple[float, float, float] | None,
     split_seed: int,
     notes: list[str],
-) -> None:
+) -> int:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
-    ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended.
+    ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended. Returns the
+    number of classes.
     """
+    num_classes = 0
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)
     if "y" in fields:
-        fields["y"] = _unify_labels(fields["y"], notes)
+        y = _unify_labels(fields["y"], notes)
+        num_classes = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
+        fields["y"] = y
     _set_masks(fields, num_nodes, split, split_seed, notes)
+    return num_classes
 
 
 def count_classes(y: Tensor | None) -> int:
@@ -130,7 +147,7 @@ def fingerprint(data: Data) -> str:
     return digest.hexdigest()
 
 
-def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
+def _unify(fields: dict[str, Tensor], float_features: bool, notes: list[str]) -> None:
     """Give features and edges their one type and shape."""
     x = fields["x"]
     if x.layout is not torch.strided:
@@ -138,7 +155,9 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
         fields["x"] = x = x.to_dense()
     fields["edge_index"] = plain(fields["edge_index"]).to(torch.int64)
     for name in ("x", "edge_weight", "edge_attr"):
-        if name in fields and fields[name].dtype not in (torch.float32, torch.float64):
+        if name not in fields or fields[name].dtype in (torch.float32, torch.float64):
+            continue
+        if float_features or name not in FEATURES or fields[name].is_floating_point():
             notes.append(f"converted {name} from {_type_name(fields[name])} to float32")
             fields[name] = fields[name].to(torch.float32)
     if "edge_weight" in fields:
@@ -149,12 +168,26 @@ def _unify(fields: dict[str, Tensor], notes: list[str]) -> None:
 
 def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:
     if is_multi_label(y):
-        return y.to(torch.float32)
+        if not _is_one_hot(y):
+            return y.to(torch.float32)
+        notes.append("y has a single 1 in each row (one-hot): took its column for the class of the node")
+        return torch.where(torch.isnan(y).any(dim=1), -1, torch.nan_to_num(y).to(torch.float32).argmax(dim=1))
     y = y.reshape(-1)
     if y.dtype.is_floating_point:
         notes.append(f"converted y from {_type_name(y)} to int64 classes")
         y = torch.nan_to_num(y, nan=-1.0)
     return y.to(torch.int64)
+
+
+def _is_one_hot(y: Tensor) -> bool:
+    """Tell if a label matrix has one 1 in each row that has labels; such rows are classes, not several labels."""
+    labelled = 0
+    for _, block in rows_of(y):
+        block = block[~torch.isnan(block).any(dim=1)]
+        if bool((((block != 0) & (block != 1)).any(dim=1) | ((block == 1).sum(dim=1) != 1)).any()):
+            return False
+        labelled += len(block)
+    return labelled > 0
 
 
 def _type_name(value: Tensor) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS
 from pygdist.graph.sources.prepare import count_classes
 from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.progress import Progress
@@ -39,6 +39,7 @@ class WholeGraph:
             These are written to the arrays if the arrays are files open for writing (mode ``r+``).
         mirrored: Edges at odd places are the reverses of those before them; they count where no other edge has the same
             source and target.
+        float_features: Convert integer features of nodes and edges to float32.
     """
 
     edges: EdgeStream
@@ -49,6 +50,7 @@ class WholeGraph:
     names: Path | None = None
     merge: bool = False
     mirrored: bool = False
+    float_features: bool = False
 
     @classmethod
     def from_data(
@@ -66,7 +68,8 @@ class WholeGraph:
 
     def fingerprint(self) -> str:
         """Hash the edges and fields in one pass; 32 hexadecimal digits."""
-        digest = hashlib.blake2b(f"{self.edges.num_nodes} {self.merge} {self.mirrored}".encode(), digest_size=16)
+        options = f"{self.edges.num_nodes} {self.merge} {self.mirrored} {self.float_features}"
+        digest = hashlib.blake2b(options.encode(), digest_size=16)
         for chunk in self.edges.chunks():
             digest.update(np.ascontiguousarray(chunk.T).data)  # the same however the stream is cut
         for name, value in sorted(self.fields.items()):
@@ -75,6 +78,11 @@ class WholeGraph:
                 digest.update(np.ascontiguousarray(value[start : start + _BLOCK_ROWS]).data)
                 forget_pages(value)
         return digest.hexdigest()
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """The type of each field in a store."""
+        return {name: _stored_type(name, value, self.float_features) for name, value in self.fields.items()}
 
     @property
     def multi_label(self) -> bool:
@@ -88,9 +96,12 @@ class WholeGraph:
         return int(self.fields["x"].shape[1]) if "x" in self.fields else 0
 
 
-def stored_type(name: str, value: NDArray[Any]) -> np.dtype[Any]:
-    """Return the type of a field in a store, as :func:`pygdist.graph.prepare` chooses it; a file may hold others."""
+def _stored_type(name: str, value: NDArray[Any], float_features: bool = False) -> np.dtype[Any]:
+    """Return the type in which :func:`pygdist.graph.prepare` would put a field, which a file may hold in another."""
+    kind, size = value.dtype.kind, value.dtype.itemsize
     if name == "edge_type":
         return np.dtype(np.int64)
-    floats = name in ("x", "edge_weight", "edge_attr")
+    if name in FEATURES and kind in "biu" and not float_features:
+        return np.dtype(np.int64) if kind == "u" and size > 1 else value.dtype
+    floats = name in (*FEATURES, "edge_weight")
     return np.dtype(np.float32) if floats and value.dtype not in (np.float32, np.float64) else value.dtype

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pygdist.errors import InputError
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.streams.arrays import forget_pages, write_rows
 from pygdist.graph.streams.progress import enter_stage, watched
@@ -177,9 +178,12 @@ def _merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) 
 
     If the graph is mirrored, reverse edges give way to others of the same key. ``e_id`` are the positions of the edges
     in the graph, ascending.
+
+    Raises:
+        InputError: If integer attributes of such edges differ.
     """
     values = {name: graph.fields[name] for name in ("edge_weight", "edge_attr") if name in graph.fields}
-    if not values:
+    if not (values and len(key)):
         return np.sort(np.unique(key, return_index=True)[1])
     added = e_id % 2 if graph.mirrored else np.zeros_like(e_id)
     order = np.lexsort((added, key))  # stable: in the order of e_id within these
@@ -188,9 +192,17 @@ def _merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) 
     counts = added[order] == np.repeat(added[first], count)  # edges that have a say in the values
     for name, value in values.items():
         rows = value[e_id[order]]
+        if value.dtype.kind != "f":  # attributes: weights are floats
+            other = counts & (rows != np.repeat(rows[starts], count, axis=0)).reshape(len(rows), -1).any(axis=1)
+            if other.any():
+                raise InputError(
+                    f"{name}: edges with the same ends have other {value.dtype} attributes, of which there is no "
+                    "average; merge these edges before, or set float_features"
+                )
+            continue
         rows[~counts] = 0
-        merged = np.add.reduceat(rows, starts, axis=0) if len(starts) else rows
-        if name == "edge_attr" and len(starts):
+        merged = np.add.reduceat(rows, starts, axis=0)
+        if name == "edge_attr":
             share = np.add.reduceat(counts.astype(merged.dtype), starts)
             merged = (merged / share.reshape(-1, *[1] * (merged.ndim - 1))).astype(merged.dtype)
         value[e_id[first]] = merged

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.sources.whole import WholeGraph, stored_type
+from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
 from pygdist.graph.streams.arrays import checksum, flush, forget_pages, write_rows
@@ -54,20 +54,21 @@ def write_parts(
         files.
     """
     if graph.merge:  # writes to the values of edges, so these may not be the caller's
-        graph = dataclasses.replace(graph, fields={name: _own(name, value) for name, value in graph.fields.items()})
+        own = {name: _own(name, value, graph.dtypes[name]) for name, value in graph.fields.items()}
+        graph = dataclasses.replace(graph, fields=own)
     parts = NodeParts(part, num_parts)
     folders = [folder / f"part_{number}" for number in range(num_parts)]
     entries = placement.write(graph, parts, folders, num_hops)
     # masks that are absent are empty, so that a reader finds all three
     fields = {**{name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS}, **graph.fields}
     for number, (place, entry) in enumerate(zip(folders, entries, strict=True)):
-        _write_fields(parts.owned(number), place, entry, fields, placement)
+        _write_fields(parts.owned(number), place, entry, fields, graph.dtypes, placement)
     _write_plans(parts, folders, entries)
     meta = {
         "num_edges": sum(entry["num_edges"] for entry in entries),
         "num_hops": num_hops,
         "placement": placement.name,
-        "dtypes": {name: str(stored_type(name, value)) for name, value in fields.items() if name not in MASKS},
+        "dtypes": {name: str(dtype) for name, dtype in graph.dtypes.items() if name not in MASKS},
         "counts": {name: sum(entry["counts"][name] for entry in entries) for name in MASKS},
         "replication_factor_full": 1 + sum(entry["num_halo"] for entry in entries) / max(len(part), 1),
         "edge_cut": sum(entry["num_cut"] for entry in entries),
@@ -83,8 +84,10 @@ def write_parts(
     return meta
 
 
-def _own(name: str, value: NDArray[Any]) -> NDArray[Any]:
-    """Copy values of edges in memory; those in a file that is open for writing, a scratch file, may change."""
+def _own(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return values of edges that may change, in the type of a store: a copy, or a scratch file open for writing."""
+    if name in EDGE_FIELDS and value.dtype != dtype:
+        return value.astype(dtype)
     return value.copy() if name in EDGE_FIELDS and getattr(value, "mode", None) != "r+" else value
 
 
@@ -118,7 +121,12 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
 
 
 def _write_fields(
-    owned: NDArray[Any], place: Path, entry: dict[str, Any], fields: Mapping[str, NDArray[Any]], placement: Placement
+    owned: NDArray[Any],
+    place: Path,
+    entry: dict[str, Any],
+    fields: Mapping[str, NDArray[Any]],
+    dtypes: Mapping[str, np.dtype[Any]],
+    placement: Placement,
 ) -> None:
     """Write the values of a part's nodes and edges."""
     n_id, e_id = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("n_id", "e_id"))
@@ -126,8 +134,8 @@ def _write_fields(
     if placement.has_surroundings:
         rows["x"] = n_id
     for name in (name for name in rows if name in fields):
-        dtype = stored_type(name, fields[name])
-        entry["files"][name] = write_rows(place / f"{name}.npy", fields[name], rows[name], dtype=dtype)
+        path, dtype = place / f"{name}.npy", dtypes.get(name)
+        entry["files"][name] = write_rows(path, fields[name], rows[name], dtype=dtype)
     entry["counts"] = {name: int(np.count_nonzero(fields[name][owned])) for name in MASKS}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pygdist.graph.sources.whole import WholeGraph, stored_type
+from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.streams.arrays import ArrayWriter, forget_pages, write_rows
 
@@ -27,7 +27,7 @@ Ids = NDArray[np.int64]
 def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hops: int) -> list[dict[str, Any]]:
     entries = NODES.write(graph, parts, folders, 1)
     weight, scratch = graph.fields.get("edge_weight"), folders[0].parent / "in_degree.tmp"
-    dtype = np.dtype(np.float64) if weight is None else stored_type("edge_weight", weight)
+    dtype = graph.dtypes.get("edge_weight", np.dtype(np.float64))
     in_degree = _write_in_degrees(parts, folders, scratch, weight=weight, dtype=dtype)
     for part, entry in enumerate(entries):
         entry["files"], counts = _write_surroundings(parts, part, folders, num_hops, in_degree)

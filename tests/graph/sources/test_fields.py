@@ -70,6 +70,13 @@ def test_a_dataset_object_is_a_source() -> None:
     assert load_graph(One()).num_edges == 4
 
 
+def test_features_may_be_a_matrix_of_scipy() -> None:
+    sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
+    plain = _graph()
+    data, _ = prepare(load_graph(Data(x=sparse.csr_matrix(plain.x.numpy()), edge_index=plain.edge_index)))
+    assert torch.equal(data.x, plain.x)
+
+
 def test_ids_beyond_their_type_are_refused() -> None:
     data = HeteroData()
     data["paper"].x, data["author"].x = torch.rand(4, 2), torch.rand(3, 2)

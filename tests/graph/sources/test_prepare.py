@@ -101,11 +101,11 @@ def test_prepare_unifies_types_and_says_so() -> None:
         x=torch.arange(8).reshape(4, 2),
         y=torch.tensor([[1.0], [0.0], [NAN], [2.0]]),
         edge_weight=torch.ones(3, 1, dtype=torch.float64),
-        edge_attr=torch.ones(3, 2, dtype=torch.int32),
+        edge_attr=torch.ones(3, 2, dtype=torch.float16),
         pos=torch.zeros(4, 3),
     )
     prepared, notes = prepare(data, num_classes=5)
-    assert prepared.x.dtype == torch.float32
+    assert prepared.x.dtype == torch.int64
     assert prepared.y.tolist() == [1, 0, -1, 2]
     assert prepared.y.dtype == torch.int64
     assert prepared.edge_weight.dtype == torch.float64
@@ -114,7 +114,7 @@ def test_prepare_unifies_types_and_says_so() -> None:
     assert prepared.num_classes == 5
     assert "pos" not in prepared
     assert "left out unused attributes: pos" in notes
-    assert "converted x from int64 to float32" in notes
+    assert "converted edge_attr from float16 to float32" in notes
     assert "converted y from float32 to int64 classes" in notes
     assert data.x.dtype == torch.int64, "the dataset's own object is not changed"
 
@@ -297,3 +297,60 @@ def test_edges_of_two_types_are_two_edges() -> None:
     assert sorted(zip(*both.edge_index.tolist(), both.edge_type.tolist(), strict=True)) == [
         (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1),
     ]  # fmt: skip
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_one_hot_labels_are_classes(dtype: torch.dtype) -> None:
+    y = torch.tensor([[0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]]).to(dtype)
+    prepared, notes = prepare(graph(y=y), split=(1.0, 0.0, 0.0))
+    assert prepared.y.tolist() == [1, 0, 1, 0]
+    assert prepared.num_classes == 3, "a column is a class, also without nodes"
+    assert any("one-hot" in note for note in notes)
+    if dtype.is_floating_point:
+        y[3] = NAN
+        assert prepare(graph(y=y))[0].y.tolist() == [1, 0, 1, -1]
+    y[0, 0] = 1
+    assert prepare(graph(y=y))[0].y.dim() == 2
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (torch.tensor([1, -1, -1, 1]), "all labels are 1 or -1, but -1 means unlabelled"),
+        (torch.tensor([1.0, -1.0, NAN, 1.0]), "all labels are 1 or -1, but -1 means unlabelled"),
+        (
+            torch.tensor([0.0, 1e300, 1.0, 1.0], dtype=torch.float64),
+            r"y: node 1 has label 1e\+300, expected classes from 0",
+        ),
+        ([0, 1, "a", 2], "y: a list of <U21, expected a tensor or an array of numbers"),
+        (torch.tensor([0, 1, 0, 1]).to_sparse(), r"y: a tensor of layout torch.sparse_coo, expected a dense one"),
+    ],
+)
+def test_labels_that_are_none(y: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare(graph(y=y))
+
+
+def test_categories_of_parallel_edges_have_no_average() -> None:
+    edges = torch.tensor([[0, 0, 1], [1, 1, 0]])
+    data = graph(edge_index=edges, edge_attr=torch.tensor([[3, 4], [3, 4], [5, 6]], dtype=torch.uint8))
+    merged, notes = prepare(data, remove_duplicates=True)
+    assert merged.edge_attr.tolist() == [[3, 4], [5, 6]]
+    assert merged.edge_attr.dtype == torch.uint8
+    assert "removed 1 duplicate edges; their attributes were equal" in notes
+    data.edge_attr[1, 1] = 7
+    with pytest.raises(InputError, match=r"edge_attr: edges 0 and 1 have the same ends and other torch.uint8"):
+        prepare(data, remove_duplicates=True)
+
+
+def test_values_of_edges_are_counted_by_the_edges() -> None:
+    """PyG takes the number of edges from the field that was set first."""
+    data = Data(edge_attr=torch.ones(4, 2))
+    data.x, data.edge_index = torch.ones(4, 1), torch.tensor([[0, 1, 2], [1, 2, 3]])
+    with pytest.raises(InputError, match=r"edge_attr: shape \(4, 2\), expected one entry for each of 3 edges"):
+        prepare(data)
+    with pytest.raises(InputError, match="x: 4 rows, but num_nodes is 5"):
+        prepare(graph(num_nodes=5))
