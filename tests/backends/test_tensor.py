@@ -105,6 +105,16 @@ def test_layers_of_users_are_tried_too() -> None:
     distribute(Doubled(turn=False), backend=TensorBackend(), check=False)
     with pytest.raises(InputError, match=r"'model' \(Doubled\): it mixes columns \(propagate\(x\)\)"):
         distribute(Doubled(turn=True), backend=TensorBackend(), check=False)
+    distribute(OtherNames(turn=False), backend=TensorBackend(), check=False)
+    with pytest.raises(InputError, match=r"'model' \(OtherNames\): it mixes columns \(propagate\(x\)\)"):
+        distribute(OtherNames(turn=True), backend=TensorBackend(), check=False)
+
+
+class OtherNames(Doubled):
+    """Names its rows and edges as it likes."""
+
+    def forward(self, h: Tensor, adj: Tensor) -> Tensor:
+        return super().forward(h, adj)
 
 
 class Averse(MessagePassing):

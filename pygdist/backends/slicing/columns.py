@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import names_of
-from pygdist.backends.slicing.trial_inputs import ANY_WIDTH, guesses, likely_widths, plain_copy, propagates, sizes_of
+from pygdist.backends.slicing.trial_inputs import (
+    ANY_WIDTH,
+    argument_names,
+    guesses,
+    likely_widths,
+    plain_copy,
+    propagates,
+    sizes_of,
+)
 from pygdist.errors import InputError
 from pygdist.hops.hop import Ends, each_end, ends_of, is_pair, source_of, with_passed_rows
 from pygdist.hops.layer import BASE, asked_arguments, having, own_class
@@ -208,7 +216,8 @@ def _run(trial: MessagePassing, arguments: dict[str, Any], seed: int = 0) -> Any
     """Return the layer's result, without the hooks on it: these get rows, not slices."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return trial.forward(**arguments)
+        names = argument_names(trial)
+        return trial.forward(**{names[name]: value for name, value in arguments.items()})
 
 
 def _equal(out: Any, expected: Tensor) -> bool:

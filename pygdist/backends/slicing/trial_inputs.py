@@ -53,14 +53,30 @@ def propagates(cls: type[MessagePassing]) -> bool:
     return any("propagate" in function.__code__.co_names for function in own)
 
 
+def argument_names(layer: MessagePassing) -> dict[str, str]:
+    """Return the arguments of ``forward`` by their usual names: rows are ``x``, and edges ``edge_index``.
+
+    A user may name them ``h`` and ``adj``: rows come first then, and edges second.
+    """
+    _, *names = inspect.signature(own_class(layer).forward).parameters
+    usual = {name: name for name in names}
+    if not any(name.endswith("edge_index") for name in names):
+        others = [name for name in names if name != "x"]
+        if "x" not in names and others:
+            usual["x"] = others.pop(0)
+        if others:
+            usual["edge_index"] = others[0]
+    return usual
+
+
 def guesses(layer: MessagePassing, width: int) -> Iterator[dict[str, Any]]:
-    """Yield arguments for ``forward``: rows, edges and inputs of edges, those that it names; fewest inputs last."""
+    """Yield arguments by the names of :func:`argument_names`: rows, edges, inputs of edges; fewest inputs last."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    parameters = inspect.signature(own_class(layer).forward).parameters
+    parameters = argument_names(layer)
     nodes, edges = sizes_of(layer)
     targets = (torch.arange(edges) * (nodes - 1) // edges).sort().values  # every node but the last has an in-edge
     of_nodes: dict[str, Any] = {name: rand(nodes, width) for name in ("x", "x_0", "y")}
