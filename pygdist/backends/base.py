@@ -267,6 +267,10 @@ class Backend(ABC):
         """The largest value of any rank. Used by aggregations that pad."""
         return type(value)(self.over_ranks([float(value)]).max())
 
+    def note(self, text: str) -> None:
+        """Note something that must be equal on all ranks, without an exchange: the next one of numbers compares it."""
+        self.communicator.note(text)
+
     def over_ranks(self, values: Sequence[float]) -> Tensor:
         """A few numbers of every rank, ``(num_ranks, len(values))``; of this rank alone where it runs by itself."""
         return self.communicator.gather(values)

@@ -13,6 +13,7 @@ communicator's own, never DDP's.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from pygdist.comm.transport import Transport
 from pygdist.errors import InputError, UnequalRanksError
 
 _TEXT_BYTES = 1024
-_ROW = 8  # numbers: most rows are of one size, so that calls of different ranks meet, and are compared
+_ROW = 8  # numbers, of one size on all ranks, so that different calls meet and are compared
 
 
 class Communicator(Transport):
@@ -153,17 +154,26 @@ class Communicator(Transport):
         if self.world_size == 1:
             return torch.tensor([values], dtype=torch.float64)
         calls, last = [float(self._calls), float(self._digest), float(len(values))], self._last
-        size = -(-(len(calls) + len(values)) // _ROW) * _ROW
-        padding = [0.0] * (size - len(calls) - len(values))
-        row = torch.tensor([*calls, *values, *padding], dtype=torch.float64, device=self.device)
+        first, more = values[: _ROW - len(calls)], values[_ROW - len(calls) :]
+        padding = [0.0] * (_ROW - len(calls) - len(first))
         self.announce("gather numbers")
         with self.attempt("gather numbers"):
-            rows = self._gather_row(row)
-        made = rows[:, : len(calls)]
+            rows = self._gather_row(self._row([*calls, *first, *padding]))
+        made, rows = rows[:, : len(calls)], rows[:, len(calls) : len(calls) + len(first)]
         if not bool((made == made[0]).all()):
             self._refuse_calls(made, last)
+        if more:
+            with self.attempt("gather numbers"):
+                rows = torch.cat([rows, self._gather_row(self._row(more))], dim=1)
         self.done()
-        return rows[:, len(calls) : len(calls) + len(values)]
+        return rows
+
+    def note(self, text: str) -> None:
+        """Add a text to the checksum of calls, which the next :meth:`gather` compares."""
+        self._digest = zlib.crc32(text.encode(), self._digest)
+
+    def _row(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
         """Say that the ranks made different calls before this one; every rank has found that."""

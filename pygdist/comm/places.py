@@ -24,6 +24,7 @@ FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 """Farewells of ranks that did not cause a failure."""
 
 _BACKWARD = "a backward pass"
+_CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
 _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 
@@ -126,7 +127,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
 
     Proof is: every rank waits for others, or has left, and two of them made different exchanges (for ``soon_s``), or
-    they wait in different calls, or one of them has left (for ``patience_s``, in which a slow network gets on).
+    one has left that never made the exchange, or may not have made the call, in which another waits (``patience_s``).
+    Ranks that wait in different calls prove nothing: an exchange ends on one rank earlier than on another.
 
     Args:
         rank: The rank that asks.
@@ -140,7 +142,7 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     if rank in gone or not all(report.waits and report.idle_s >= soon_s for report in here):
         return None
     patient = min(report.idle_s for report in here) >= patience_s
-    if not (_differ(here) or (patient and (gone or _wait_apart(here)))):
+    if not (_differ(here) or (patient and _wait_for(here, [reports[one] for one in gone]))):
         return None
     return "; ".join(
         _gone(one, report, mine) if one in gone else report.described(one) for one, report in reports.items()
@@ -166,12 +168,13 @@ def _differ(reports: list[Report]) -> bool:
     return any(len(digests) > 1 for digests in by_number.values())
 
 
-def _wait_apart(reports: list[Report]) -> bool:
-    """True if ranks wait in calls that are not one; one that is in an earlier exchange may be slow."""
-    spots = {
-        (report.run, "" if report.place.waiting else f"{report.call}, {report.place.exchange}") for report in reports
-    }
-    return len(spots) > 1
+def _wait_for(here: list[Report], gone: list[Report]) -> bool:
+    """True if a rank waits for one that has left: for an error, or before the exchange, or that call of torch's."""
+    return any(
+        other.left not in (None, FINISHED) or not report.place.waiting or other.place.exchange < report.place.exchange
+        for report in here
+        for other in gone
+    )
 
 
 # -- this process ------------------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class Thread:
     def look(self, place: Place) -> tuple[str, str, float]:
         """Return the call of torch that the thread waits in, its line of the user's code, and its idle seconds."""
         call, line = _whereabouts(sys._current_frames().get(self._ident))
-        if self._clock is None and call == _BACKWARD:  # which may compute
+        if call == _BACKWARD and (self._clock is None or torch.cuda.is_initialized()):  # which may compute elsewhere
             call = ""
         now, busy_s = time.monotonic(), self._cpu_s()
         moved = busy_s - self._busy_s > _BUSY * (now - self._looked)
@@ -236,7 +239,7 @@ def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
 def _kind(file: str) -> str:
     """Tell whose code a file is."""
     torch_folder = os.path.dirname(torch.__file__)
-    if file.startswith(os.path.join(torch_folder, "distributed")):
+    if file in (os.path.join(torch_folder, "distributed", name) for name in _CALLS):
         return "distributed"
     if file == os.path.join(torch_folder, "nn", "parallel", "distributed.py"):
         return "ddp"

@@ -42,6 +42,7 @@ class Kept:
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
         classes: By layer class: the subclass that routes its hops to this backend.
+        passes: Passes of models on this backend so far.
         uncompared: A model was put on this backend to be compared with one process, and has not been called.
     """
 
@@ -54,6 +55,7 @@ class Kept:
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}
+        self.passes = 0
         self.uncompared = False
 
     def forget(self) -> None:

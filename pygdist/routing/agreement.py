@@ -1,7 +1,8 @@
-"""Ranks agree that they run the same model in the same way: one small exchange for each pass, and for each layer.
+"""Ranks agree that they run the same model in the same way: one small exchange for each pass.
 
 Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
-a model that looks at its rows, may set them on one rank alone.
+a model that looks at its rows, may set them on one rank alone. The arguments of layers are compared by exchanges of
+their own; on GPUs in the first passes only, later in the checksum of calls, which the next pass compares.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from pygdist.hops.arguments import mapped
 from pygdist.hops.layer import layer_name, own_class
 
 _MOST_NAMES = 4
+_FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
 
 def agree_on_layer(
     layer: MessagePassing, backend: Backend, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Compare the arguments of a layer with those of other ranks. Every rank that runs the layer makes the call.
+    """Compare the arguments of a layer with those of other ranks.
 
     A model may change a tensor on one rank alone (``if (x < 0).any(): x = x.detach()``), and kinds of arguments decide
     which exchanges the layer makes.
 
     Returns:
-        The arguments; tensors that get a gradient on any rank ask for one on all, so that all run the backward pass.
+        The arguments; where they are compared, tensors that get a gradient on any rank ask for one on all, so that all
+        run the backward pass.
 
     Raises:
         InputError: On all ranks, if types, dtypes or widths differ.
@@ -54,11 +57,15 @@ def agree_on_layer(
         return value
 
     mapped(forward, (layer, *args), kwargs, look)
+    if backend.communicator.is_nccl and backend.kept.passes > _FIRST_PASSES:  # the exchange waits for the device
+        backend.note(f"{layer_name(layer)} {kinds[1:]} {graded}")
+        return args, kwargs
     ranks = backend.over_ranks([float(zlib.crc32(repr(kinds[1:]).encode())), float(graded)])
     if bool((ranks == ranks[0]).all()):
         return args, kwargs
     if bool((ranks[:, 0] != ranks[0, 0]).any()):
         _refuse(backend.communicator, layer_name(layer), _Fact("gives", tuple(kinds[1:])))
+        raise InputError(f"the ranks give {layer_name(layer)} other arguments")  # further than texts are told
     masks = [int(mask) for mask in ranks[:, 1].tolist()]
     wanted = functools.reduce(operator.or_, masks)
 
@@ -73,15 +80,21 @@ def agree_on_layer(
     return tuple(args_), kwargs
 
 
-def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Compare the pass that this rank begins with those of the others. Every rank that runs it makes the call.
+
+    Returns:
+        The kinds of the inputs, equal on all ranks.
 
     Raises:
         InputError: On all ranks, if their passes differ; the message says how.
         UnequalRanksError: On all ranks, if they made different exchanges before.
     """
+    backend.kept.passes += 1
+    inputs = _inputs(model, args, kwargs)
     if not _runs_alone(backend):
-        _compare(model, backend.communicator, [_mode(model), _frozen(model), _inputs(args, kwargs)])
+        _compare(model, backend.communicator, [_mode(model), _frozen(model), inputs])
+    return inputs.names
 
 
 def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
@@ -148,16 +161,22 @@ def _frozen(model: nn.Module) -> _Fact:
     return _Fact("has frozen" if names else "has no frozen parameters", names)
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fact:
-    """The kinds of the inputs: numbers of rows may differ."""
-    named = [*((f"argument {number}", one) for number, one in enumerate(args)), *sorted(kwargs.items())]
-    return _Fact("gives", tuple(f"{name}: {_kind(value)}" for name, value in named))
+def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fact:
+    """The kinds of the inputs, and the values of flags and texts; numbers, and numbers of rows, may differ."""
+    kinds: list[str] = []
+
+    def look(name: str, value: Any) -> Any:
+        kinds.append(f"{name}: {_kind(value)}")
+        return value
+
+    mapped(model.forward, args, dict(sorted(kwargs.items())), look)
+    return _Fact("gives", tuple(kinds))
 
 
 def _kind(value: Any) -> str:
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
     if not isinstance(value, Tensor) or isinstance(value, EdgeIndex):
         return type(value).__name__
     kind = "parameter" if isinstance(value, nn.Parameter) else "tensor"
-    # edges are columns, and of static graphs the nodes may come second
-    width = f", {value.size(1)} columns" if value.dim() == 2 and value.is_floating_point() else ""
-    return f"{kind} of {value.dtype}, {value.dim()} dimensions{width}"
+    return f"{kind} of {value.dtype}, {value.dim()} dimensions"

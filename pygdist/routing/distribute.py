@@ -173,13 +173,10 @@ class _BeginForward:
         self.compared: set[tuple[str, ...]] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _agree(module, self.backend, args, kwargs)
+        form = _agree(module, self.backend, args, kwargs)
         self.backend.kept.uncompared = False
-        if self.check:
-            form = tuple(type(one).__name__ for one in args)
-            form += tuple(f"{name}: {type(one).__name__}" for name, one in sorted(kwargs.items()))
-            if form not in self.compared and _compare(module, self.backend, args, kwargs, _WAYS):
-                self.compared.add(form)
+        if self.check and form not in self.compared and _compare(module, self.backend, args, kwargs, _WAYS):
+            self.compared.add(form)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         return self.backend.model_inputs(module, args, kwargs)

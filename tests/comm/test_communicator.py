@@ -337,6 +337,20 @@ def _check_numbers(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+def _check_other_lengths(rank: int, world_size: int) -> tuple[str, list[float]]:
+    communicator = Communicator(dist.new_group())
+    many = communicator.gather([float(rank)] * 21)[1, 20:].tolist()
+    with pytest.raises(UnequalRanksError) as error:
+        communicator.gather([1.0] * (3, 12)[rank])
+    return str(error.value), many
+
+
+def test_other_numbers_of_numbers_are_refused(pool: RankPool) -> None:
+    for said, many in pool.run(_check_other_lengths, 2):
+        assert "the ranks made different exchanges" in said
+        assert many == [1.0]
+
+
 def test_numbers_are_not_exchanged_after_other_calls(pool: RankPool) -> None:
     for said in pool.run(_check_numbers, 2):
         assert "rank 0 in norm of layer 1" in said

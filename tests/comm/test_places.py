@@ -24,10 +24,11 @@ BARRIER = replace(COMPUTES, call="torch.distributed.barrier", line="train.py:3",
         pytest.param(COMPUTES, None, id="no call of others"),
         pytest.param(replace(WAITS, made=((6, 1), (7, 3)), idle_s=4.0), "rank 1 waits in epoch 0, exch", id="another"),
         pytest.param(replace(WAITS, made=((6, 1), (7, 3)), idle_s=1.0), None, id="another, for a moment"),
+        pytest.param(BARRIER, None, id="the call after, as an exchange ends on one rank earlier than on another"),
+        pytest.param(replace(COMPUTES, left="finished"), None, id="left after the exchange"),
         pytest.param(
-            BARRIER, "rank 1 waits in torch.distributed.barrier at train.py:3, after exchange 7", id="another call"
+            replace(COMPUTES, left="finished", place=Place(exchange=6)), "rank 1 has left its work", id="left before it"
         ),
-        pytest.param(replace(BARRIER, idle_s=4.0), None, id="another call, for a while"),
         pytest.param(replace(COMPUTES, left="KeyError: 'x'"), "rank 1 has left its work (KeyError: 'x')", id="left"),
         pytest.param(replace(COMPUTES, run=1, place=Place(stage="test")), "has left run 0", id="a later run"),
         pytest.param(Report(), None, id="no report"),

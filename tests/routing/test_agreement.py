@@ -56,8 +56,8 @@ CHANGES: dict[Callable[[nn.Module, dict[str, Any]], None], str] = {
     _evaluate: "rank 0 is in training, rank 1 is in evaluation: all ranks must run GCN in the same way",
     _evaluate_one: "rank 0 is in training, rank 1 is in training, but not act: all ranks",
     _freeze: "rank 0 has no frozen parameters, rank 1 has frozen convs.0.lin.weight: all ranks",
-    _no_weight: "rank 0 gives edge_weight: tensor of torch.float64, 1 dimensions, rank 1 gives edge_weight: NoneType",
-    _other_dtype: "rank 1 gives x: tensor of torch.float32, 2 dimensions, 5 columns: all ranks",
+    _no_weight: "rank 0 gives edge_weight: tensor of torch.float64, 1 dimensions, rank 1 gives edge_weight: None",
+    _other_dtype: "rank 1 gives x: tensor of torch.float32, 2 dimensions: all ranks",
 }
 
 
@@ -85,6 +85,40 @@ def test_one_rank_runs_the_model_in_another_way(backend: str, change: Any, store
         assert said.startswith("InputError: ")
         assert CHANGES[change] in said
         assert took_s < 10
+
+
+class Flagged(nn.Module):
+    """Takes a flag, in a dictionary, which asks for something that a rank cannot compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, options: dict[str, Any]) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        return out - out.mean(0) if options["centred"] else out
+
+
+def _flagged(rank: int, world_size: int, store: str, backend: str, flags: list[bool]) -> str:
+    bound, shard = resolve_backend(backend), Shard.load(store, rank)
+    bound.bind(shard, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    model = distribute(Flagged().double(), backend=bound)
+    model(shard.x, shard.adjacency, {"centred": False})
+    try:
+        model(shard.x, shard.adjacency, {"centred": flags[rank]})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_flags_are_equal_on_all_ranks_and_compared_anew(backend: str, store: str, pool: RankPool) -> None:
+    for said in pool.run(_flagged, 2, store, backend, [False, True]):
+        assert said.startswith("InputError: rank 0 gives centred: False, rank 1 gives centred: True: all ranks")
+    for said in pool.run(_flagged, 2, store, backend, [True, True]):
+        assert said.startswith("InputError: Flagged would train other numbers")
+    assert pool.run(_flagged, 2, store, backend, [False, False]) == ["", ""]
 
 
 class OnOneRank(nn.Module):

@@ -396,6 +396,11 @@ class RecomputingBackend(Backend):
         return x if self._alone else super().sum_over_ranks(x)
 
     @override
+    def note(self, text: str) -> None:
+        if not self._alone:
+            super().note(text)
+
+    @override
     def over_ranks(self, values: Sequence[float]) -> Tensor:
         return torch.tensor([values], dtype=torch.float64) if self._alone else super().over_ranks(values)
 
