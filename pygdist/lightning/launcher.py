@@ -29,7 +29,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
-from pygdist.lightning.meeting import described, host
+from pygdist.lightning.meeting import described, forget_own_port, host
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class GraphLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            _check_script()
+            if self.num_processes > 1:
+                _check_script()
             host(self.cluster_environment)
             self._call_children_scripts()
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
@@ -67,6 +68,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        forget_own_port(self._strategy.cluster_environment)
         if self._start_method == "forkserver":
             function = partial(_restored, _GlobalStateSnapshot.capture(), function)
         try:

@@ -26,6 +26,7 @@ from pygdist.errors import InputError, LostRankError
 log = logging.getLogger(__name__)
 
 _PROBE_S, _POLL_S = 2.0, 0.2
+_OWN_PORT = "PYGDIST_OWN_PORT"  # the MASTER_PORT that pygdist chose
 _hosted: dist.TCPStore | None = None  # of this process; it lives as long
 
 
@@ -38,13 +39,25 @@ def host(environment: ClusterEnvironment) -> None:
     global _hosted
     if environment.node_rank() != 0 or _hosted is not None:
         return
+    forget_own_port(environment)
     chosen = "MASTER_PORT" in os.environ or "STANDALONE_PORT" in os.environ
     port = environment.main_port if chosen else 0
     _hosted = _serve(environment.main_address, port)
     if not chosen:
-        os.environ["MASTER_PORT"] = str(_hosted.port)
+        os.environ["MASTER_PORT"] = os.environ[_OWN_PORT] = str(_hosted.port)
         if hasattr(environment, "_main_port"):
             environment._main_port = _hosted.port
+
+
+def forget_own_port(environment: ClusterEnvironment | None) -> None:
+    """Forget a port that pygdist, not the user, chose for an earlier run, in this process or the one that started it.
+
+    Its store is still there, and ranks of the new run would meet in it.
+    """
+    if _OWN_PORT in os.environ and os.environ.get("MASTER_PORT") == os.environ.pop(_OWN_PORT):
+        del os.environ["MASTER_PORT"]
+        if environment is not None and hasattr(environment, "_main_port"):
+            environment._main_port = -1  # none yet, in Lightning's words
 
 
 def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, warn_after_s: float) -> dist.Store:

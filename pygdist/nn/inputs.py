@@ -19,6 +19,9 @@ _OF_OTHER_TYPES = (
 )  # fmt: skip
 
 
+_INTEGERS = ("long", "int", "char", "byte", "short", "bool")  # in torch's words
+
+
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     """Return edge weights, attributes and types of ``graph`` (a ``Data`` or ``Shard``) that ``model.forward`` takes."""
     taken = inspect.signature(model.forward).parameters
@@ -54,7 +57,7 @@ def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
         ) from error
     try:
         return model(graph.x, edges, **inputs)
-    except (RuntimeError, TypeError) as error:  # Lightning and pygdist raise others
+    except (RuntimeError, TypeError, InputError) as error:
         _explain_integers(error, {"x": graph.x, **inputs})
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
             raise
@@ -83,7 +86,8 @@ def _explain_integers(error: Exception, inputs: Mapping[str, Tensor]) -> None:
     Plain PyG fails too, with an error of torch's that names neither the field nor the remedy.
     """
     integers = {name: value for name, value in inputs.items() if name in FEATURES and not value.is_floating_point()}
-    if integers and any(phrase in str(error) for phrase in _OF_OTHER_TYPES):
+    told = str(error)
+    if integers and any(one in told for one in _OF_OTHER_TYPES) and any(one in told.lower() for one in _INTEGERS):
         fields = " and ".join(f"{name} ({value.dtype})".replace("torch.", "") for name, value in integers.items())
         raise InputError(
             f"the model does not take {fields} of the graph as it is ({error}); convert it in the model, for example "

@@ -164,13 +164,17 @@ class _Check:
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
 
     def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:
-        """Return a warning about numbers, such as terms of a loss, that are others on each rank."""
+        """Return a warning about numbers, such as terms of a loss, that are others on each rank; refuse outputs."""
         worst = self.communicator.gather([max(one) for one in zip(*apart, strict=True)]).amax(0).tolist()
-        names = [name for name, value in zip(whole.numbers, worst, strict=True) if not value <= tolerance]
-        if not names:
+        wrong = {name: value for name, value in zip(whole.numbers, worst, strict=True) if not value <= tolerance}
+        if not wrong:
             return ""
+        names = ", ".join(map(repr, wrong))
+        outputs = [value for name, value in wrong.items() if name.startswith("output ")]
+        if outputs:
+            raise self._refused(names, max(outputs), OVER_NODES)
         return (
-            f"{own_class(self.call.model).__name__} computes {', '.join(map(repr, names))} over the rows of each "
+            f"{own_class(self.call.model).__name__} computes {names} over the rows of each "
             f"{'part' if self.backend.abilities.trains_parts else 'rank'} alone. As a term of the loss it would train "
             "other numbers than one process: compute it by MeanAggregation() or SumAggregation() as a module of the "
             "model, which pygdist computes over all ranks"

@@ -27,8 +27,8 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
     Raises:
         InputError: On all ranks; the message names the tensor and ends with ``switch``.
     """
-    num_edges = shard.num_edges
-    held = next((name for name, one in _held_tensors(model) if _is_of_edges(one, num_edges)), None)
+    num_edges, tables = shard.num_edges, shard.num_edges != shard.num_nodes  # else tables are more likely of nodes
+    held = next((name for name, one in _held_tensors(model, tables) if _is_of_edges(one, num_edges)), None)
     if held is None:
         return
     alone = shard.num_parts == 1
@@ -43,8 +43,11 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
     )
 
 
-def _held_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors that a user's own modules hold, or read by name; those of torch's and PyG's layers aside."""
+def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors that a user's own modules hold, or read by name; those of torch's and PyG's layers aside.
+
+    Embeddings are looked at if ``tables``.
+    """
     for path, module in model.named_modules():
         cls, start = own_class(module), path + "." * bool(path)
         if not cls.__module__.startswith(("torch.", "torch_geometric.", "pygdist.")):
@@ -54,7 +57,7 @@ def _held_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             functions = [one for one in vars(module).values() if isinstance(one, types.FunctionType)]
             for function in (*methods_of(cls), *functions):
                 yield from _read_by_name(function)
-        elif not isinstance(module, (nn.Embedding, nn.ParameterList, nn.ParameterDict)):
+        elif not isinstance(module, (nn.ParameterList, nn.ParameterDict, *((nn.Embedding,) if tables else ()))):
             continue
         for name, one in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             yield start + name, one

@@ -623,10 +623,12 @@ def test_a_comparison_that_tells_nothing_is_no_comparison(kind: str, said: str, 
     assert second == ""
 
 
-@pytest.mark.parametrize(("kind", "name"), [("loss of rows", "'output 1'"), ("loss in a module", "'conv.loss'")])
-def test_terms_of_a_loss_over_the_rows_of_a_rank_are_told(kind: str, name: str, parts: str, pool: RankPool) -> None:
-    (_, first), (_, second) = pool.run(_checked, 2, parts, partial(Outputs, kind))
-    assert f"computes {name} over the rows of each rank alone" in first
+def test_terms_of_a_loss_over_the_rows_of_a_rank_are_refused_or_told(parts: str, pool: RankPool) -> None:
+    for _, said in pool.run(_checked, 2, parts, partial(Outputs, "loss of rows")):
+        assert "the first difference is in 'output 1' (by" in said
+        assert OVER_NODES in said
+    (_, first), (_, second) = pool.run(_checked, 2, parts, partial(Outputs, "loss in a module"))
+    assert "computes 'conv.loss' over the rows of each rank alone" in first
     assert second == ""
 
 

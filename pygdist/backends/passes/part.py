@@ -204,6 +204,12 @@ class PartPass:
             before.add(self._hops)
         elif len(before) == 1:
             (self._hops,) = before
+        elif not before:
+            raise InputError(
+                f"{layer_name(module)} runs again in the backward pass (activation checkpointing), but another pass of "
+                f"the model came before it, so backend '{self._name}' no longer knows its rows; run the backward pass "
+                "first"
+            )
         else:
             raise InputError(
                 f"{layer_name(module)} runs again in the backward pass (activation checkpointing), and {len(before)} "
