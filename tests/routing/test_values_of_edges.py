@@ -160,7 +160,8 @@ def test_values_of_edges_are_refused(world_size: int, pool: RankPool, tmp_path: 
     write_store(data, part[world_size], tmp_path / "parts", num_parts=world_size, method="test", arguments={})
     for said in pool.run(_refused, world_size, str(tmp_path / "parts")):
         for name, text in said.items():
-            assert f"'{name}'" in text
+            tensor = "values" if name in ("of edges", "function") else name
+            assert f"'{tensor}'" in text
             assert f"has a value for each of the graph's {data.num_edges} edges" in text
             assert ("data.sort(sort_by_row=False)" in text) == (world_size == 1)
             assert "\n" not in text
