@@ -72,11 +72,12 @@ class NodeClassifier(GraphModule):
         if class_weights is not None and not all(0 <= weight < float("inf") for weight in class_weights):
             raise InputError(f"class_weights are {class_weights}, expected numbers from 0")
         self.class_weights = class_weights
-        self._train_share: tuple[Shard, float] | None = None  # of all ranks, for the shard
+        self._train_share: float | None = None  # of all ranks, in this run
 
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        self._train_share = None
         shard, weights = self.shard, self.class_weights
         if weights is not None and (shard.multi_label or len(weights) != shard.num_classes):
             kind = "nodes may have several" if shard.multi_label else "one for each is needed"
@@ -153,9 +154,9 @@ class NodeClassifier(GraphModule):
         """Return the training nodes of all ranks, or their weights if classes have any."""
         if self.class_weights is None or self.averages_models:
             return shard.counts["train_mask"]
-        if self._train_share is None or self._train_share[0] is not shard:
-            self._train_share = shard, float(self.communicator.gather([share]).sum())
-        return self._train_share[1] or 1.0
+        if self._train_share is None:
+            self._train_share = float(self.communicator.gather([share]).sum())
+        return self._train_share or 1.0
 
     def _weights_of(self, y: Tensor) -> Tensor | None:
         """Return the weight of each node's class, 0 without a label; ``None`` if classes have none."""

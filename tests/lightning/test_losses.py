@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def _fit(rank: int, world_size: int, folder: str, kind: str, parts: int | None) 
     trainer = runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=2, **options)
     trainer.fit(module, datamodule=data)
     predicted = trainer.predict(module, datamodule=data)
+    assert len(pickle.dumps(module)) < 40_000, "nothing of the graph goes with it"
     return history.epochs, {name: value.clone() for name, value in module.model.state_dict().items()}, predicted
 
 
