@@ -95,6 +95,54 @@ def test_values_of_parquet(tmp_path: Path) -> None:
     assert graph.fields["edge_weight"].dtype == np.float32
 
 
+INTEGERS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "categories": ({"cat": [2**60 + 1, 3]}, "attributes=cat", [[2**60 + 1], [3]]),
+    "two columns": ({"cat": [2**60 + 1, 3], "day": [-1, 0]}, "attributes=day+cat", [[-1, 2**60 + 1], [0, 3]]),
+    "beside weights": ({"w": [0.5, 2.0], "cat": [2**60 + 1, 3]}, "attributes=cat", [[2**60 + 1], [3]]),
+    "beside fractions": ({"cat": [7, 3], "cost": [0.5, 2.0]}, "attributes=cat+cost", [[7.0, 0.5], [3.0, 2.0]]),
+    "rounded beside fractions": ({"cat": [3, 2**53 + 1], "cost": [0.5, 2]}, "attributes=cat+cost", "column cat"),
+    "rounded weights": ({"w": [3, 2**60 + 1]}, "", f"has {2**60 + 1} in column w, which float64 rounds"),
+    "large weights": ({"w": [3, 2**60]}, "", None),
+}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("case", INTEGERS)
+def test_integers_stay_as_they_are(case: str, suffix: str, tmp_path: Path) -> None:
+    values, columns, expected = INTEGERS[case]
+    table = {"src": [0, 1], "dst": [1, 2], **values}
+    path = tmp_path / f"e{suffix}"
+    if suffix == ".csv":
+        rows = zip(*table.values(), strict=True)
+        path.write_text("\n".join(",".join(map(str, row)) for row in [table, *rows]) + "\n")
+    else:
+        parquet.write_table(pyarrow.table(table), path)
+    options: dict[str, Any] = {"columns": columns} if columns else {}
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=rf"e{suffix}: .*{expected}"):
+            opened(path, **options)
+        return
+    found = opened(path, **options).fields
+    if expected is None:
+        assert found["edge_weight"].tolist() == [3.0, 2.0**60]
+    else:
+        assert found["edge_attr"].tolist() == expected
+        assert found["edge_attr"].dtype == np.asarray(expected).dtype
+
+
+def test_integers_before_fractions(tmp_path: Path) -> None:
+    (tmp_path / "edges").mkdir()
+    for name, value in (("a", "7"), ("b", "0.5"), ("c", "9")):
+        (tmp_path / "edges" / f"{name}.csv").write_text(f"u,v,a\n0,1,{value}\n")
+    graph = opened(tmp_path / "edges", columns="attributes=a", symmetrize=True)
+    assert values_of(graph) == {"edge_attr": [[7.0], [7.0], [0.5], [0.5], [9.0], [9.0]]}
+    for name in "ac":
+        (tmp_path / "edges" / f"{name}.csv").write_text(f"u,v,a\n0,1,{2**53 + 1}\n")
+        with pytest.raises(InputError, match=f"{2**53 + 1} stands among fractions, and float64 rounds it"):
+            opened(tmp_path / "edges", columns="attributes=a")
+        (tmp_path / "edges" / f"{name}.csv").write_text("u,v,a\n0,1,1\n")
+
+
 @needs_native
 def test_columns_that_are_not_read_are_told(tmp_path: Path) -> None:
     graph = opened(tmp_path / "edges.csv", b"source,target,cost,time\n0,1,5,6\n")
