@@ -157,7 +157,12 @@ class _Text:
 
     def _compare(self, count: int) -> None:
         """Compare the number of edges with what the file says."""
-        expected = self.layout.num_lines
+        expected, size = self.layout.num_lines, self.layout.size
+        if size and int(size) == count - 1:
+            self.notes.append(
+                f"{self.path}: the first line, which ends with {size}, was read as an edge, but may be a count, as "
+                f"{size} edges follow; remove it if so"
+            )
         if expected is None or count == expected:
             return
         text = f"{self.path}: holds {count} edges, but its first lines say {expected}"

@@ -158,8 +158,8 @@ def valued(
         name = columns.names[place]
         if values.dtype.kind in "biu" and not (are_whole and place in columns.attributes):
             found[number] = values.astype(np.float64)
-            if (row := first_rounded(values)) is not None:
-                raise refuse(row, rounded_in_column(values[row], name))
+            if (rounded := first_rounded(values)) is not None:
+                raise refuse(rounded, rounded_in_column(values[rounded], name))
         elif values.dtype.kind == "u" and values.dtype.itemsize > 1:
             for large in np.flatnonzero(values > np.iinfo(np.int64).max)[:1].tolist():
                 raise refuse(large, f"has {values[large]} in column {name}, expected numbers below 2^63")

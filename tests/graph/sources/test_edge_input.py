@@ -340,6 +340,36 @@ def test_the_first_line_is_told_if_it_may_name_columns(tmp_path: Path) -> None:
     assert edges_of(graph) == [[0, 1], [0, 2], [0, 3]]
 
 
+def test_a_first_line_between_names_is_told(tmp_path: Path) -> None:
+    graph = opened(tmp_path / "e.txt", b"A B\nC D\nE F\n")
+    assert any("the first line, 'A B', names columns" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.txt", b"source target\nC D\n", columns="source=source,target=target")
+    assert any("the first line, 'source target', names columns" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.txt", b"# source target\nA B\nB D\n", columns="source=1,target=2")
+    assert any("the first line, 'A B', is an edge" in note for note in graph.notes)
+    assert edges_of(graph) == [[0, 1], [1, 2]]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"0,1\n5,6\n6,7\n", "a header"),
+        (b"0,1,2\n5,6,7\n", "a header"),
+        (b"0,2\n5,6\n6,7\n", "a count"),
+        (b"9 3\n5 6\n# c\n6 7\n7 8\n", "a count"),
+        (b"9 9 2\n5 6 1\n6 7 1\n", "a count"),
+        (b"0,3\n5,6\n6,7\n", None),
+        (b"0 1\n5 6\n6 7\n", None),
+        (b"u,v\n0,1\n5,6\n", None),
+    ],
+)
+def test_a_first_line_of_numbers_may_be_no_edge(content: bytes, what: str | None, tmp_path: Path) -> None:
+    notes = [note for note in opened(tmp_path / "e.csv", content).notes if "was read as an edge" in note]
+    assert len(notes) == (what is not None)
+    assert all(f"but may be {what}" in note for note in notes)
+
+
 def test_comments_among_names(tmp_path: Path) -> None:
     content = b"# two tags\n#ai,#ml\n#nlp,#ml\n# c, d\n%x,#nlp\n#\n# the end"
     graph = opened(tmp_path / "e.csv", b"source,target\n" + content)
