@@ -100,6 +100,10 @@ def _given(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, A
     if not isinstance(splits, Mapping) or not set(splits) & set(_STAGE_NAMES):
         kind = f"has keys {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
         raise InputError(f"{where}: split_idx: {kind}; expected a dictionary of train, valid and test")
+    if unknown := [str(key) for key in splits if key not in _STAGE_NAMES]:
+        raise InputError(
+            f"{where}: split_idx: unknown keys {', '.join(unknown)}; expected train, valid and test; remove the others"
+        )
     return given + [(f"split_idx['{stage}']", splits[stage]) for stage in stages if splits.get(stage) is not None]
 
 

@@ -29,8 +29,10 @@ from pygdist.graph.streams.edge_tables import edge_paths
 from pygdist.graph.streams.numbering import distinct_ids, id_range, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
+from pygdist.graph.streams.tables import LARGEST_EXACT
 
 _LEAST_BYTES_PER_NODE = 16
+_BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,8 @@ class GraphFiles:
         )
         for name, dtype in graph.dtypes.items():
             if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
+                if name == "edge_weight":
+                    _check_exact(fields[name], dtype, paths.get(name, paths["edge_index"]))
                 notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
         return graph
 
@@ -314,6 +318,20 @@ class GraphFiles:
         except InputError as error:
             name, _, problem = str(error).partition(":")
             raise InputError(f"{paths.get(name, name)}:{problem}") from error
+
+
+def _check_exact(weight: NDArray[Any], dtype: np.dtype[Any], path: Path) -> None:
+    """Refuse weights that are integers which the type of a store rounds."""
+    for start in range(0, len(weight) if weight.dtype.kind in "iu" else 0, _BLOCK_ROWS):
+        block = weight[start : start + _BLOCK_ROWS]
+        exact = block.astype(np.float64)
+        wrong = np.flatnonzero((exact.astype(dtype) != exact) | (np.abs(exact) >= LARGEST_EXACT))
+        if len(wrong):
+            raise InputError(
+                f"{path}: edge {start + wrong[0]} has weight {block[wrong[0]]}, which {dtype} rounds; save the weights "
+                "as float64"
+            )
+        forget_pages(weight)
 
 
 def _fits(num_nodes: int, where: str, advice: str) -> None:
