@@ -149,10 +149,10 @@ class _Text:
         self._compare(count)
         last = block[block.rfind(b"\n") + 1 :].decode(errors="replace")
         comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
-        if count and last.strip() and not comment.match(last):
-            raise InputError(
-                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last number may be cut; if "
-                "the file is whole, end the line"
+        if count and last.strip() and not comment.match(last) and self.path.suffix.lower() not in PACKED:
+            raise InputError(  # compressed text that is cut cannot be read
+                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last cell may be cut; if the "
+                "file is whole, end the line"
             )
 
     def _compare(self, count: int) -> None:

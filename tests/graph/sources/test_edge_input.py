@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import gzip
 import importlib.util
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -574,7 +577,9 @@ def test_parquet_files_of_other_types_are_refused(tmp_path: Path) -> None:
 def test_a_cut_line_is_refused(values: bytes, tmp_path: Path) -> None:
     columns = "weight=3" if values else None
     lines = b"0 1%b\n10 11%b\n12 13%b" % (values, values, values)
-    with pytest.raises(InputError, match=r"e.txt: the last line, '12 13.*', has no end .* end the line"):
+    with pytest.raises(
+        InputError, match=r"e.txt: the last line, '12 13.*', has no end .* its last cell may be cut; .* end the line"
+    ):
         opened(tmp_path / "e.txt", lines, columns=columns, relabel=False)
     graph = opened(tmp_path / "e.txt", lines + b"\n", columns=columns, relabel=False)
     assert not any("whole" in note for note in graph.notes)
@@ -595,13 +600,29 @@ def test_fewer_edges_than_a_file_says_are_told(comment: bytes, tmp_path: Path) -
     assert not any("whole" in note for note in graph.notes)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@needs_native
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ".lz4"])
 def test_compressed_files_that_are_cut(suffix: str, tmp_path: Path) -> None:
-    text = b"".join(b"%d %d\n" % (number, number + 1) for number in range(1000))
-    packed = gzip.compress(text) if suffix == ".gz" else pyarrow.compress(text, "zstd", asbytes=True)
+    text = b"\n".join(b"%d %d" % (number, number + 1) for number in range(1000))  # the last line has no end
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+        ".zst": lambda text: _packed(text, "zstd"),
+        ".lz4": lambda text: _packed(text, "lz4"),
+    }
+    packed = pack[suffix](text)
+    assert edges_of(opened(tmp_path / f"e.txt{suffix}", packed))[-1] == [999, 1000]
     for cut in (5, len(packed) // 2, len(packed) - 2):
         with pytest.raises(InputError, match=rf"e.txt{suffix}: could not be read"):
             opened(tmp_path / f"e.txt{suffix}", packed[:cut])
+
+
+def _packed(text: bytes, codec: str) -> bytes:
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(out, codec) as stream:
+        stream.write(text)
+    return bytes(out.getvalue())
 
 
 # --- without pyarrow --------------------------------------------------------------------------------------------------
