@@ -163,8 +163,8 @@ class GraphFiles:
         )  # fmt: skip
         if self.symmetrize:
             notes.append("added the reverse of every edge, and kept one edge of each source and target")
-        elif self.remove_duplicates:
-            notes.append("kept one edge of each source and target")
+        if edges.names is not None:
+            notes.append(f"ids are names: {edges.num_nodes} nodes, in the order of ids.txt")
         file, num_nodes, ids = self._numbered(edges, scratch, progress, notes)
         fields |= edges.values
         if file.num_edges == 0:

@@ -208,12 +208,17 @@ def test_values_change_with_edges_as_in_memory(options: dict[str, bool], placeme
     rows = zip(edges.T.tolist(), weight.tolist(), attr.tolist(), strict=True)
     (tmp_path / "e.csv").write_text("v,u,w,a,b\n" + "".join(f"{v},{u},{w},{a},{b}\n" for (u, v), w, (a, b) in rows))
     tensors = {"edge_weight": torch.from_numpy(weight), "edge_attr": torch.from_numpy(attr)}
-    data, _ = prepare(Data(edge_index=torch.from_numpy(edges), x=torch.zeros(9, 1), **tensors), **options)
+    data, notes = prepare(Data(edge_index=torch.from_numpy(edges), x=torch.zeros(9, 1), **tensors), **options)
     files = GraphFiles(edges=tmp_path / "e.csv", columns="attributes=a+b", num_nodes=9, **options)
     found = []
     for name, source in (("memory", data), ("files", files)):
         partition_graph(source, tmp_path / name, num_parts=3, partitioner="hash", placement=placement)
         found.append(sorted(_rows_of_store(tmp_path / name)))
+    told = [note for note in read_meta(tmp_path / "files")["preprocessing"] if "duplicate edges" in note]
+    assert len(told) == ("remove_duplicates" in options)
+    if told and "symmetrize" not in options:
+        assert told == [note for note in notes if "duplicate edges" in note]
+        assert "weights were summed; their attributes were averaged" in told[0]
     assert len(found[0]) > 30
     np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
 
@@ -280,6 +285,7 @@ def test_names_are_numbered_and_kept(case: str, tmp_path: Path) -> None:
         found |= {(names[u], names[v]) for u, v in zip(*ends, strict=True)}
     assert found == {("ann", "bob"), ("bob", "cy"), ("ann", "7")}
     assert meta["num_nodes"] == 4
+    assert "ids are names: 4 nodes, in the order of ids.txt" in meta["preprocessing"]
     assert read_meta(tmp_path / "store")["files"]["ids"]["bytes"] == len("ann\nbob\ncy\n7\n")
 
 
