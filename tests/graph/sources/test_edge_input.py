@@ -7,6 +7,7 @@ import bz2
 import gzip
 import importlib.util
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph import GraphFiles, WholeGraph, load_graph, open_part, prepare, read_meta
+from pygdist.graph.store import part_files
+from pygdist.graph.streams import arrays as array_files
 from pygdist.graph.streams.edge_text import open_text
 from pygdist.graph.streams.tables import ANY_ID, Names
 from pygdist.native import load
@@ -253,6 +256,28 @@ def test_merging_leaves_the_callers_weights(tmp_path: Path) -> None:
     partition_graph(graph, tmp_path / "store", num_parts=1, partitioner="hash")
     assert open_part(tmp_path / "store", 0)["edge_weight"].tolist() == [3.0]
     assert weight.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_merging_copies_mapped_values_in_blocks(
+    dtype: type[np.generic], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = np.arange(1 << 21)
+    np.save(tmp_path / "weight.npy", weight)
+    mapped = np.load(tmp_path / "weight.npy", mmap_mode="r")
+    monkeypatch.setattr(array_files, "_BLOCK_BYTES", 1 << 16)
+    tracemalloc.start()
+    try:
+        own = part_files._own("edge_weight", mapped, np.dtype(dtype), tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < weight.nbytes / 4
+    assert own.dtype == dtype
+    np.testing.assert_array_equal(own, weight)
+    own[0] = 7
+    assert mapped[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["weight.npy"]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
