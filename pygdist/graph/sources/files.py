@@ -51,7 +51,7 @@ class GraphFiles:
             holds the rest (:mod:`pygdist.graph.sources.npy`).
         columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
             of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
-            found by themselves; ``weight=`` leaves weights out.
+            found by themselves; ``weight=`` leaves weights out. Attributes stay integers if all are.
         string_ids: Ids are names. By default they are if most in the first lines are no numbers. Nodes are numbered in
             the order in which their names come, and the names are stored.
         names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
@@ -63,7 +63,8 @@ class GraphFiles:
             ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
             edges.
         symmetrize: Add the reverse of every edge that has none, and keep one edge of each source and target.
-        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged.
+        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged; those that
+            are integers must be equal.
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If

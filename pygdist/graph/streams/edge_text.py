@@ -249,7 +249,7 @@ class _Text:
             large = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) >= LARGEST_EXACT))
             lines = text.split(b"\n") if len(large) else []
             for row in large.tolist():
-                cell = cells_of(lines[int(at[row])].decode(), self.layout.separator)[place]
+                cell = cells_of(lines[int(at[row])].decode(errors="replace"), self.layout.separator)[place]
                 if is_whole(cell) and int(cell) != int(numbers[row]):
                     raise refuse(row, rounded_in_column(cell, columns.names[place]))
 

@@ -180,7 +180,7 @@ def first_rounded(values: NDArray[Any]) -> int | None:
 
 def rounded_in_column(value: object, name: str) -> str:
     """Tell that a number of a column is lost."""
-    expected = "expected numbers up to 2^53, or attributes that are all integers"
+    expected = "expected numbers up to 2^53, or attributes that are all integers below 2^63"
     return f"has {value} in column {name}, which float64 rounds; {expected}"
 
 

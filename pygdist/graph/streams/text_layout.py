@@ -248,7 +248,7 @@ def _notes(
         notes.append(f"{path}: the first line, {shown(line)}, names columns")
     elif by_number and layout.named:
         notes.append(f"{path}: the first line, {shown(line)}, is an edge")
-    elif line.strip() == ",".join(map(str, range(max(2, len(layout.columns.names))))):  # as pandas writes
+    elif layout.separator == "," and cells_of(line, ",") == [*map(str, range(len(layout.columns.names)))]:  # as pandas
         notes.append(
             f"{path}: the first line, {shown(line)}, was read as an edge, but may be a header; remove it if so"
         )

@@ -108,6 +108,7 @@ INTEGERS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "beside fractions": ({"cat": [7, 3], "cost": [0.5, 2.0]}, "attributes=cat+cost", [[7.0, 0.5], [3.0, 2.0]]),
     "rounded beside fractions": ({"cat": [3, 2**53 + 1], "cost": [0.5, 2]}, "attributes=cat+cost", "column cat"),
     "rounded weights": ({"w": [3, 2**60 + 1]}, "", f"has {2**60 + 1} in column w, which float64 rounds"),
+    "beyond int64": ({"cat": np.array([3, 2**63 + 1], np.uint64)}, "attributes=cat", f"has {2**63 + 1} in column cat"),
     "large weights": ({"w": [3, 2**60]}, "", None),
 }
 
@@ -120,7 +121,9 @@ def test_integers_stay_as_they_are(case: str, suffix: str, tmp_path: Path) -> No
     path = tmp_path / f"e{suffix}"
     if suffix == ".csv":
         rows = zip(*table.values(), strict=True)
-        path.write_text("\n".join(",".join(map(str, row)) for row in [table, *rows]) + "\n")
+        path.write_bytes(
+            "\n".join(",".join([*map(str, row), "\xff"]) for row in [table, *rows]).encode("latin") + b"\n"
+        )
     else:
         parquet.write_table(pyarrow.table(table), path)
     options: dict[str, Any] = {"columns": columns} if columns else {}
@@ -390,6 +393,7 @@ def test_a_first_line_between_names_is_told(tmp_path: Path) -> None:
     [
         (b"0,1\n5,6\n6,7\n", "a header"),
         (b"0,1,2\n5,6,7\n", "a header"),
+        (b'"0","1"\n5,6\n6,7\n', "a header"),
         (b"0,2\n5,6\n6,7\n", "a count"),
         (b"9 3\n5 6\n# c\n6 7\n7 8\n", "a count"),
         (b"9 9 2\n5 6 1\n6 7 1\n", "a count"),
