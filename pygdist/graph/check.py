@@ -58,7 +58,14 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
         raise InputError(f"num_classes is {num_classes}, expected at least 1")
     _check_edges(data, num_nodes)
     fields = {name: value for name in ("x", "y", *MASKS, *EDGE_FIELDS) if isinstance(value := data.get(name), Tensor)}
-    check_fields(fields, num_nodes, data["edge_index"].size(1), num_classes=num_classes)
+    node_type = data.get("node_type")
+    check_fields(
+        fields,
+        num_nodes,
+        data["edge_index"].size(1),
+        num_classes=num_classes,
+        node_type=node_type if isinstance(node_type, Tensor) and node_type.shape == (num_nodes,) else None,
+    )
 
 
 def check_fields(
@@ -67,11 +74,13 @@ def check_fields(
     num_edges: int,
     *,
     num_classes: int | None = None,
+    node_type: Tensor | None = None,
     after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Run the checks of :func:`check` on all fields but the edges: ``x``, ``y``, masks and values of edges.
 
-    ``after_block`` is called with the name of a field after each block of its rows.
+    ``node_type`` tells which nodes may be unlabelled as all of their type are. ``after_block`` is called with the name
+    of a field after each block of its rows.
 
     Raises:
         InputError: As in :func:`check`; the message begins with the name of the field and a colon.
@@ -82,7 +91,7 @@ def check_fields(
         if name in fields:
             _check_edge_values(name, fields[name], num_edges, after_block)
     if "y" in fields:
-        _check_labels(fields["y"], num_nodes, num_classes)
+        _check_labels(fields["y"], num_nodes, num_classes, node_type)
     for name in MASKS:
         if name in fields:
             _check_mask(name, fields[name], num_nodes)
@@ -244,7 +253,7 @@ def _check_edge_types(value: Tensor, num_edges: int) -> None:
         raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")
 
 
-def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
+def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None, node_type: Tensor | None) -> None:
     if y.dim() not in (1, 2) or y.size(0) != num_nodes:
         raise InputError(f"y: shape {tuple(y.shape)}, expected one label for each of {num_nodes} nodes (the rows of x)")
     if y.dtype.is_complex:
@@ -261,7 +270,8 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None) -> None:
         raise InputError(f"y: node {node} has label {float(y[node])}, expected classes from 0, as integers")
     if (node := _first(low < -1)) is not None:
         raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
-    if len(low) and int(low.max()) == 1 and int(low.min()) == -1 and not bool((low == 0).any()):
+    of_types = [low] if node_type is None else [low[(node_type == kind).to(low.device)] for kind in node_type.unique()]
+    if not bool((low == 0).any()) and any(len(one) and (int(one.min()), int(one.max())) == (-1, 1) for one in of_types):
         raise InputError("y: all labels are 1 or -1, but -1 means unlabelled; number the two classes 0 and 1")
     if num_classes is not None and (node := _first(low >= num_classes)) is not None:
         raise InputError(

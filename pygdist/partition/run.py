@@ -122,6 +122,7 @@ class _Job:
         tell(opened.notes)
         seconds = time.perf_counter() - start
         figures = self._partition(opened, folder)
+        tell(figures["preprocessing"][len(opened.notes) :])
         shutil.rmtree(scratch)
         return figures | {"seconds_reading": seconds}
 

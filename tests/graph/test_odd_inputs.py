@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def problem_of(case: Case, run: Callable[[], list[str]]) -> str:
         text = str(error)
         if not case.fault:
             return f"refused: {text}"
-        named = any(name in text for name in case.fault)
+        named = any(re.search(rf"(?<!\w){re.escape(name)}(?![a-z0-9])", text) for name in case.fault)
         return "" if named and "\n" not in text else f"does not name {case.fault} in one line: {text}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

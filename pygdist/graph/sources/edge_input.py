@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.streams.arrays import ArrayWriter
+from pygdist.graph.streams.arrays import ArrayWriter, forget_pages
 from pygdist.graph.streams.columns import Wanted
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.edge_tables import kind_of, open_tables
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
-from pygdist.graph.streams.tables import ANY_ID, EdgeRows, EdgeTable, Names
+from pygdist.graph.streams.tables import ANY_ID, EdgeRows, EdgeTable, Names, first_rounded
 
+_BLOCK_ROWS = 1 << 20
 _TABLE_OPTIONS = ("columns", "string_ids", "names")  # of EdgeOptions, for text and Parquet
 
 
@@ -197,6 +198,29 @@ def _from_zero(rows: EdgeRows, first: int, where: Path | str) -> EdgeRows:
     return EdgeRows(rows.ends - first, rows.values)
 
 
+def _widened(written: ArrayWriter, path: Path, dtype: np.dtype[Any]) -> ArrayWriter:
+    """Return a writer of another type, which begins with the rows that were written: integers before fractions."""
+    with written:
+        pass  # completes the file
+    rows = np.load(path, mmap_mode="r" if written.count else None, allow_pickle=False)
+    path.unlink()  # the map stays
+    out = ArrayWriter(path, dtype, row=rows.shape[1:])
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        out.append(_as(rows[start : start + _BLOCK_ROWS], dtype, path.stem))
+        forget_pages(rows)
+    return out
+
+
+def _as(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    """Return values in a type that may be wider; refuse integers that it rounds."""
+    if dtype.kind == "f" and values.dtype.kind in "iu" and (first := first_rounded(values)) is not None:
+        raise InputError(
+            f"{name}: {values.reshape(-1)[first]} stands among fractions, and float64 rounds it; expected "
+            "numbers up to 2^53, or columns that are all integers"
+        )
+    return values.astype(dtype, copy=False)
+
+
 def _mirrored(rows: EdgeRows, sign: int) -> EdgeRows:
     """Let each edge but self-loops be followed by its reverse, whose weight has the given sign."""
     times = np.where(rows.ends[0] == rows.ends[1], 1, 2)
@@ -242,10 +266,12 @@ def _converted(
                 values = {name: np.repeat(value, 2, axis=0) for name, value in values.items()}
             out.append(ends)
             for name, value in values.items():
+                path = scratch / f"{name}.npy"
                 if name not in writers:
-                    writer = ArrayWriter(scratch / f"{name}.npy", value.dtype, row=value.shape[1:])
-                    writers[name] = stack.enter_context(writer)
-                writers[name].append(value)
+                    writers[name] = stack.enter_context(ArrayWriter(path, value.dtype, row=value.shape[1:]))
+                if (dtype := np.result_type(writers[name].dtype, value.dtype)) != writers[name].dtype:
+                    writers[name] = stack.enter_context(_widened(writers[name], path, dtype))
+                writers[name].append(_as(value, dtype, name))
     if options.remove_self_loops:
         notes.append(f"removed {loops} self-loops")
     names_file = None

@@ -6,6 +6,8 @@ with ``edge_index``. Edges keep their order, and a graph that needs no change st
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -60,10 +62,7 @@ def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str])
     starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
     dropped = len(keys) - len(starts)
     categories = "edge_attr" in fields and not fields["edge_attr"].is_floating_point()
-    averaged = "their attributes were equal" if categories else "their attributes were averaged"
-    texts = {"edge_weight": "their weights were summed", "edge_attr": averaged}
-    merged_values = [text for name, text in texts.items() if name in fields]
-    notes.append("; ".join([f"removed {dropped} duplicate edges", *merged_values]))
+    notes.append(note_on_merged(dropped, fields, categories=categories))
     if not dropped:
         return
     first = order[starts]  # the sort is stable, so this is the first edge of each group
@@ -81,6 +80,13 @@ def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str])
             merged /= counts.reshape(-1, *[1] * (merged.ndim - 1))
         fields[name] = torch.from_numpy(merged[by_position])
     fields["edge_index"] = fields["edge_index"][:, torch.from_numpy(first[by_position])]
+
+
+def note_on_merged(count: int, fields: Container[str], *, categories: bool) -> str:
+    """Return the note on merged edges; ``categories`` tells that attributes are integers."""
+    averaged = "their attributes were equal" if categories else "their attributes were averaged"
+    texts = {"edge_weight": "their weights were summed", "edge_attr": averaged}
+    return "; ".join([f"removed {count} duplicate edges", *(text for name, text in texts.items() if name in fields)])
 
 
 def _check_equal(name: str, values: Tensor, edges: NDArray[np.int64], first: NDArray[np.int64]) -> None:

@@ -31,7 +31,10 @@ def edges_from_adjacency(store: Any, where: str, notes: list[str]) -> None:
         if edge_index is None:
             edge_index, value = _coo(adjacency, where)
             store["edge_index"] = edge_index
-            if value is not None:
+            if value is not None and _is_filled(adjacency) and bool((value == 1).all()):
+                if len(value):
+                    notes.append("left out the values of adj_t, which are all 1")
+            elif value is not None:
                 name = "edge_weight" if value.dim() == 1 else "edge_attr"
                 if store.get(name) is not None:
                     raise InputError(f"{where}: {name} and values of adj_t; remove one of them")
@@ -56,14 +59,23 @@ def _coo(adjacency: Any, where: str) -> tuple[Tensor, Tensor | None]:
                 f"{where}: adj_t is a tensor of layout {adjacency.layout} and shape {tuple(adjacency.shape)}, expected "
                 "a sparse matrix (COO, CSR or CSC); or pass edge_index"
             ) from error
-        return torch.stack([source, target]), None if bool((value == 1).all()) else value  # torch fills in ones
+        return torch.stack([source, target]), value
     if hasattr(adjacency, "coo"):
         target, source, value = adjacency.coo()
         return torch.stack([source, target]), value
+    if hasattr(adjacency, "tocoo") and len(adjacency.shape) == 2:
+        matrix = adjacency.tocoo()  # of SciPy
+        target, source = (as_field("adj_t", end, f"{where}: ").long() for end in (matrix.row, matrix.col))
+        return torch.stack([source, target]), as_field("adj_t", matrix.data, f"{where}: ")
     raise InputError(
-        f"{where}: adj_t is a {type(adjacency).__name__}; install torch_sparse to read it "
-        "(pip install 'pygdist[sparse]'), or pass edge_index"
+        f"{where}: adj_t is a {type(adjacency).__name__}, expected a sparse matrix of torch, SciPy or torch_sparse; or "
+        "pass edge_index"
     )
+
+
+def _is_filled(adjacency: Any) -> bool:
+    """Tell if a matrix always has values, so that ones may mean that there are none."""
+    return isinstance(adjacency, Tensor) or hasattr(adjacency, "tocoo")
 
 
 def masks_from_ids(store: Any, num_nodes: int, where: str) -> None:
@@ -100,6 +112,10 @@ def _given(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, A
     if not isinstance(splits, Mapping) or not set(splits) & set(_STAGE_NAMES):
         kind = f"has keys {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
         raise InputError(f"{where}: split_idx: {kind}; expected a dictionary of train, valid and test")
+    if unknown := [str(key) for key in splits if key not in _STAGE_NAMES]:
+        raise InputError(
+            f"{where}: split_idx: unknown keys {', '.join(unknown)}; expected train, valid and test; remove the others"
+        )
     return given + [(f"split_idx['{stage}']", splits[stage]) for stage in stages if splits.get(stage) is not None]
 
 
@@ -110,9 +126,10 @@ def _mask(given: Any, num_nodes: int, where: str, name: str) -> Tensor:
         return ids
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool) or not ids.numel()
     if ids.dim() != 1 or not whole or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes):
-        raise InputError(
-            f"{where}: {name} of shape {tuple(ids.shape)}, {ids.dtype}, expected ids of nodes from 0 to {num_nodes - 1}"
+        expected = (
+            f"ids of nodes from 0 to {num_nodes - 1}" if num_nodes else "no ids, as there are no nodes (rows of x)"
         )
+        raise InputError(f"{where}: {name} of shape {tuple(ids.shape)}, {ids.dtype}, expected {expected}")
     mask = torch.zeros(num_nodes, dtype=torch.bool)
     mask[ids.long().cpu()] = True
     return mask

@@ -29,8 +29,10 @@ from pygdist.graph.streams.edge_tables import edge_paths
 from pygdist.graph.streams.numbering import distinct_ids, id_range, renumbered
 from pygdist.graph.streams.progress import Progress, enter_stage
 from pygdist.graph.streams.stream import EdgeStream
+from pygdist.graph.streams.tables import LARGEST_EXACT
 
 _LEAST_BYTES_PER_NODE = 16
+_BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class GraphFiles:
             holds the rest (:mod:`pygdist.graph.sources.npy`).
         columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
             of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
-            found by themselves; ``weight=`` leaves weights out.
+            found by themselves; ``weight=`` leaves weights out. Attributes stay integers if all are.
         string_ids: Ids are names. By default they are if most in the first lines are no numbers. Nodes are numbered in
             the order in which their names come, and the names are stored.
         names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
@@ -61,7 +63,8 @@ class GraphFiles:
             ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
             edges.
         symmetrize: Add the reverse of every edge that has none, and keep one edge of each source and target.
-        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged.
+        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged; those that
+            are integers must be equal.
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
@@ -161,8 +164,8 @@ class GraphFiles:
         )  # fmt: skip
         if self.symmetrize:
             notes.append("added the reverse of every edge, and kept one edge of each source and target")
-        elif self.remove_duplicates:
-            notes.append("kept one edge of each source and target")
+        if edges.names is not None:
+            notes.append(f"ids are names: {edges.num_nodes} nodes, in the order of ids.txt")
         file, num_nodes, ids = self._numbered(edges, scratch, progress, notes)
         fields |= edges.values
         if file.num_edges == 0:
@@ -184,6 +187,8 @@ class GraphFiles:
         )
         for name, dtype in graph.dtypes.items():
             if name in (*FEATURES, "edge_weight") and dtype != fields[name].dtype:
+                if name == "edge_weight":
+                    _check_exact(fields[name], dtype, paths.get(name, paths["edge_index"]))
                 notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
         return graph
 
@@ -314,6 +319,20 @@ class GraphFiles:
         except InputError as error:
             name, _, problem = str(error).partition(":")
             raise InputError(f"{paths.get(name, name)}:{problem}") from error
+
+
+def _check_exact(weight: NDArray[Any], dtype: np.dtype[Any], path: Path) -> None:
+    """Refuse weights that are integers which the type of a store rounds."""
+    for start in range(0, len(weight) if weight.dtype.kind in "iu" else 0, _BLOCK_ROWS):
+        block = weight[start : start + _BLOCK_ROWS]
+        exact = block.astype(np.float64)
+        wrong = np.flatnonzero((exact.astype(dtype) != exact) | (np.abs(exact) >= LARGEST_EXACT))
+        if len(wrong):
+            raise InputError(
+                f"{path}: edge {start + wrong[0]} has weight {block[wrong[0]]}, which {dtype} rounds; save the weights "
+                "as float64"
+            )
+        forget_pages(weight)
 
 
 def _fits(num_nodes: int, where: str, advice: str) -> None:

@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph.check import FEATURES, FIELDS, MASKS, NOTES, check, is_multi_label, plain, rows_of, with_tensors
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
+from pygdist.graph.streams.tables import first_rounded
 
 log = logging.getLogger(__name__)
 
@@ -158,12 +159,21 @@ def _unify(fields: dict[str, Tensor], float_features: bool, notes: list[str]) ->
         if name not in fields or fields[name].dtype in (torch.float32, torch.float64):
             continue
         if float_features or name not in FEATURES or fields[name].is_floating_point():
-            notes.append(f"converted {name} from {_type_name(fields[name])} to float32")
-            fields[name] = fields[name].to(torch.float32)
+            dtype = torch.float32 if name in FEATURES else _weight_type(fields[name])
+            notes.append(f"converted {name} from {_type_name(fields[name])} to {dtype}".replace("torch.", ""))
+            fields[name] = fields[name].to(dtype)
     if "edge_weight" in fields:
         fields["edge_weight"] = fields["edge_weight"].reshape(-1)
     if "edge_type" in fields:
         fields["edge_type"] = fields["edge_type"].reshape(-1).to(torch.int64)
+
+
+def _weight_type(weight: Tensor) -> torch.dtype:
+    """Return float32, or float64 for integers that float32 rounds."""
+    if not weight.is_floating_point() and (edge := first_rounded(weight.numpy())) is not None:
+        raise InputError(f"edge_weight: edge {edge} has weight {int(weight.reshape(-1)[edge])}, which float64 rounds")
+    exact = weight.to(torch.float64)
+    return torch.float32 if torch.equal(exact.to(torch.float32).to(torch.float64), exact) else torch.float64
 
 
 def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:

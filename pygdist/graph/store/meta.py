@@ -52,6 +52,7 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
+from pygdist.graph.sources.edges import note_on_merged
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
@@ -170,8 +171,13 @@ def write_graph(
         InputError: If ``num_hops`` and ``placement`` do not go together.
     """
     written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement_of(num_hops, placement))
+    notes = list(graph.notes)
+    if graph.merge:
+        dropped, attributes = graph.edges.num_edges - written["num_edges"], graph.dtypes.get("edge_attr")
+        note = note_on_merged(dropped, graph.fields, categories=attributes is not None and attributes.kind != "f")
+        notes.append(f"{note}; reverses that gave way are among these" if graph.mirrored else note)
     return {
-        "preprocessing": list(graph.notes),
+        "preprocessing": notes,
         "num_parts": num_parts,
         "num_nodes": len(part),
         "num_features": graph.num_features,

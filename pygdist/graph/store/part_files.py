@@ -54,7 +54,7 @@ def write_parts(
         files.
     """
     if graph.merge:  # writes to the values of edges, so these may not be the caller's
-        own = {name: _own(name, value, graph.dtypes[name]) for name, value in graph.fields.items()}
+        own = {name: _own(name, value, graph.dtypes[name], folder) for name, value in graph.fields.items()}
         graph = dataclasses.replace(graph, fields=own)
     parts = NodeParts(part, num_parts)
     folders = [folder / f"part_{number}" for number in range(num_parts)]
@@ -84,11 +84,19 @@ def write_parts(
     return meta
 
 
-def _own(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _own(name: str, value: NDArray[Any], dtype: np.dtype[Any], folder: Path) -> NDArray[Any]:
     """Return values of edges that may change, in the type of a store: a copy, or a scratch file open for writing."""
-    if name in EDGE_FIELDS and value.dtype != dtype:
+    if name not in EDGE_FIELDS:
+        return value
+    if not isinstance(value, np.memmap) or not value.size:
         return value.astype(dtype)
-    return value.copy() if name in EDGE_FIELDS and getattr(value, "mode", None) != "r+" else value
+    if value.dtype == dtype and value.mode == "r+":
+        return value
+    path = folder / f"{name}.tmp"
+    write_rows(path, value, dtype=dtype)
+    copy: NDArray[Any] = np.load(path, mmap_mode="r+", allow_pickle=False)
+    path.unlink()  # the map stays
+    return copy
 
 
 def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDArray[Any]:

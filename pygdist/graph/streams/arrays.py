@@ -39,11 +39,12 @@ class ArrayWriter:
 
     Attributes:
         count: Rows or pairs written so far.
+        dtype: Type in which they are written.
     """
 
     def __init__(self, path: Path, dtype: DTypeLike, *, pairs: bool = False, row: tuple[int, ...] = ()) -> None:
         self.count = 0
-        self._path, self._dtype, self._pairs, self._row = path, np.dtype(dtype), pairs, row
+        self._path, self.dtype, self._pairs, self._row = path, np.dtype(dtype), pairs, row
         self._file = path.open("wb")
         self._file.write(bytes(len(self._header())))  # no header yet, so that a half-written file is not readable
 
@@ -51,6 +52,8 @@ class ArrayWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._file.closed:  # widened() has completed the file
+            return
         with self._file:
             if kind is None:
                 self._file.seek(0)
@@ -59,13 +62,13 @@ class ArrayWriter:
     def append(self, block: NDArray[Any]) -> None:
         """Add a block at the end."""
         rows = block.T if self._pairs else block
-        self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
+        self._file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
         self.count += len(rows)
 
     def described(self) -> dict[str, Any]:
         """Flush the file and describe it, as :func:`write_rows` does; call it after the ``with`` block."""
         flush(self._path)
-        size, kind = self._path.stat().st_size, str(self._dtype)
+        size, kind = self._path.stat().st_size, str(self.dtype)
         return {"bytes": size, "crc32": checksum(self._path), "dtype": kind, "shape": list(self._shape())}
 
     def _shape(self) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ class ArrayWriter:
     def _header(self) -> bytes:
         # numpy pads it such that its length does not depend on the count
         text = io.BytesIO()
-        header = {"descr": self._dtype.str, "fortran_order": self._pairs, "shape": self._shape()}
+        header = {"descr": self.dtype.str, "fortran_order": self._pairs, "shape": self._shape()}
         np.lib.format.write_array_header_1_0(text, header)
         return text.getvalue()
 

@@ -117,7 +117,9 @@ def _plain(array: Any, kind: Any) -> Any:
     import pyarrow
 
     kind = kind or _kind(array.type)
-    return array.cast(pyarrow.float64() if pyarrow.types.is_decimal(kind) else kind)
+    if pyarrow.types.is_decimal(kind):
+        kind = pyarrow.int64() if kind.scale == 0 else pyarrow.float64()
+    return array.cast(kind)
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:

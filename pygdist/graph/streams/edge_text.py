@@ -15,10 +15,10 @@ import lzma
 import re
 import zlib
 from bz2 import BZ2File
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from pygdist.graph.streams.columns import Wanted
 from pygdist.graph.streams.progress import Progress, watched
 from pygdist.graph.streams.tables import (
     ANY_ID,
+    LARGEST_EXACT,
     EdgeRows,
     EdgeTable,
     Names,
@@ -35,6 +36,7 @@ from pygdist.graph.streams.tables import (
     has_pyarrow,
     numbered,
     require_pyarrow,
+    rounded_in_column,
     valued,
 )
 from pygdist.graph.streams.text_layout import (
@@ -147,15 +149,20 @@ class _Text:
         self._compare(count)
         last = block[block.rfind(b"\n") + 1 :].decode(errors="replace")
         comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
-        if count and last.strip() and not comment.match(last):
-            raise InputError(
-                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last number may be cut; if "
-                "the file is whole, end the line"
+        if count and last.strip() and not comment.match(last) and self.path.suffix.lower() not in PACKED:
+            raise InputError(  # compressed text that is cut cannot be read
+                f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last cell may be cut; if the "
+                "file is whole, end the line"
             )
 
     def _compare(self, count: int) -> None:
         """Compare the number of edges with what the file says."""
-        expected = self.layout.num_lines
+        expected, size = self.layout.num_lines, self.layout.size
+        if size and int(size) == count - 1:
+            self.notes.append(
+                f"{self.path}: the first line, which ends with {size}, was read as an edge, but may be a count, as "
+                f"{size} edges follow; remove it if so"
+            )
         if expected is None or count == expected:
             return
         text = f"{self.path}: holds {count} edges, but its first lines say {expected}"
@@ -196,10 +203,8 @@ class _Text:
         of_ids = pyarrow.int64() if names is None else pyarrow.string()
         kinds = {str(place): of_ids for place in columns.ends} | {str(one): pyarrow.float64() for one in columns.values}
         parsing = csv.ParseOptions(delimiter=self.layout.separator, ignore_empty_lines=True)
-        converting = csv.ConvertOptions(
-            column_types=kinds, include_columns=list(kinds), null_values=[""], strings_can_be_null=False,
-            decimal_point=self.layout.decimal,
-        )  # fmt: skip
+        # attributes are integers up to the first block in which one is none
+        attempts = [dict.fromkeys(map(str, columns.attributes), pyarrow.int64())] if columns.attributes else []
 
         def parse(block: bytes, line: int) -> EdgeRows | None:
             text = self._one_blank(block)
@@ -207,10 +212,18 @@ class _Text:
             if not len(at):
                 return None
             reading = csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=places)
-            try:
-                table = csv.read_csv(pyarrow.BufferReader(text), reading, parsing, converting)
-            except pyarrow.ArrowInvalid as error:
-                raise self._mistake(text, at, line, str(error)) from error
+            table = None
+            while table is None:
+                converting = csv.ConvertOptions(
+                    column_types=kinds | (attempts[0] if attempts else {}), include_columns=list(kinds),
+                    null_values=[""], strings_can_be_null=False, decimal_point=self.layout.decimal,
+                )  # fmt: skip
+                try:
+                    table = csv.read_csv(pyarrow.BufferReader(text), reading, parsing, converting)
+                except pyarrow.ArrowInvalid as error:
+                    if not attempts:
+                        raise self._mistake(text, at, line, str(error)) from error
+                    attempts.clear()
             if table.num_rows != len(at) or b"\r" in text:
                 raise self._mistake(text, at, line, "a cell holds the end of a line")
             arrays = [table.column(name).combine_chunks() for name in kinds]
@@ -218,9 +231,27 @@ class _Text:
             def refuse(row: int, problem: str) -> InputError:
                 return InputError(f"{self.path}: line {line + 1 + int(at[row])} {problem}")
 
-            return EdgeRows(numbered(arrays[:2], names, ids, refuse), valued(columns, arrays[2:], refuse))
+            ends, values = numbered(arrays[:2], names, ids, refuse), valued(columns, arrays[2:], refuse)
+            self._refuse_rounded(text, at, arrays[2:], refuse)
+            return EdgeRows(ends, values)
 
         return parse
+
+    def _refuse_rounded(
+        self, text: bytes, at: NDArray[np.int64], values: Sequence[Any], refuse: Callable[[int, str], InputError]
+    ) -> None:
+        """Refuse whole numbers that were read as float64, and are others there."""
+        columns = self.layout.columns
+        for place, array in zip(columns.values, values, strict=True):
+            numbers = array.to_numpy(zero_copy_only=False)
+            if numbers.dtype.kind != "f":
+                continue
+            large = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) >= LARGEST_EXACT))
+            lines = text.split(b"\n") if len(large) else []
+            for row in large.tolist():
+                cell = cells_of(lines[int(at[row])].decode(errors="replace"), self.layout.separator)[place]
+                if is_whole(cell) and int(cell) != int(numbers[row]):
+                    raise refuse(row, rounded_in_column(cell, columns.names[place]))
 
     def _one_blank(self, block: bytes) -> bytes:
         """Make a block of text one that pyarrow reads, with as many lines."""

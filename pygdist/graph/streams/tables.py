@@ -15,6 +15,8 @@ from pygdist.graph.streams.columns import Columns
 
 ANY_ID = range((1 << 63) - 1)
 """The range of ids if the number of nodes is not known."""
+LARGEST_EXACT = 1 << 53
+"""The number from which float64 rounds some integers."""
 
 
 class EdgeRows(NamedTuple):
@@ -138,17 +140,48 @@ def valued(
 ) -> dict[str, NDArray[Any]]:
     """Return weights and attributes from arrays of pyarrow's numbers, one for each of ``columns.values``.
 
-    Values are float32 where they were, else float64.
+    Attributes stay integers if all are; other values are float32 where they were, else float64. An integer that these
+    cannot hold is refused.
     """
     found = []
     for place, array in zip(columns.values, arrays, strict=True):
         if array.null_count:
             row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             raise refuse(row, f"has nothing in column {columns.names[place]}, expected a number")
-        values = array.to_numpy(zero_copy_only=False)
-        found.append(values if values.dtype in (np.float32, np.float64) else values.astype(np.float64))
+        found.append(array.to_numpy(zero_copy_only=False))
+    are_whole = all(
+        values.dtype.kind in "biu"
+        for place, values in zip(columns.values, found, strict=True)
+        if place in columns.attributes
+    )
+    for number, (place, values) in enumerate(zip(columns.values, found, strict=True)):
+        name = columns.names[place]
+        if values.dtype.kind in "biu" and not (are_whole and place in columns.attributes):
+            found[number] = values.astype(np.float64)
+            if (rounded := first_rounded(values)) is not None:
+                raise refuse(rounded, rounded_in_column(values[rounded], name))
+        elif values.dtype.kind == "u" and values.dtype.itemsize > 1:
+            for large in np.flatnonzero(values > np.iinfo(np.int64).max)[:1].tolist():
+                raise refuse(large, f"has {values[large]} in column {name}, expected numbers below 2^63")
+            found[number] = values.astype(np.int64)
+        elif values.dtype == np.float16:
+            found[number] = values.astype(np.float64)
     by_field = {} if columns.weight is None else {"edge_weight": found.pop(0)}
     return by_field | ({"edge_attr": np.stack(found, axis=1)} if found else {})
+
+
+def first_rounded(values: NDArray[Any]) -> int | None:
+    """Return the position of the first of some integers that float64 rounds, counted along all axes; else ``None``."""
+    values = values.reshape(-1)
+    floats = values.astype(np.float64)
+    large = np.flatnonzero(np.abs(floats) >= LARGEST_EXACT)
+    return next((row for row in large.tolist() if int(floats[row]) != int(values[row])), None)
+
+
+def rounded_in_column(value: object, name: str) -> str:
+    """Tell that a number of a column is lost."""
+    expected = "expected numbers up to 2^53, or attributes that are all integers below 2^63"
+    return f"has {value} in column {name}, which float64 rounds; {expected}"
 
 
 def has_pyarrow() -> bool:

@@ -41,6 +41,7 @@ class TextLayout:
         num_nodes: Number of nodes, if the file says so.
         num_lines: Number of edges that the file says it holds.
         exact: A file with another number of edges is damaged.
+        size: The number in the last cell of the first edge, if the line may be the size of the graph instead.
         notes: What to tell about the first lines.
     """
 
@@ -54,6 +55,7 @@ class TextLayout:
     num_nodes: int | None = None
     num_lines: int | None = None
     exact: bool = False
+    size: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -114,7 +116,11 @@ def text_layout(
         num_lines=next((int(size[1]) for line in comments if (size := _SNAP_SIZE.search(line))), None),
     )
     layout = _konect(path, layout, comments, wanted) if comments and comments[0].startswith("%") else layout
-    return replace(layout, notes=_notes(path, layout, lines[rows[0]], has_names, comments, wanted))
+    is_header, told = first > rows[0], [] if has_names else comments
+    numbers = cells_of(sample[0], separator)
+    if not has_names and len(numbers) <= 3 and all(map(is_whole, numbers)):
+        layout = replace(layout, size=numbers[-1])
+    return replace(layout, notes=_notes(path, layout, lines[rows[0]], is_header, told, wanted))
 
 
 def cells_of(line: str, separator: str) -> list[str]:
@@ -233,14 +239,20 @@ def _are_names(cells: Sequence[list[str]], columns: Columns) -> bool:
 
 
 def _notes(
-    path: Path, layout: TextLayout, line: str, has_names: bool, comments: Sequence[str], wanted: Wanted
+    path: Path, layout: TextLayout, line: str, is_header: bool, comments: Sequence[str], wanted: Wanted
 ) -> tuple[str, ...]:
     """Return what to tell about the first line and the comments where both might be edges."""
     notes = []
-    if all(map(is_whole, wanted.get("source", "x"))) and (has_names or layout.named):
-        kind = "names columns" if has_names else "is an edge"
-        notes.append(f"{path}: the first line, {shown(line)}, {kind}")
-    if layout.named and not has_names:
+    by_number = all(map(is_whole, wanted.get("source", "x")))
+    if is_header and (by_number or layout.named):
+        notes.append(f"{path}: the first line, {shown(line)}, names columns")
+    elif by_number and layout.named:
+        notes.append(f"{path}: the first line, {shown(line)}, is an edge")
+    elif layout.separator == "," and cells_of(line, ",") == [*map(str, range(len(layout.columns.names)))]:  # as pandas
+        notes.append(
+            f"{path}: the first line, {shown(line)}, was read as an edge, but may be a header; remove it if so"
+        )
+    if layout.named and not is_header:
         for comment in comments:
             cells = cells_of(comment, layout.separator)
             if not COMMENT_AMONG_NAMES.match(comment) and len(cells) == len(layout.columns.names):

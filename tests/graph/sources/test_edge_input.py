@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import gzip
 import importlib.util
+import lzma
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph import GraphFiles, WholeGraph, load_graph, open_part, prepare, read_meta
+from pygdist.graph.store import part_files
+from pygdist.graph.streams import arrays as array_files
 from pygdist.graph.streams.edge_text import open_text
 from pygdist.graph.streams.tables import ANY_ID, Names
 from pygdist.native import load
@@ -95,6 +101,57 @@ def test_values_of_parquet(tmp_path: Path) -> None:
     assert graph.fields["edge_weight"].dtype == np.float32
 
 
+INTEGERS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "categories": ({"cat": [2**60 + 1, 3]}, "attributes=cat", [[2**60 + 1], [3]]),
+    "two columns": ({"cat": [2**60 + 1, 3], "day": [-1, 0]}, "attributes=day+cat", [[-1, 2**60 + 1], [0, 3]]),
+    "beside weights": ({"w": [0.5, 2.0], "cat": [2**60 + 1, 3]}, "attributes=cat", [[2**60 + 1], [3]]),
+    "beside fractions": ({"cat": [7, 3], "cost": [0.5, 2.0]}, "attributes=cat+cost", [[7.0, 0.5], [3.0, 2.0]]),
+    "rounded beside fractions": ({"cat": [3, 2**53 + 1], "cost": [0.5, 2]}, "attributes=cat+cost", "column cat"),
+    "rounded weights": ({"w": [3, 2**60 + 1]}, "", f"has {2**60 + 1} in column w, which float64 rounds"),
+    "beyond int64": ({"cat": np.array([3, 2**63 + 1], np.uint64)}, "attributes=cat", f"has {2**63 + 1} in column cat"),
+    "large weights": ({"w": [3, 2**60]}, "", None),
+}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("case", INTEGERS)
+def test_integers_stay_as_they_are(case: str, suffix: str, tmp_path: Path) -> None:
+    values, columns, expected = INTEGERS[case]
+    table = {"src": [0, 1], "dst": [1, 2], **values}
+    path = tmp_path / f"e{suffix}"
+    if suffix == ".csv":
+        rows = zip(*table.values(), strict=True)
+        path.write_bytes(
+            "\n".join(",".join([*map(str, row), "\xff"]) for row in [table, *rows]).encode("latin") + b"\n"
+        )
+    else:
+        parquet.write_table(pyarrow.table(table), path)
+    options: dict[str, Any] = {"columns": columns} if columns else {}
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=rf"e{suffix}: .*{expected}"):
+            opened(path, **options)
+        return
+    found = opened(path, **options).fields
+    if expected is None:
+        assert found["edge_weight"].tolist() == [3.0, 2.0**60]
+    else:
+        assert found["edge_attr"].tolist() == expected
+        assert found["edge_attr"].dtype == np.asarray(expected).dtype
+
+
+def test_integers_before_fractions(tmp_path: Path) -> None:
+    (tmp_path / "edges").mkdir()
+    for name, value in (("a", "7"), ("b", "0.5"), ("c", "9")):
+        (tmp_path / "edges" / f"{name}.csv").write_text(f"u,v,a\n0,1,{value}\n")
+    graph = opened(tmp_path / "edges", columns="attributes=a", symmetrize=True)
+    assert values_of(graph) == {"edge_attr": [[7.0], [7.0], [0.5], [0.5], [9.0], [9.0]]}
+    for name in "ac":
+        (tmp_path / "edges" / f"{name}.csv").write_text(f"u,v,a\n0,1,{2**53 + 1}\n")
+        with pytest.raises(InputError, match=f"{2**53 + 1} stands among fractions, and float64 rounds it"):
+            opened(tmp_path / "edges", columns="attributes=a")
+        (tmp_path / "edges" / f"{name}.csv").write_text("u,v,a\n0,1,1\n")
+
+
 @needs_native
 def test_columns_that_are_not_read_are_told(tmp_path: Path) -> None:
     graph = opened(tmp_path / "edges.csv", b"source,target,cost,time\n0,1,5,6\n")
@@ -157,12 +214,17 @@ def test_values_change_with_edges_as_in_memory(options: dict[str, bool], placeme
     rows = zip(edges.T.tolist(), weight.tolist(), attr.tolist(), strict=True)
     (tmp_path / "e.csv").write_text("v,u,w,a,b\n" + "".join(f"{v},{u},{w},{a},{b}\n" for (u, v), w, (a, b) in rows))
     tensors = {"edge_weight": torch.from_numpy(weight), "edge_attr": torch.from_numpy(attr)}
-    data, _ = prepare(Data(edge_index=torch.from_numpy(edges), x=torch.zeros(9, 1), **tensors), **options)
+    data, notes = prepare(Data(edge_index=torch.from_numpy(edges), x=torch.zeros(9, 1), **tensors), **options)
     files = GraphFiles(edges=tmp_path / "e.csv", columns="attributes=a+b", num_nodes=9, **options)
     found = []
     for name, source in (("memory", data), ("files", files)):
         partition_graph(source, tmp_path / name, num_parts=3, partitioner="hash", placement=placement)
         found.append(sorted(_rows_of_store(tmp_path / name)))
+    told = [note for note in read_meta(tmp_path / "files")["preprocessing"] if "duplicate edges" in note]
+    assert len(told) == ("remove_duplicates" in options)
+    if told and "symmetrize" not in options:
+        assert told == [note for note in notes if "duplicate edges" in note]
+        assert "weights were summed; their attributes were averaged" in told[0]
     assert len(found[0]) > 30
     np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
 
@@ -199,6 +261,28 @@ def test_merging_leaves_the_callers_weights(tmp_path: Path) -> None:
     assert weight.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_merging_copies_mapped_values_in_blocks(
+    dtype: type[np.generic], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = np.arange(1 << 21)
+    np.save(tmp_path / "weight.npy", weight)
+    mapped = np.load(tmp_path / "weight.npy", mmap_mode="r")
+    monkeypatch.setattr(array_files, "_BLOCK_BYTES", 1 << 16)
+    tracemalloc.start()
+    try:
+        own = part_files._own("edge_weight", mapped, np.dtype(dtype), tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < weight.nbytes / 4
+    assert own.dtype == dtype
+    np.testing.assert_array_equal(own, weight)
+    own[0] = 7
+    assert mapped[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["weight.npy"]
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 NAMES = {
@@ -229,6 +313,7 @@ def test_names_are_numbered_and_kept(case: str, tmp_path: Path) -> None:
         found |= {(names[u], names[v]) for u, v in zip(*ends, strict=True)}
     assert found == {("ann", "bob"), ("bob", "cy"), ("ann", "7")}
     assert meta["num_nodes"] == 4
+    assert "ids are names: 4 nodes, in the order of ids.txt" in meta["preprocessing"]
     assert read_meta(tmp_path / "store")["files"]["ids"]["bytes"] == len("ann\nbob\ncy\n7\n")
 
 
@@ -290,6 +375,37 @@ def test_the_first_line_is_told_if_it_may_name_columns(tmp_path: Path) -> None:
     assert any("the first line, 'paper,author,year', names columns" in note for note in graph.notes)
     graph = opened(tmp_path / "e.csv", b"ann,bob\nann,7\nann,cy\n", columns="source=1,target=2")
     assert edges_of(graph) == [[0, 1], [0, 2], [0, 3]]
+
+
+def test_a_first_line_between_names_is_told(tmp_path: Path) -> None:
+    graph = opened(tmp_path / "e.txt", b"A B\nC D\nE F\n")
+    assert any("the first line, 'A B', names columns" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.txt", b"source target\nC D\n", columns="source=source,target=target")
+    assert any("the first line, 'source target', names columns" in note for note in graph.notes)
+    graph = opened(tmp_path / "e.txt", b"# source target\nA B\nB D\n", columns="source=1,target=2")
+    assert any("the first line, 'A B', is an edge" in note for note in graph.notes)
+    assert edges_of(graph) == [[0, 1], [1, 2]]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"0,1\n5,6\n6,7\n", "a header"),
+        (b"0,1,2\n5,6,7\n", "a header"),
+        (b'"0","1"\n5,6\n6,7\n', "a header"),
+        (b"0,2\n5,6\n6,7\n", "a count"),
+        (b"9 3\n5 6\n# c\n6 7\n7 8\n", "a count"),
+        (b"9 9 2\n5 6 1\n6 7 1\n", "a count"),
+        (b"0,3\n5,6\n6,7\n", None),
+        (b"0 1\n5 6\n6 7\n", None),
+        (b"u,v\n0,1\n5,6\n", None),
+    ],
+)
+def test_a_first_line_of_numbers_may_be_no_edge(content: bytes, what: str | None, tmp_path: Path) -> None:
+    notes = [note for note in opened(tmp_path / "e.csv", content).notes if "was read as an edge" in note]
+    assert len(notes) == (what is not None)
+    assert all(f"but may be {what}" in note for note in notes)
 
 
 def test_comments_among_names(tmp_path: Path) -> None:
@@ -496,7 +612,9 @@ def test_parquet_files_of_other_types_are_refused(tmp_path: Path) -> None:
 def test_a_cut_line_is_refused(values: bytes, tmp_path: Path) -> None:
     columns = "weight=3" if values else None
     lines = b"0 1%b\n10 11%b\n12 13%b" % (values, values, values)
-    with pytest.raises(InputError, match=r"e.txt: the last line, '12 13.*', has no end .* end the line"):
+    with pytest.raises(
+        InputError, match=r"e.txt: the last line, '12 13.*', has no end .* its last cell may be cut; .* end the line"
+    ):
         opened(tmp_path / "e.txt", lines, columns=columns, relabel=False)
     graph = opened(tmp_path / "e.txt", lines + b"\n", columns=columns, relabel=False)
     assert not any("whole" in note for note in graph.notes)
@@ -517,13 +635,29 @@ def test_fewer_edges_than_a_file_says_are_told(comment: bytes, tmp_path: Path) -
     assert not any("whole" in note for note in graph.notes)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@needs_native
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ".lz4"])
 def test_compressed_files_that_are_cut(suffix: str, tmp_path: Path) -> None:
-    text = b"".join(b"%d %d\n" % (number, number + 1) for number in range(1000))
-    packed = gzip.compress(text) if suffix == ".gz" else pyarrow.compress(text, "zstd", asbytes=True)
+    text = b"\n".join(b"%d %d" % (number, number + 1) for number in range(1000))  # the last line has no end
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+        ".zst": lambda text: _packed(text, "zstd"),
+        ".lz4": lambda text: _packed(text, "lz4"),
+    }
+    packed = pack[suffix](text)
+    assert edges_of(opened(tmp_path / f"e.txt{suffix}", packed))[-1] == [999, 1000]
     for cut in (5, len(packed) // 2, len(packed) - 2):
         with pytest.raises(InputError, match=rf"e.txt{suffix}: could not be read"):
             opened(tmp_path / f"e.txt{suffix}", packed[:cut])
+
+
+def _packed(text: bytes, codec: str) -> bytes:
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(out, codec) as stream:
+        stream.write(text)
+    return bytes(out.getvalue())
 
 
 # --- without pyarrow --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 from pygdist.errors import InputError
-from pygdist.graph import load_graph, prepare
+from pygdist.graph import GraphFiles, load_graph, prepare
 
 
 def _graph(**fields: Any) -> Data:
@@ -46,6 +47,41 @@ def test_a_split_may_be_given_by_ids(fields: dict[str, Any]) -> None:
 def test_ids_that_are_no_nodes_are_refused(ids: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"train_idx of shape .* expected ids of nodes from 0 to 3"):
         load_graph(_graph(train_idx=ids))
+
+
+@pytest.mark.parametrize("splits", [{"train": [0], "tset": [1]}, {"train": [0], "valid": [1], "test": [2], 0: [3]}])
+def test_unknown_stages_of_a_split_are_refused(splits: dict[Any, Any]) -> None:
+    with pytest.raises(InputError, match=r"split_idx: unknown keys (tset|0); expected train, valid and test"):
+        load_graph(_graph(split_idx=splits))
+    data = HeteroData()
+    data["a"].x, data["a"].y = torch.rand(4, 2), torch.tensor([0, 1, 0, 1])
+    data["a", "to", "a"].edge_index = torch.tensor([[0], [1]])
+    data["a"].split_idx = splits
+    with pytest.raises(InputError, match=r"'a': split_idx: unknown keys (tset|0)"):
+        load_graph(data)
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(2**24, torch.float32), (2**24 + 1, torch.float64), (2**53 + 1, None), (2**63 - 1, None)]
+)
+def test_integer_weights_are_not_rounded(largest: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    graph = load_graph(_graph(edge_weight=torch.tensor([1, 2, -3, largest])))
+    if dtype is None:
+        with pytest.raises(InputError, match=f"edge_weight: edge 3 has weight {largest}, which float64 rounds"):
+            prepare(graph)
+    else:
+        data, notes = prepare(graph)
+        assert data.edge_weight.tolist() == [1, 2, -3, largest]
+        assert data.edge_weight.dtype is dtype
+        assert any(f"converted edge_weight from int64 to {dtype}".replace("torch.", "") in note for note in notes)
+    for name in ("edge_index", "edge_weight"):
+        np.save(tmp_path / f"{name}.npy", graph[name].numpy())
+    (tmp_path / "scratch").mkdir()
+    if dtype is torch.float32:
+        assert GraphFiles(edges=tmp_path).open(tmp_path / "scratch").dtypes["edge_weight"] == np.float32
+        return
+    with pytest.raises(InputError, match=rf"edge_weight.npy: edge 3 has weight {largest}, which float32 rounds"):
+        GraphFiles(edges=tmp_path).open(tmp_path / "scratch")
 
 
 def test_fields_may_be_arrays() -> None:

@@ -205,3 +205,15 @@ def test_a_field_that_does_not_fit_its_type_is_refused(kind: Any, field: str, va
     setattr(graph if kind is None else graph[kind], field, value)
     with pytest.raises(InputError, match=message):
         load_graph(graph)
+
+
+def test_labels_of_one_class_beside_a_type_without_labels() -> None:
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.rand(2, 2), torch.rand(3, 2)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    data["a"].y = torch.tensor([1, 1])
+    graph, _ = prepare(load_graph(data))
+    assert graph.y.tolist() == [1, 1, -1, -1, -1]
+    data["a"].y = torch.tensor([1, -1])
+    with pytest.raises(InputError, match="all labels are 1 or -1"):
+        prepare(load_graph(data))

@@ -164,8 +164,28 @@ def test_adjacency_of_torch_sparse() -> None:
 
 
 def test_adjacency_that_nobody_can_read() -> None:
-    with pytest.raises(InputError, match=r"adj_t is a Placeholder; install torch_sparse .*pygdist\[sparse\]"):
-        load_graph(Data(x=torch.eye(3), adj_t=type("Placeholder", (), {})()))
+    for wrong in (np.eye(3), [[0, 1], [1, 0]]):
+        with pytest.raises(InputError, match=rf"adj_t is a {type(wrong).__name__}, expected a sparse matrix"):
+            load_graph(Data(x=torch.eye(3), adj_t=wrong))
+
+
+@pytest.mark.parametrize("values", [[1.0, 1.0], [2.0, 3.0], [2**60 + 1, 3], [True, True]])
+@pytest.mark.parametrize("layout", ["torch", "coo_matrix", "csr_matrix", "csc_array"])
+def test_values_of_an_adjacency_matrix_are_kept_or_told(values: list[Any], layout: str) -> None:
+    targets, sources = [0, 2], [1, 0]
+    if layout == "torch":
+        adjacency: Any = torch.sparse_coo_tensor(torch.tensor([targets, sources]), torch.tensor(values), (3, 3))
+    else:
+        sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
+        adjacency = getattr(sparse, layout)((np.array(values), (targets, sources)), shape=(3, 3))
+    data = load_graph(Data(x=torch.eye(3), adj_t=adjacency))
+    assert sorted(data.edge_index.t().tolist()) == [[0, 2], [1, 0]]
+    told = any("left out the values of adj_t, which are all 1" in note for note in data.get("pygdist_notes", []))
+    assert told == (set(values) == {1})
+    if not told:
+        assert data.edge_weight[data.edge_index[0].argsort(descending=True)].tolist() == values
+    else:
+        assert "edge_weight" not in data
 
 
 def test_edge_index_class_becomes_a_tensor() -> None:
