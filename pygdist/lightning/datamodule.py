@@ -208,11 +208,9 @@ class GraphDataModule(pl.LightningDataModule):
     def summary(self) -> str:
         """Return lines that describe the graph and its parts, and all that was done to it; after :meth:`prepare_data`.
 
-        Example:
-            >>> print(data.summary())
-            8,000 nodes, 160,000 edges, 32 features (float32), 8 classes
-            2 parts by chunk; labelled nodes: 4,000 train, 2,000 val, 2,000 test
-            drew a random split of 8000 labelled nodes into 4000/2000/2000 (seed 0)
+        >>> print(data.summary())
+        8,000 nodes, 160,000 edges, 32 features (float32), 8 classes
+        2 parts by chunk; labelled nodes: 4,000 train, 2,000 val, 2,000 test
         """
         meta = self.meta
         dtype = f" ({meta['dtypes']['x']})" if "x" in meta["dtypes"] else ""
