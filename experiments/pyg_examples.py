@@ -11,8 +11,7 @@ Every model runs on a graph with nodes without edges and parts of several sizes:
 pygdist with one rank, and with two on each backend; two passes in training, a backward pass, an evaluation, in float64
 and without dropout. Models are checked before their first pass, as those of users are. Verdicts:
 
-- ``exact``: outputs, loss, gradients and buffers differ by at most 1e-10 from those of plain PyG; 1e-5 where PyG
-  computes in float32 (``LabelPropagation``).
+- ``exact``: outputs, loss, gradients and buffers differ by at most 1e-10 from those of plain PyG.
 - ``refused``: pygdist raised an ``InputError``; the column ``reason`` holds it.
 - ``wrong``: numbers differ, and pygdist did not say so. ``crash``: any other exception, or no answer within a minute.
 - ``parts``: numbers differ because the model has norms over nodes, which are those of the part with ``replica``.
@@ -69,7 +68,7 @@ BACKENDS = ("single", "comm", "cache", "hybrid", "tensor", "replica")
 FEATURES, CLASSES, RELATIONS = 8, 3, 2
 _FIELDS = ("x", "edge_weight", "edge_attr", "edge_type", "y", "train_mask")
 _ROOT = Path(__file__).resolve().parents[1]
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # one_hot of PyG's makes float32
+_TOLERANCE = 1e-10
 _MOST_SECONDS = 60.0
 
 
@@ -290,7 +289,7 @@ def _on_rank(
         return "wrong", float("inf"), str(error)
     quantity = max(differences, key=lambda name: differences[name].relative)
     difference = differences[quantity].relative
-    if difference <= _TOLERANCE[reference.step.output.dtype]:
+    if difference <= _TOLERANCE:
         return "exact", difference, said
     return "wrong", difference, f"{quantity} differs by {difference:.1e}. {said}".strip()
 

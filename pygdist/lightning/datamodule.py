@@ -208,9 +208,7 @@ class GraphDataModule(pl.LightningDataModule):
     def summary(self) -> str:
         """Return lines that describe the graph and its parts, and all that was done to it; after :meth:`prepare_data`.
 
-        >>> print(data.summary())
-        8,000 nodes, 160,000 edges, 32 features (float32), 8 classes
-        2 parts by chunk; labelled nodes: 4,000 train, 2,000 val, 2,000 test
+        The first lines are "8,000 nodes, 160,000 edges, 32 features (float32), 8 classes" and "2 parts by chunk; ...".
         """
         meta = self.meta
         dtype = f" ({meta['dtypes']['x']})" if "x" in meta["dtypes"] else ""
