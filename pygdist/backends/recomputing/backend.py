@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -235,18 +236,17 @@ class RecomputingBackend(Backend):
             f"its arguments, but shard.adjacency is not among those of {name}; pass it as it is"
         )
         mistake: Exception | None = None
+        facts: ModelFacts | None = None
         try:
             facts = look_at(call, rehearse, partial(self._attempt, call.model), begin_pass)
-            if has_edges or not facts.widths:
-                return facts
+            if facts.widths and not has_edges:
+                facts = None
         except IrreversibleError as error:
             reason = (
                 f"backend '{self._title}' first runs the model on a few nodes, and could not put it back afterwards: "
                 f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
             )
         except Exception as error:  # whatever a model says of these nodes
-            if has_edges and isinstance(error, InputError):
-                raise
             mistake, last = error, traceback.extract_tb(error.__traceback__)[-1]
             if has_edges:
                 reason = (
@@ -255,11 +255,28 @@ class RecomputingBackend(Backend):
                     "it runs on other inputs, use backend "
                     f"{names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
                 )
+        refused = mistake if has_edges and isinstance(mistake, InputError) else None
+        if self._agreed(facts, refused):
+            return facts
+        if facts is not None:
+            reason = f"backend '{self._title}' cannot try {name} on a few nodes with the same result on all ranks"
         if not self.fetches:
             raise InputError(reason) from mistake
         if self.communicator.rank == 0:
             warnings.warn(f"all rows of other ranks are fetched, and none computed: {reason}", stacklevel=2)
         return None
+
+    def _agreed(self, facts: ModelFacts | None, refused: InputError | None) -> bool:
+        """Tell if all ranks learned the same of a model: what one does not know, none uses. Every rank calls it.
+
+        Raises:
+            InputError: On all ranks, if one refuses the model.
+        """
+        learned = 0 if facts is None else zlib.crc32(repr((facts.widths, facts.shrinks)).encode())
+        ranks = self.communicator.gather([float(refused is not None), float(facts is not None), float(learned)])
+        if bool(ranks[:, 0].any()):
+            raise refused or InputError("another rank refuses the model, which it tried on a few nodes")
+        return bool(ranks[:, 1].all()) and bool((ranks[:, 2] == ranks[0, 2]).all())
 
     def _fetched_pass(self) -> FetchedPass:
         assert self.fetcher is not None
