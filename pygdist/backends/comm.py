@@ -131,6 +131,6 @@ class CommBackend(Backend):
     def _running(self) -> FetchedPass:
         if self._pass is None:
             as_usual = type(self).halo_rows is CommBackend.halo_rows
-            own = None if as_usual else lambda x, label: self.halo_rows(x, label=label)
-            self._pass = FetchedPass(self.fetcher, own)
+            fetch = None if as_usual else lambda x, label: self.halo_rows(x, label=label)
+            self._pass = FetchedPass(self.fetcher, fetch)
         return self._pass

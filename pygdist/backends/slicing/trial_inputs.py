@@ -49,8 +49,8 @@ def plain_copy(layer: MessagePassing) -> MessagePassing:
 
 def propagates(cls: type[MessagePassing]) -> bool:
     """True if a method of the layer class names ``propagate``; False if only a layer inside makes hops."""
-    own = set(methods_of(cls)) - set(methods_of(MessagePassing))
-    return any("propagate" in function.__code__.co_names for function in own)
+    methods = set(methods_of(cls)) - set(methods_of(MessagePassing))
+    return any("propagate" in function.__code__.co_names for function in methods)
 
 
 def argument_names(layer: MessagePassing) -> dict[str, str]:
