@@ -102,13 +102,13 @@ def read_names(path: Path) -> Names:
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
-            known = [line.strip() for line in file]
+            names = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: could not be read as text in UTF-8 ({error})") from error
-    if "" in known:
-        raise InputError(f"{path}: line {known.index('') + 1} is empty, expected the name of a node")
+    if "" in names:
+        raise InputError(f"{path}: line {names.index('') + 1} is empty, expected the name of a node")
     try:
-        return Names(known)
+        return Names(names)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -135,12 +135,12 @@ def _from_tables(
             notes.append(f"{path}: ids start at {first} in this format, so node 0 is id {first}")
         if table.mirrored:
             notes.append(f"{path}: says that edges have no direction, so the reverse of every edge was added")
-    found = _converted(
+    edges = _converted(
         _rows_of_tables(tables, names, num_nodes, first, progress), options, scratch, notes, num_nodes=num_nodes,
         names=names, told=first > 0 or names is not None,
     )  # fmt: skip
     notes += late_notes
-    return found
+    return edges
 
 
 def _names_and_number(
