@@ -34,6 +34,7 @@ class GlobalLaplacian:
 
     def __init__(self, ranks: Ranks, self_loops: KeptSelfLoops) -> None:
         self._ranks, self._self_loops = ranks, self_loops
+        self.ready: tuple[Any, Tensor] | None = None  # the result of the next call, if it was made before
 
     def __call__(
         self,
@@ -44,6 +45,9 @@ class GlobalLaplacian:
         num_nodes: int | None = None,
     ) -> tuple[Any, Tensor]:
         """Return the edges with self-loops, and their weights; arguments are those of PyG's ``get_laplacian``."""
+        ready, self.ready = self.ready, None
+        if ready is not None:
+            return ready
         if num_nodes is None:
             raise InputError(
                 "get_laplacian without num_nodes takes the number of nodes from the largest id of all edges, which no "
@@ -152,8 +156,12 @@ def chebyshev_norm(norm: Callable[..., Any], laplacian: GlobalLaplacian) -> Call
                 "ChebConv: lambda_max has a value for each of several graphs in one, but a distributed graph is one"
             )
         if lambda_max is None:
-            edges, weight = laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
-            lambda_max = 2.0 * laplacian.largest(edges, weight, num_nodes)
-        return norm(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype)
+            made = laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
+            lambda_max = 2.0 * laplacian.largest(*made, num_nodes)
+            laplacian.ready = made  # which norm() asks for first
+        try:
+            return norm(self, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype)
+        finally:
+            laplacian.ready = None  # a user's norm may not ask
 
     return run
