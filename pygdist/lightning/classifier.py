@@ -79,9 +79,12 @@ class NodeClassifier(GraphModule):
         super().setup(stage)
         self._train_share = None
         shard, weights = self.shard, self.class_weights
-        if weights is not None and (shard.multi_label or len(weights) != shard.num_classes):
-            kind = "nodes may have several" if shard.multi_label else "one for each is needed"
-            raise InputError(f"class_weights has {len(weights)} numbers for {shard.num_classes} classes, but {kind}")
+        if weights is not None and shard.multi_label:
+            raise InputError("class_weights: nodes of this graph may have several classes; leave class_weights out")
+        if weights is not None and len(weights) != shard.num_classes:
+            raise InputError(
+                f"class_weights has {len(weights)} numbers for {shard.num_classes} classes, but one for each is needed"
+            )
         for name in ("train", "val", "test"):
             self.metrics.update({f"{name}_loss": MeanMetric(), f"{name}_score": _score(shard)})
         self._score_name = "f1" if shard.multi_label else "acc"
