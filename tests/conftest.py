@@ -5,10 +5,12 @@ Torch is imported only where tests run: pytest itself, which hands them to its w
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -56,6 +58,13 @@ def pytest_collection_finish() -> None:
 def fork_server() -> None:
     """For pools of a test's own: their ranks import nothing."""
     start_server()
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Put the environment back: a trainer's place among ranks would be that of programs which later tests start."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

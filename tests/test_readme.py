@@ -25,9 +25,12 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     for name, text in _FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(_ROOT)]), "HOME": str(folder)}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    try:
+        return subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{command} has not ended after {error.timeout:.0f} s; it said: {error.stderr or b''!r}")
 
 
 def test_lists_of_layers_are_those_of_the_suite() -> None:

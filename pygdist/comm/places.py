@@ -54,6 +54,7 @@ class Report:
         call: A call of torch that waits for other ranks, if the rank is in one.
         line: The line of the user's code that it runs.
         idle_s: Seconds for which it has waited there, and computed nothing.
+        still_s: Seconds in which no byte moved between it and other ranks; ``None`` where that is not seen.
         made: Its last exchanges: number and checksum of all labels up to there.
         left: The reason for which it has left the run, or ended.
         verdict: Its finding, if it has given up.
@@ -66,6 +67,7 @@ class Report:
     call: str = ""
     line: str = ""
     idle_s: float = 0.0
+    still_s: float | None = None
     made: tuple[tuple[int, int], ...] = ()
     left: str | None = None
     verdict: str = ""
@@ -86,7 +88,8 @@ class Report:
             report = cls(place=place, made=made, process=(str(host), int(pid)), **values)
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls()
-        numbers, texts = (report.beats, report.run, report.idle_s), (report.call, report.line, report.verdict)
+        numbers = (report.beats, report.run, report.idle_s, report.still_s or 0.0)
+        texts = (report.call, report.line, report.verdict)
         sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
         return report if sound else cls()
 
@@ -127,8 +130,9 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
 
     Proof is: every rank waits for others, or has left, and two of them made different exchanges (for ``soon_s``), or
-    one has left that never made the exchange, or may not have made the call, in which another waits (``patience_s``).
-    Ranks that wait in different calls prove nothing: an exchange ends on one rank earlier than on another.
+    no byte moves between ranks (for ``patience_s``), or, where that is not seen, one has left that never made the
+    exchange, or may not have made the call, in which another waits (``patience_s``). Ranks that wait in different
+    calls prove nothing by themselves: an exchange ends on one rank earlier than on another.
 
     Args:
         rank: The rank that asks.
@@ -142,7 +146,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     if rank in gone or not all(report.waits and report.idle_s >= soon_s for report in here):
         return None
     patient = min(report.idle_s for report in here) >= patience_s
-    if not (_differ(here) or (patient and _wait_for(here, [reports[one] for one in gone]))):
+    still = all(report.still_s is not None and report.still_s >= patience_s for report in here)
+    if not (_differ(here) or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
         return None
     return "; ".join(
         _gone(one, report, mine) if one in gone else report.described(one) for one, report in reports.items()

@@ -33,6 +33,7 @@ from pygdist.comm.places import (
     first_line,
     machine,
 )
+from pygdist.comm.traffic import Traffic
 from pygdist.errors import InputError, LostRankError
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Watchdog:
         self._digest, self._made = 0, deque[tuple[int, int]](maxlen=_HISTORY)
         self._call = ""  # that this rank waits in by a loop of its own
         self._worker, self.process = Thread(threading.get_ident()), (machine(), os.getpid())
+        self._traffic = Traffic(store)
         self._report = Report()
         self._beats = self._looked = 0
         self._stop, self._told = threading.Event(), threading.Event()
@@ -305,7 +307,7 @@ class Watchdog:
         if found := self._told_by(reports):
             return found
         reports[self.rank] = self._report
-        return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.65 * self.lost_after_s)
+        return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.75 * self.lost_after_s)
 
     def _told_by(self, reports: dict[int, Report]) -> str | None:
         """Return what another rank of this run has found."""
@@ -365,7 +367,8 @@ class Watchdog:
         call, line, idle_s = self._worker.look(place)
         self._report = Report(
             beats=self._beats, place=place, run=self._run_number, call=self._call or call, line=line, idle_s=idle_s,
-            made=tuple(self._made), left=self._left, verdict=self.verdict or "", process=self.process,
+            still_s=self._traffic.still_s(), made=tuple(self._made), left=self._left, verdict=self.verdict or "",
+            process=self.process,
         )  # fmt: skip
         self._ask(self._store.set, key, self._report.encoded())
         return key

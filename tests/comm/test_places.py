@@ -7,8 +7,12 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pygdist.comm.places import Place, Report, Thread, deadlock
+from pygdist.comm.traffic import Traffic
+from pygdist.testing import RankPool
 
 WAITS = Report(beats=9, place=Place(exchange=7, label="rows", waiting=True), idle_s=20.0, made=((6, 1), (7, 2)))
 EARLIER = replace(WAITS, place=Place(exchange=6, label="rows", waiting=True), made=((5, 9), (6, 1)))
@@ -32,10 +36,12 @@ BARRIER = replace(COMPUTES, call="torch.distributed.barrier", line="train.py:3",
         pytest.param(replace(COMPUTES, left="KeyError: 'x'"), "rank 1 has left its work (KeyError: 'x')", id="left"),
         pytest.param(replace(COMPUTES, run=1, place=Place(stage="test")), "has left run 0", id="a later run"),
         pytest.param(Report(), None, id="no report"),
+        pytest.param(replace(BARRIER, still_s=14.0), "rank 1 waits in torch.distributed.barrier", id="no byte moves"),
+        pytest.param(replace(BARRIER, still_s=2.0), None, id="bytes moved lately"),
     ],
 )
 def test_what_proves_that_ranks_wait_for_ever(other: Report, said: str | None) -> None:
-    found = deadlock(0, {0: WAITS, 1: other}, soon_s=3.0, patience_s=13.0)
+    found = deadlock(0, {0: replace(WAITS, still_s=other.still_s and 20.0), 1: other}, soon_s=3.0, patience_s=13.0)
     assert (found is None) is (said is None), found
     assert said is None or (found is not None and said in found and "rank 0 waits in epoch 0, exchange 7" in found)
 
@@ -73,3 +79,17 @@ def test_a_thread_that_computes_does_not_wait() -> None:
         assert busy_s < 0.15 < idle_s
     finally:
         done.set()
+
+
+def test_bytes_between_ranks_are_seen(pool: RankPool) -> None:
+    for at_rest_s, afterwards_s in pool.run(_check_traffic, 2):
+        assert at_rest_s > 0.3 > afterwards_s
+
+
+def _check_traffic(rank: int, world_size: int) -> tuple[float, float]:
+    still_s = Traffic(dist.distributed_c10d._get_default_store()).still_s
+    group, deadline = dist.new_group(), time.monotonic() + 30
+    while (at_rest_s := still_s() or 0.0) < 0.3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    dist.all_reduce(torch.ones(1000), group=group)
+    return at_rest_s, still_s() or 0.0

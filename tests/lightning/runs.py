@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,23 @@ from pygdist.graph import degree_corrected_sbm
 
 
 class PoolEnvironment(LightningEnvironment):
-    """The pool started the processes and their group; Lightning only asks who is who."""
+    """The pool started the processes and their group; Lightning only asks who is who.
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
+    It is told by attributes: a trainer in the tests' own process leaves no place among ranks to programs started later.
+    """
+
+    main_address, main_port = "127.0.0.1", 0
+    creates_processes_externally = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
 
 
 class History(Callback):
@@ -54,12 +65,11 @@ def model(**options: Any) -> torch.nn.Module:
 
 def trainer(rank: int, world_size: int, folder: str, **options: Any) -> pl.Trainer:
     """A quiet trainer on the pool's processes."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": world_size,
         "strategy": GraphDDPStrategy(check_order=True),
-        "plugins": [PoolEnvironment()],
+        "plugins": [PoolEnvironment(rank)],
         "max_epochs": 3,
         "precision": "64-true",
         "logger": False,

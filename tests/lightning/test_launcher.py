@@ -207,12 +207,9 @@ def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
     """Run a script in an interpreter of its own; what it printed last."""
     path = folder / "script.py"
     path.write_text(text)
-    # a trainer in this process may have left its place among ranks
-    of_ranks = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
-    outside = {name: value for name, value in os.environ.items() if name not in of_ranks}
     script = subprocess.run(
         [sys.executable, str(path), str(folder / "cache"), *args],
-        env={**outside, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
         capture_output=True,
         text=True,
         timeout=120,
