@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pygdist.comm.connections import Connections
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import (
     FINISHED,
@@ -33,7 +34,6 @@ from pygdist.comm.places import (
     first_line,
     machine,
 )
-from pygdist.comm.traffic import Traffic
 from pygdist.errors import InputError, LostRankError
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Watchdog:
         self._digest, self._made = 0, deque[tuple[int, int]](maxlen=_HISTORY)
         self._call = ""  # that this rank waits in by a loop of its own
         self._worker, self.process = Thread(threading.get_ident()), (machine(), os.getpid())
-        self._traffic = Traffic(store)
+        self._connections = Connections(store)
         self._report = Report()
         self._beats = self._looked = 0
         self._stop, self._told = threading.Event(), threading.Event()
@@ -367,7 +367,7 @@ class Watchdog:
         call, line, idle_s = self._worker.look(place)
         self._report = Report(
             beats=self._beats, place=place, run=self._run_number, call=self._call or call, line=line, idle_s=idle_s,
-            still_s=self._traffic.still_s(), made=tuple(self._made), left=self._left, verdict=self.verdict or "",
+            still_s=self._connections.still_s(), made=tuple(self._made), left=self._left, verdict=self.verdict or "",
             process=self.process,
         )  # fmt: skip
         self._ask(self._store.set, key, self._report.encoded())

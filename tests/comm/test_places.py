@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pygdist.comm.connections import Connections
 from pygdist.comm.places import Place, Report, Thread, deadlock
-from pygdist.comm.traffic import Traffic
 from pygdist.testing import RankPool
 
 WAITS = Report(beats=9, place=Place(exchange=7, label="rows", waiting=True), idle_s=20.0, made=((6, 1), (7, 2)))
@@ -87,7 +87,7 @@ def test_bytes_between_ranks_are_seen(pool: RankPool) -> None:
 
 
 def _check_traffic(rank: int, world_size: int) -> tuple[float, float]:
-    still_s = Traffic(dist.distributed_c10d._get_default_store()).still_s
+    still_s = Connections(dist.distributed_c10d._get_default_store()).still_s
     group, deadline = dist.new_group(), time.monotonic() + 30
     while (at_rest_s := still_s() or 0.0) < 0.3 and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Traffic of this process: for how long no byte has moved between its rank and the others."""
+"""Connections of this process: for how long no byte has moved between its rank and the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 _TCP_INFO, _BYTES_ACKED = 11, 120  # of Linux: the option, and where its two counts of bytes are
 
 
-class Traffic:
+class Connections:
     """Watches the TCP connections of this process, but not those of the job's store, which heartbeats use.
 
     Args:
