@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from pygdist.commands.export import read_checkpoint
+from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.messages import Parser, one_line, options_of, shorten
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
@@ -141,7 +141,9 @@ class GraphCLI(LightningCLI):
         elif checkpoint == "best" and subcommand != "fit":
             raise InputError("--ckpt_path=best works only after fit in the same run; give the file, under checkpoints/")
         elif checkpoint is not None and checkpoint not in _NAMES_OF_CHECKPOINTS:
-            read_checkpoint(checkpoint)  # a mistake is found before any rank starts, and is the same on all
+            read(
+                checkpoint, needs=TRAINING_PARTS if subcommand == "fit" else ("state_dict",)
+            )  # a mistake is found before any rank starts, and is the same on all
 
     @override
     def instantiate_classes(self) -> None:
