@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
     sink = _Sink(file)
-    torch.save(checkpoint, sink)
+    torch.save(checkpoint, cast(IO[bytes], sink))
     if sink.error is not None:
         raise sink.error
     file.seek(-_END_BYTES, os.SEEK_END)

@@ -90,17 +90,15 @@ def test_files_of_other_tools_and_of_old_ones_are_read(tmp_path: Path) -> None:
         )
 
 
-class _Full:
-    """A disk that is full after so many bytes."""
+def _full(room: int) -> Any:
+    """A disk that is full after so many bytes of a file that is being written."""
+    original = Path.open
 
-    def __init__(self, room: int) -> None:
-        self.room, self.open = room, Path.open
-
-    def __call__(self, path: Path, *args: Any, **options: Any) -> Any:
-        file = self.open(path, *args, **options)
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        file = original(path, *args, **options)
         if not path.name.endswith(".partial"):
             return file
-        write, left = file.write, [self.room]
+        write, left = file.write, [room]
 
         def limited(data: Any) -> int:
             left[0] -= len(data)
@@ -113,6 +111,8 @@ class _Full:
         wrapper.__exit__.side_effect = lambda *_: file.close()
         return wrapper
 
+    return mock.patch.object(Path, "open", opened)
+
 
 def _at(function: str, number: int = errno.EIO) -> Any:
     return mock.patch.object(os, function, side_effect=OSError(number, os.strerror(number)))
@@ -122,8 +122,7 @@ def test_the_checkpoint_before_is_kept_whatever_fails(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     checkpoints.write(CHECKPOINT, path)
     before, size = path.read_bytes(), path.stat().st_size
-    faults = [mock.patch.object(Path, "open", lambda *a, full=_Full(room), **o: full(*a, **o))
-              for room in (0, 1, 30, 100, size // 2, size - 60, size - 23, size - 1)]  # fmt: skip
+    faults = [_full(room) for room in (0, 1, 30, 100, size // 2, size - 60, size - 23, size - 1)]
     for fault in (*faults, _at("fsync"), _at("fsync", errno.EDQUOT), _at("replace"), _at("replace", errno.EROFS)):
         with fault, pytest.raises(InputError, match=r"last\.ckpt: the checkpoint could not be written \(.*\)") as said:
             checkpoints.write({**CHECKPOINT, "epoch": 7}, path)
@@ -167,8 +166,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 MALFORMED: dict[str, Any] = {
     "state_dict": [[], {"w": 3}, {3: torch.ones(2)}, None],
-    "optimizer_states": [{}, [3], [{"state": {}}], [{"state": [], "param_groups": []}], [{"state": {}, "param_groups": [3]}],
-                         [{"state": {}, "param_groups": [{"params": 3}]}], "text"],
+    "optimizer_states": [{}, [3], "text", [{"state": {}}], [{"state": [], "param_groups": []}],
+                         [{"state": {}, "param_groups": [3]}], [{"state": {}, "param_groups": [{"params": 3}]}]],
     "lr_schedulers": [{}, [3], None],
     "loops": [[], {}, {"fit_loop": 3}, 7],
     "callbacks": [[], {3: {}}],

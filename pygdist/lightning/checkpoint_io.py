@@ -49,7 +49,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
             checkpoints.write(checkpoint, path)
 
     @override
-    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = (
+            {} if weights_only is None else {"weights_only": weights_only}
+        )  # not in older Lightning
         if is_remote(path):
             return super().load_checkpoint(path, map_location=map_location, **options)
         return checkpoints.read(path, map_location=map_location, **options)
@@ -77,7 +82,7 @@ def check_alike(path: str | Path, trainer: pl.Trainer, checkpoint: Any, communic
     communicator.agree(error)
     if not is_remote(path) and not communicator.are_alike(checkpoints.identity(Path(path))):
         raise InputError(
-            f"{path}: is another file on some ranks, as their machines do not share it; copy the same one to all of them"
+            f"{path}: is another file on some ranks, as their machines do not share it; copy the same one to all"
         )
 
 

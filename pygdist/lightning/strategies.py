@@ -21,10 +21,11 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from pygdist.comm import Communicator, Watchdog
-from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
@@ -182,6 +183,12 @@ class GraphDDPStrategy(DDPStrategy):
             )
             self._layer_sync = None
         super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
+            settle_buckets(self.model)
 
     @override
     def on_train_start(self) -> None:
