@@ -154,12 +154,11 @@ class GraphCLI(LightningCLI):
             "--task", choices=list(_TASKS), default="nodes",
             help="learn the classes of nodes, or edges (--data.edge_split holds some out for evaluation)",
         )  # fmt: skip
-        if self._subcommand == "fit":
-            parser.add_argument(
-                "--resume", type=bool | None, default=None, nargs="?", const=True,
-                help="go on with the newest run of this configuration that has a checkpoint; begin if there is none. By"
-                " default when torchrun or SLURM starts the same job again",
-            )  # fmt: skip
+        parser.add_argument(
+            "--resume", type=bool | None, default=None, nargs="?", const=True,
+            help="for fit: go on with the newest run of this configuration that has a checkpoint; begin if there is"
+            " none. By default when torchrun or SLURM starts the same job again",
+        )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
         parser.add_lightning_class_args(ExchangeMonitor, "exchange")
@@ -170,6 +169,8 @@ class GraphCLI(LightningCLI):
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
         checkpoint = self.config[subcommand].get("ckpt_path")
+        if self.config[subcommand].resume and subcommand != "fit":
+            raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
@@ -199,14 +200,9 @@ class GraphCLI(LightningCLI):
         self._logs = config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]
         if self._logs:
             kwargs["logger"] = False  # until it is known who is rank 0, which makes the folder
-        if os.environ.get("TORCHELASTIC_RUN_ID") and config["devices"] in (here := _local_world_size(), str(here)):
-            kwargs["num_nodes"] = int(os.environ["WORLD_SIZE"]) // here  # torchrun may form anew with other machines
-        if config["enable_checkpointing"] is False or config["barebones"]:
-            self._disabled |= {BestCheckpoint}
-        if config["barebones"]:
-            self._disabled |= {ExchangeMonitor, PredictionWriter}
-            self.save_config_callback = None
-            kwargs["log_every_n_steps"] = None  # Lightning refuses our default
+        here = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+        if here is not None and str(config["devices"]) == here and config["num_nodes"] == 1:
+            kwargs["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(here)  # torchrun may form anew with fewer
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
@@ -248,7 +244,7 @@ class GraphCLI(LightningCLI):
         """Take a folder for logs and checkpoints, on rank 0: that of a run which goes on, or a new one."""
         trainer: Any = self.trainer  # Lightning's types lack some of its attributes
         config = self.config[self.subcommand]
-        resume, config["resume"] = config.get("resume"), None  # the saved configuration repeats the run
+        resume, config["resume"] = config.resume, None  # the saved configuration repeats the run
         root, saved = Path(config.trainer.default_root_dir or "runs"), config.checkpoint.dirpath
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
@@ -395,10 +391,6 @@ def _loggers(root: Path, folder: RunFolder | None) -> list[Any]:
     """
     version = 0 if folder is None else int(folder.path.name.removeprefix("version_"))
     return [TensorBoardLogger(root, name="", version=version), EpochLogger(root, name="", version=version)]
-
-
-def _local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def run(command: str, arguments: list[str]) -> int:
