@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -58,6 +59,7 @@ class Report:
         made: Its last exchanges: number and checksum of all labels up to there.
         left: The reason for which it has left the run, or ended.
         verdict: Its finding, if it has given up.
+        signum: The signal that ends the run, if one does.
         process: Its machine and process.
     """
 
@@ -71,6 +73,7 @@ class Report:
     made: tuple[tuple[int, int], ...] = ()
     left: str | None = None
     verdict: str = ""
+    signum: int = 0
     process: tuple[str, int] = ("", 0)
 
     def encoded(self) -> str:
@@ -88,7 +91,7 @@ class Report:
             report = cls(place=place, made=made, process=(str(host), int(pid)), **values)
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls()
-        numbers = (report.beats, report.run, report.idle_s, report.still_s or 0.0)
+        numbers = (report.beats, report.run, report.idle_s, report.still_s or 0.0, report.signum)
         texts = (report.call, report.line, report.verdict)
         sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
         return report if sound else cls()
@@ -199,6 +202,10 @@ class Thread:
         self._busy_s, self._looked = self._cpu_s(), time.monotonic()
         self._since = self._looked
 
+    def anew(self) -> Thread:
+        """Watch the thread from now on."""
+        return Thread(self._ident)
+
     def look(self, place: Place) -> tuple[str, str, float]:
         """Return the call of torch that the thread waits in, its line of the user's code, and its idle seconds."""
         call, line = _whereabouts(sys._current_frames().get(self._ident))
@@ -273,3 +280,18 @@ def busy_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "TtZX" else int(numbers[10]) + int(numbers[11])
+
+
+def kill_stopped(process: tuple[str, int]) -> bool:
+    """Kill a process of this machine that is stopped; ``False`` if it is not, or elsewhere.
+
+    A stopped rank that the others have given up would stay behind for ever.
+    """
+    host, pid = process
+    try:
+        if host != machine() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "tT":
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except (OSError, IndexError):
+        return False
+    return True

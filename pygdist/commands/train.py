@@ -34,6 +34,7 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line
 
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
+_STRATEGY = "graph_ddp"  # by default
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")  # values of --ckpt_path that Lightning resolves itself
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
@@ -111,7 +112,7 @@ class GraphCLI(LightningCLI):
             _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
             trainer_defaults={
-                "accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
+                "accelerator": "auto", "strategy": _STRATEGY, "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
             },
         )  # fmt: skip
 
@@ -269,7 +270,7 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
 
     The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _last_value(arguments, "trainer", "strategy")
+    name = _last_value(arguments, "trainer", "strategy") or _STRATEGY
     entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
     option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
     awaits_value = ""
