@@ -67,7 +67,7 @@ def verify(
     whole, _ = data.load()
     data.num_parts = world_size
     data.prepare_data()
-    whole = _data_as(whole, double)
+    whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)
     distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
     used = _choose_reference(reference, whole)
@@ -97,16 +97,11 @@ def _compare(
         return largest_differences(step, expected, shard.owned_id)
     except InputError as error:
         return str(error)
-    except IndexError as error:  # rows of other ranks were indexed outside of propagate
-        return _row_lookup(error)
-
-
-def _row_lookup(error: IndexError) -> str:
-    """Return the explanation of an index error inside a distributed model."""
-    return (
-        f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows are "
-        "available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
-    )
+    except IndexError as error:
+        return (
+            f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows "
+            "are available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
+        )
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -178,10 +173,6 @@ def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
     with torch.no_grad():
         call_model(probe, few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
     return model
-
-
-def _data_as(data: Data, double: bool) -> Data:
-    return data.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
 
 
 def _dtype(double: bool) -> torch.dtype:
