@@ -80,8 +80,8 @@ def prepare(
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    found = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
-    return Data(**fields, num_classes=num_classes or found), notes
+    classes_in_labels = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    return Data(**fields, num_classes=num_classes or classes_in_labels), notes
 
 
 def tell(notes: Iterable[str]) -> None:
