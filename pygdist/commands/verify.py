@@ -22,7 +22,7 @@ from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import call_model, fill_in_sizes
+from pygdist.nn.inputs import call_encoder, checked_columns, fill_in_sizes
 from pygdist.routing import distribute
 from pygdist.testing import Difference, RankPool, Step, without_dropout
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
@@ -171,7 +171,8 @@ def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
     few = data.subgraph(data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long))
     probe = copy.deepcopy(model).eval()  # in training, norms would refuse or record the statistics of one edge
     with torch.no_grad():
-        call_model(probe, few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
+        out = call_encoder(probe, few, few.edge_index)
+    checked_columns(out, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
     return model
 
 
