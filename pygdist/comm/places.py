@@ -144,7 +144,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
         patience_s: Seconds for which ranks wait otherwise.
     """
     mine = reports[rank]
-    gone = {one for one, report in reports.items() if _has_left(report, mine)}
+    later = {one for one, report in reports.items() if report.left is None and report.run > mine.run}
+    gone = later | {one for one, report in reports.items() if report.left is not None}
     here = [report for one, report in reports.items() if one not in gone]
     if rank in gone or not all(report.waits and report.idle_s >= soon_s for report in here):
         return None
@@ -152,19 +153,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     still = all(report.still_s is not None and report.still_s >= patience_s for report in here)
     if not (_differ(here) or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
         return None
-    return "; ".join(
-        _gone(one, report, mine) if one in gone else report.described(one) for one, report in reports.items()
-    )
-
-
-def _has_left(report: Report, mine: Report) -> bool:
-    return report.left is not None or report.run > mine.run
-
-
-def _gone(rank: int, report: Report, mine: Report) -> str:
-    if report.left is None:  # it is in a later run
-        return f"{report.described(rank)}, and has left run {mine.run}"
-    return report.described(rank)
+    has_left = f", and has left run {mine.run}"
+    return "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
 
 
 def _differ(reports: list[Report]) -> bool:

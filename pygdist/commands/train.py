@@ -159,8 +159,10 @@ class GraphCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         kwargs["strategy"] = _strategy_of(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
-            kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
-            folder = Path(kwargs["logger"][0].log_dir)
+            root = config["default_root_dir"] or "runs"
+            tensorboard = TensorBoardLogger(root, name="")  # in a new folder, where all results of the run go
+            kwargs["logger"] = [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
+            folder = Path(tensorboard.log_dir)
             self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         if config["enable_checkpointing"] is False or config["barebones"]:
             self._disabled |= {BestCheckpoint}
@@ -320,12 +322,6 @@ def _strategy_of(strategy: Any) -> Any:
                 return cls()
     ours = ", ".join(name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name)
     raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; on a graph in parts use one of {ours}")
-
-
-def _loggers(root: str) -> list[TensorBoardLogger | CSVLogger]:
-    """Return loggers to TensorBoard and CSV in a new folder, which also gets the checkpoints and the configuration."""
-    tensorboard = TensorBoardLogger(root, name="")
-    return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
 
 
 def run(command: str, arguments: list[str]) -> int:
