@@ -348,7 +348,7 @@ def _state_by(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[],
 
 def _frozen(state: Any) -> Any:
     """A generator's state as a value to compare."""
-    return state.tolist() if isinstance(state, Tensor) else pickle.dumps(state)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 def _of_random() -> Callable[[], bool]:
@@ -402,6 +402,7 @@ def _slots(cls: type) -> Iterator[str]:
                 yield name
 
 
+@functools.lru_cache(maxsize=4096)
 def _globals_of(code: types.CodeType) -> set[str]:
     """Names of globals in a function's code, that of functions inside it included."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
