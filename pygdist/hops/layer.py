@@ -279,9 +279,7 @@ def _uses(
     return known[2]
 
 
-def _calls(
-    function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...]
-) -> bool:
+def _calls(function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...]) -> bool:
     decorated = _decorated(function)
     within = decorated is not None and _uses(decorated, replacements, (*callers, function))
     return within or any(True for _ in _found(function, replacements, callers))
