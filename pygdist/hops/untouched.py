@@ -346,7 +346,7 @@ def _state_by(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[],
 
 def _frozen(state: Any) -> Any:
     """A generator's state as a value to compare."""
-    return state.tolist() if isinstance(state, Tensor) else pickle.dumps(state)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 def _of_global_generators() -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -394,9 +394,10 @@ def _slots(cls: type) -> Iterator[str]:
                 yield name
 
 
-def globals_of(code: types.CodeType, operation: str = "_GLOBAL") -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType, operation: str = "_GLOBAL") -> frozenset[str]:
     """Return the names of globals in a function's code, and in functions inside it; ``LOAD_GLOBAL``: that it reads."""
-    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith(operation)}
+    names = frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith(operation))
     return names.union(*(globals_of(one, operation) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
