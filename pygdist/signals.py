@@ -41,7 +41,7 @@ class _State:
         self.defer = False
         self.listener: Callable[[int], None] | None = None
         self.fds = (-1, -1)
-        self.needs_parent = True
+        self.parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
         self.in_command = False
 
 
@@ -213,24 +213,29 @@ def parent() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
-def needs_parent(needed: bool) -> None:
-    """Say if the death of the process that started this rank ends it: from its start on, and in a run."""
-    _state.needs_parent = needed
-
-
 def follow_parent() -> None:
-    """End this process within seconds after the one that started it as a rank has died."""
+    """End this process within seconds after the one that started it as a rank has died, until :func:`outlive_parent`.
+
+    Ranks do so from their first import of ``pygdist`` on, and in each run.
+    """
     starter = parent()
-    if starter and starter == os.getppid():
-        threading.Thread(target=_watch_parent, args=(starter,), daemon=True, name="pygdist-parent").start()
+    if starter and starter == os.getppid() and _state.parent_watch is None:
+        _state.parent_watch = stop = threading.Event()
+        threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
 
 
-def _watch_parent(starter: int) -> None:
+def outlive_parent() -> None:
+    """Go on although the process that started this rank may end: the rank's run has ended."""
+    if _state.parent_watch is not None:
+        _state.parent_watch.set()
+        _state.parent_watch = None
+
+
+def _watch_parent(starter: int, stop: threading.Event) -> None:
     while os.getppid() == starter:
-        time.sleep(_POLL_S)
-    time.sleep(_POLL_S)  # this one may be ending too
-    while not _state.needs_parent:
-        time.sleep(_POLL_S)
-    sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
-    sys.stderr.flush()
-    os._exit(1)
+        if stop.wait(_POLL_S):
+            return
+    if not stop.wait(_POLL_S):  # this one may be ending too
+        sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -141,12 +141,13 @@ class Launched:
         self._pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
         self._lost_after_s = lost_after_s
         self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: processor time, and since when
+        self._lost: dict[int, str] = {}
 
     def fate(self, rank: int) -> str | None:
         """Return the reason for which a rank that was never heard of will not come; ``None`` if it may."""
         pid, now = self._pids.get(rank), time.monotonic()
-        if pid is None:
-            return None
+        if pid is None or rank in self._lost:
+            return self._lost.get(rank)
         if (code := self._exit_code(rank)) is not None:
             return f"(process {pid}) {described(code)} before it came here"
         ticks = busy_ticks(pid)
@@ -155,8 +156,8 @@ class Launched:
             self._seen[rank] = ticks, now
         elif now - since > self._lost_after_s:
             kill_stopped((machine(), pid))
-            return f"(process {pid}) has done nothing for {now - since:.0f} s, and has not come here"
-        return None
+            self._lost[rank] = f"(process {pid}) has done nothing for {now - since:.0f} s, and has not come here"
+        return self._lost.get(rank)
 
     def signal(self) -> int:
         """Return the signal that ended one of these processes, or 0."""

@@ -145,10 +145,10 @@ class GraphDDPStrategy(DDPStrategy):
             store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
         self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
         watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
-        trainer = self._trainer
+        trainer = self._current_trainer
         state = None if trainer is None else trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
-        signals.needs_parent(True)
+        signals.follow_parent()
         self._handle_signals()
         launched = self._launched()
         try:
@@ -161,7 +161,7 @@ class GraphDDPStrategy(DDPStrategy):
             raise
 
     @property
-    def _trainer(self) -> pl.Trainer | None:
+    def _current_trainer(self) -> pl.Trainer | None:
         return None if self.lightning_module is None else self.lightning_module._trainer
 
     def _launched(self) -> Launched:
@@ -184,8 +184,8 @@ class GraphDDPStrategy(DDPStrategy):
             local_rank=self.local_rank,
         )
         self._handle_signals()
-        if self._trainer is not None:
-            self._communicator.agree(read_only_folder(self._trainer))
+        if self._current_trainer is not None:
+            self._communicator.agree(read_only_folder(self._current_trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -207,7 +207,7 @@ class GraphDDPStrategy(DDPStrategy):
     def _handle_signals(self) -> None:
         """Handle SIGTERM and SIGINT, in place of Lightning: its handler waits for ranks that wait for this one."""
         signals.install()
-        trainer = self._trainer
+        trainer = self._current_trainer
         if trainer is not None:
             connector: Any = trainer._signal_connector
             connector._sigterm_notifier_fn = _leave_it_to_the_handler_before
@@ -218,18 +218,18 @@ class GraphDDPStrategy(DDPStrategy):
 
     @property
     def _trains(self) -> bool:
-        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        return self._current_trainer is not None and self._current_trainer.state.fn == TrainerFn.FITTING
 
     def _save_and_leave(self) -> None:
         """Save a checkpoint, if a signal has reached any rank, and end the run; all ranks make the call."""
-        assert self._trainer is not None
+        assert self._current_trainer is not None
         reached = [int(number) for number in self.communicator.gather([float(signals.received())]).flatten()]
         if not any(reached):
             return
-        callback = self._trainer.checkpoint_callback
-        folder = getattr(callback, "dirpath", None) or self._trainer.default_root_dir
+        callback = self._current_trainer.checkpoint_callback
+        folder = getattr(callback, "dirpath", None) or self._current_trainer.default_root_dir
         path = os.path.join(folder, "on_signal.ckpt")
-        self._trainer.save_checkpoint(path)
+        self._current_trainer.save_checkpoint(path)
         rank, signum = next((rank, number) for rank, number in enumerate(reached) if number)
         raise SignalError(f"{signals.name_of(signum)} reached rank {rank}; the run goes on from {path}", signum)
 
@@ -308,7 +308,7 @@ class GraphDDPStrategy(DDPStrategy):
     def _close(self, farewell: str) -> None:
         """Tell the other ranks that this one leaves, and why."""
         signals.listen(None)
-        signals.needs_parent(False)
+        signals.outlive_parent()
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.depart(farewell)
