@@ -16,7 +16,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -30,6 +29,7 @@ from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect
+from pygdist.lightning.stopping import Stopping
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class GraphDDPStrategy(DDPStrategy):
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
         self._lost_after_s, self._keep_memory = lost_after_s, keep_memory
-        self._checkpoint_on_signal = checkpoint_on_signal
+        self._stopping = Stopping(checkpoint_on_signal)
         self._epochs_begun = 0
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
@@ -149,7 +149,7 @@ class GraphDDPStrategy(DDPStrategy):
         state = None if trainer is None else trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
         signals.follow_parent()
-        self._handle_signals()
+        self._stopping.begin(self._current_trainer, self._watchdog)
         launched = self._launched()
         try:
             watchdog.meet(self._timeout_s, launched.fate)
@@ -183,7 +183,7 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog=self._watchdog,
             local_rank=self.local_rank,
         )
-        self._handle_signals()
+        self._stopping.begin(self._current_trainer, self._watchdog)
         if self._current_trainer is not None:
             self._communicator.agree(read_only_folder(self._current_trainer))
 
@@ -202,42 +202,11 @@ class GraphDDPStrategy(DDPStrategy):
         super().on_train_start()
         self._epochs_begun = 0
 
-    # -- signals -------------------------------------------------------------------------------------------------------
-
-    def _handle_signals(self) -> None:
-        """Handle SIGTERM and SIGINT, in place of Lightning: its handler waits for ranks that wait for this one."""
-        signals.install()
-        trainer = self._current_trainer
-        if trainer is not None:
-            connector: Any = trainer._signal_connector
-            connector._sigterm_notifier_fn = _leave_it_to_the_handler_before
-        if self._watchdog is not None and not (self._checkpoint_on_signal and self._trains):
-            signals.listen(self._watchdog.signalled)
-        else:
-            signals.listen(None, defer=self._checkpoint_on_signal and self._trains)
-
-    @property
-    def _trains(self) -> bool:
-        return self._current_trainer is not None and self._current_trainer.state.fn == TrainerFn.FITTING
-
-    def _save_and_leave(self) -> None:
-        """Save a checkpoint, if a signal has reached any rank, and end the run; all ranks make the call."""
-        assert self._current_trainer is not None
-        reached = [int(number) for number in self.communicator.gather([float(signals.received())]).flatten()]
-        if not any(reached):
-            return
-        callback = self._current_trainer.checkpoint_callback
-        folder = getattr(callback, "dirpath", None) or self._current_trainer.default_root_dir
-        path = os.path.join(folder, "on_signal.ckpt")
-        self._current_trainer.save_checkpoint(path)
-        rank, signum = next((rank, number) for rank, number in enumerate(reached) if number)
-        raise SignalError(f"{signals.name_of(signum)} reached rank {rank}; the run goes on from {path}", signum)
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._checkpoint_on_signal:
-            self._save_and_leave()
+        assert self._current_trainer is not None
+        self._stopping.at_step(self._current_trainer, self.communicator)
         self._epochs_begun += batch_idx == 0
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
@@ -279,7 +248,7 @@ class GraphDDPStrategy(DDPStrategy):
     def _end_by_signal(self, text: str, signum: int) -> None:
         atexit.unregister(_end_process_group)
         if self._watchdog is not None:
-            self._watchdog.signum = signum
+            self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
         self._close(text)
         self._launched().end(within_s=_LEAVE_S)
         if self.global_rank == 0 and not signals.in_command():
@@ -349,10 +318,6 @@ def _end_process_group() -> None:
     gc.collect()  # any reference to the group would keep its threads
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _leave_it_to_the_handler_before(signum: int, frame: object) -> None:
-    """Do nothing: Lightning calls the handler of before, ours, too."""
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies
