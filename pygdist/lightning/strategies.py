@@ -39,6 +39,7 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
+_LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
@@ -150,7 +151,8 @@ class GraphDDPStrategy(DDPStrategy):
         watchdog.begin("a run" if state is None else str(state.value))
         signals.follow_parent()
         self._stopping.begin(self._current_trainer, self._watchdog)
-        launched = self._launched()
+        global _LAUNCHED
+        launched = _LAUNCHED = self._launched()
         try:
             watchdog.meet(self._timeout_s, launched.fate)
         except LostRankError as error:
@@ -318,6 +320,8 @@ def _end_process_group() -> None:
     gc.collect()  # any reference to the group would keep its threads
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _LAUNCHED is not None:
+        _LAUNCHED.end_stopped()
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies
