@@ -22,7 +22,7 @@ from typing_extensions import override
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
@@ -133,7 +133,10 @@ class GraphDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
-        super().setup_distributed()
+        try:
+            super().setup_distributed()
+        except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+            raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {first_line(str(error))}") from error
         if _OURS:
             atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
