@@ -11,6 +11,7 @@ import datetime
 import gc
 import logging
 import os
+import threading
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from typing_extensions import override
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
+from pygdist.comm.groups import break_groups
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
@@ -39,7 +41,9 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
+_DESTROY_S = 3.0
 _LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
+_BROKEN = False  # a rank was lost
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
@@ -222,7 +226,7 @@ class GraphDDPStrategy(DDPStrategy):
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
         of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
         if not of_all_ranks:
-            atexit.unregister(_end_process_group)  # it would wait for a lost rank
+            _broken()
         if unused:
             self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
             raise InputError(
@@ -251,7 +255,7 @@ class GraphDDPStrategy(DDPStrategy):
             self._close(f"{type(exception).__name__}: {exception}")
 
     def _end_by_signal(self, text: str, signum: int) -> None:
-        atexit.unregister(_end_process_group)
+        _broken()
         if self._watchdog is not None:
             self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
         self._close(text)
@@ -313,16 +317,27 @@ class GraphDDPStrategy(DDPStrategy):
                 )
 
 
+def _broken() -> None:
+    """Note that ranks were lost: the process groups are broken before they are destroyed, or that would wait."""
+    global _BROKEN
+    _BROKEN = True
+
+
 def _end_process_group() -> None:
-    """Destroy the default process group while Python still runs; Lightning leaves gloo's to the end of the process.
+    """Destroy the process groups while Python still runs; Lightning leaves gloo's to the end of the process.
 
     A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
     they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
     close_watchdog()
     gc.collect()  # any reference to the group would keep its threads
-    if dist.is_initialized():
+    if dist.is_initialized() and not _BROKEN:
         dist.destroy_process_group()
+    elif dist.is_initialized():
+        break_groups()
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
     if _LAUNCHED is not None:
         _LAUNCHED.end_stopped()
 
