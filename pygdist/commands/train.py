@@ -40,6 +40,7 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
+_STRATEGY = "graph_ddp"  # by default
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
     "LightningCLI's args parameter",  # wherever sys.argv is not empty
@@ -139,7 +140,7 @@ class GraphCLI(LightningCLI):
             _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
             trainer_defaults={
-                "accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
+                "accelerator": "auto", "strategy": _STRATEGY, "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
             },
         )  # fmt: skip
 
@@ -203,6 +204,12 @@ class GraphCLI(LightningCLI):
         here = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
         if here is not None and str(config["devices"]) == here and config["num_nodes"] == 1:
             kwargs["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(here)  # torchrun may form anew with fewer
+        if config["enable_checkpointing"] is False or config["barebones"]:
+            self._disabled |= {BestCheckpoint}
+        if config["barebones"]:
+            self._disabled |= {ExchangeMonitor, PredictionWriter}
+            self.save_config_callback = None
+            kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
@@ -332,7 +339,7 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
 
     The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _last_value(arguments, "trainer", "strategy")
+    name = _last_value(arguments, "trainer", "strategy") or _STRATEGY
     entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
     option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
     awaits_value = ""
