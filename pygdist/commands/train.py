@@ -114,6 +114,18 @@ class BestCheckpoint(ModelCheckpoint):
         if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
+    @staticmethod
+    @override
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """Replace the link (``save_last=link``) in one step; Lightning removes the one before first."""
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            temporary = f"{linkpath}.{os.getpid()}.partial"
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+            os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
+            os.replace(temporary, linkpath)
+        trainer.strategy.barrier()
+
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save nothing: the last epoch is saved already. Lightning's method would save even under ``fast_dev_run``."""
@@ -268,6 +280,8 @@ class GraphCLI(LightningCLI):
             saved = saved or self._folder.path
         if self._logs:
             trainer.loggers = _loggers(root, self._folder)
+        if goes_on:
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
         if self.subcommand == "fit":
             trainer.callbacks.insert(0, Resume(saved if goes_on else None))  # on all ranks: it agrees on one file
 

@@ -58,7 +58,8 @@ class ExchangeMonitor(pl.Callback):
     after an epoch is counted in the next epoch, so the last one is not counted.
 
     Args:
-        ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by epoch.
+        ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by
+            epoch. A run that resumes adds to it.
     """
 
     def __init__(self, ranks: str | Path | None = None) -> None:
@@ -70,17 +71,23 @@ class ExchangeMonitor(pl.Callback):
         self._saved = 0  # the strategy's bytes for checkpoints that are logged already
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.ranks is not None and trainer.is_global_zero:
-            self.ranks.parent.mkdir(parents=True, exist_ok=True)
-            with self.ranks.open("w", newline="") as file:
-                csv.writer(file).writerow(["epoch", "rank", *_RANK_COLUMNS])
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.ranks is not None and trainer.is_global_zero:
+            self._begin_table(self.ranks, trainer.current_epoch)
         self._logged = self._saved = 0
         self._figures = {}
         self._begin(pl_module)  # a run that resumes within an epoch does not start one
+
+    def _begin_table(self, path: Path, epoch: int) -> None:
+        """Write the header; a run that resumes keeps the lines of the epochs before."""
+        kept: list[list[str]] = []
+        if epoch and path.is_file():
+            with path.open(newline="") as file:
+                rows = list(csv.reader(file))[1:]
+            kept = [row for row in rows if len(row) == len(_RANK_COLUMNS) + 2 and int(row[0]) < epoch]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["epoch", "rank", *_RANK_COLUMNS], *kept])
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

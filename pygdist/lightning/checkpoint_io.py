@@ -15,7 +15,7 @@ from typing_extensions import override
 from pygdist import checkpoints
 from pygdist.checkpoints import TRAINING_PARTS, check
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, SignalError
 
 # Lightning's functions that restore a part of a checkpoint
 _RESTORING = {
@@ -114,7 +114,7 @@ def _unlike(own: Any, saved: Any, name: str) -> Iterator[str]:
 
 def mistake_in(error: BaseException, path: str | Path | None) -> InputError | None:
     """Return what to say of an error that Lightning met while it restored a checkpoint; ``None`` of any other error."""
-    if isinstance(error, (InputError, LostRankError)) or not isinstance(error, Exception):
+    if isinstance(error, (InputError, LostRankError, SignalError)) or not isinstance(error, Exception):
         return None
     if "loading state_dict" in str(error):  # of another model, which Lightning says well
         return None

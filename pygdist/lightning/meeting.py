@@ -14,9 +14,12 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _PROBE_S, _POLL_S = 2.0, 0.2
 _LOOPBACK = "127.0.0.1"
+_KNOCKS = "pygdist/knocks"
 _OWN_PORT = "PYGDIST_OWN_PORT"  # the MASTER_PORT that pygdist chose
 _hosted: dist.TCPStore | None = None  # of this process; it lives as long
 
@@ -74,7 +78,7 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
     """
     global _hosted
     address, port = environment.main_address, environment.main_port
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if rank == 0 and not _is_of_agent():
         if _hosted is None:
             _hosted = _serve(address, port)
         return _hosted
@@ -96,8 +100,53 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
             f"rank {rank}: rank 0 has taken the connection to {address}:{port}, but has not answered for "
             f"{warn_after_s:.0f} s"
         ) from error
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    return store
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
+
+
+def _is_of_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _of_this_start(
+    agent: dist.TCPStore, environment: ClusterEnvironment, rank: int, timeout: datetime.timedelta
+) -> dist.Store:
+    """Return a store that rank 0 hosts for the ranks that torchrun has started together.
+
+    torchrun's own outlives ranks. Ranks that it starts again would find the addresses of those before, and connect to
+    processes that are gone. So each rank knocks there under a name of its own, and rank 0 answers with the new address.
+    """
+    global _hosted
+    if rank == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((environment.main_address, environment.main_port))  # sends nothing
+            address = route.getsockname()[0]
+        store = _hosted = _serve(address, 0)
+        place = f"{address}:{_hosted.port}"
+        other: Any = agent  # torch's types lack some of its attributes
+        threading.Thread(target=_answer, args=(other.clone(), place, environment.world_size()), daemon=True).start()
+    else:
+        name = uuid.uuid4().hex
+        agent.set(f"{_KNOCKS}/{rank}", name)
+        place = agent.get(f"{_KNOCKS}/{name}").decode()
+        agent.set(f"{_KNOCKS}/{place}/{rank}", "has the answer")
+    address, port = place.rsplit(":", 1)
+    # torch makes its groups in the store that these name
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return store if rank == 0 else dist.TCPStore(address, int(port), None, False, timeout=timeout)
+
+
+def _answer(agent: dist.TCPStore, place: str, world_size: int) -> None:
+    """Tell each rank that knocks where the ranks meet, until all have the answer; one that is gone may have knocked."""
+    waiting = set(range(1, world_size))
+    while waiting:
+        for rank in sorted(waiting):
+            if agent.check([f"{_KNOCKS}/{place}/{rank}"]):
+                waiting.remove(rank)
+            elif agent.check([f"{_KNOCKS}/{rank}"]):
+                agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
+        time.sleep(_POLL_S)
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from pygdist import InputError, checkpoints
 from pygdist.commands.export import export
+from pygdist.lightning import ModelAveragingStrategy, Resume, newest_checkpoint
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -203,3 +204,64 @@ def test_what_is_wrong_inside_a_part_is_named_on_all_ranks(pool: RankPool, tmp_p
         for place, (_, words) in INNER.items():
             assert words in said[place], place
             assert "\n" not in said[place]
+
+
+def _go_on(rank: int, world_size: int, folder: str, epochs: int, strategy: str = "graph_ddp") -> tuple[Any, ...]:
+    """A fit with the callback, in the folder of those before it: losses, parameters, and where it began."""
+    history, averaging = runs.History(), strategy == "model_averaging"
+    checkpoint = ModelCheckpoint(dirpath=f"{folder}/saved", save_last=True)
+    classifier, data = runs.module(folder, backend="replica" if averaging else "comm")
+    options = {"strategy": ModelAveragingStrategy(check_order=True)} if averaging else {}
+    trainer = runs.trainer(
+        rank, world_size, folder, max_epochs=epochs, callbacks=[Resume(f"{folder}/saved"), history, checkpoint],
+        enable_checkpointing=True, **options,
+    )  # fmt: skip
+    trainer.fit(classifier, datamodule=data)
+    state = {name: value.clone() for name, value in classifier.model.state_dict().items()}
+    return [epoch["train_loss"] for epoch in history.epochs], state, str(trainer.ckpt_path or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["graph_ddp", "model_averaging"])
+def test_a_callback_goes_on_from_the_newest_whole_checkpoint(strategy: str, pool: RankPool, tmp_path: Path) -> None:
+    whole, parameters, _ = pool.run(_go_on, 3, str(tmp_path / "whole"), 4, strategy)[0]
+    folder = str(tmp_path / "parts")
+    first, _, began = pool.run(_go_on, 3, folder, 2, strategy)[0]
+    assert not began, "there was nothing to go on from"
+    (tmp_path / "parts" / "saved" / "torn.ckpt").write_bytes(b"PK" + bytes(100))
+    for losses, state, began in pool.run(_go_on, 3, folder, 4, strategy):
+        assert Path(began).name in ("last.ckpt", "epoch=1-step=2.ckpt")
+        assert first + losses == whole
+        for name, value in parameters.items():
+            assert torch.equal(state[name], value), name
+    assert all(not losses for losses, *_ in pool.run(_go_on, 3, folder, 4, strategy)), "it had ended"
+
+
+def _which(rank: int, world_size: int, folder: str) -> str:
+    """What a rank says that does not see the file of rank 0."""
+    error = InputError("last.ckpt: there is no such checkpoint")
+    missing = mock.patch.object(checkpoints, "read", side_effect=error) if rank else mock.patch.dict(os.environ)
+    with missing, pytest.raises(InputError) as said:
+        _go_on(rank, world_size, folder, 9)
+    return str(said.value)
+
+
+def test_a_rank_that_does_not_see_the_file_is_named(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_go_on, 2, str(tmp_path), 1)
+    said, _ = pool.run(_which, 2, str(tmp_path))
+    assert "there is no such checkpoint (found by rank 1)" in said
+
+
+def test_the_newest_checkpoint_of_the_last_version_counts(tmp_path: Path) -> None:
+    parts = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}}
+    assert newest_checkpoint(tmp_path / "nothing") is None
+    for place, steps in {"version_2/a": 9, "version_10/b": 3, "version_10/c": 5, "version_10/d": 4}.items():
+        checkpoints.write({**parts, "global_step": steps}, tmp_path / f"{place}.ckpt")
+    (tmp_path / "version_11").mkdir()
+    (tmp_path / "version_11" / "torn.ckpt").write_bytes(b"")
+    checkpoints.write({"state_dict": {}, "global_step": 99}, tmp_path / "version_10" / "weights.ckpt")
+    with pytest.warns(UserWarning, match="passed over") as said:
+        assert newest_checkpoint(tmp_path) == tmp_path / "version_10" / "c.ckpt"
+    warned = "".join(str(one.message) for one in said)
+    assert "torn.ckpt: not a Lightning checkpoint, or a damaged one" in warned
+    assert "weights.ckpt: lacks 'optimizer_states'" in warned
