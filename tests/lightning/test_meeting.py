@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import io
 import os
 import pickle
@@ -12,8 +13,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -269,3 +272,25 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match=f"{folder}: cannot be written to, .*default_root_dir"):
         trainer.fit(classifier, datamodule=data)
     pl.Trainer(**options, default_root_dir=tmp_path / "run").fit(classifier, datamodule=data)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_meet_those_before() -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    agent.set("pygdist/knocks/1", "one that is gone")
+    seconds = datetime.timedelta(seconds=20)
+    environment = mock.Mock(main_address="127.0.0.1", main_port=agent.port, world_size=lambda: 3)
+
+    def start(rank: int) -> dist.Store:
+        mine = dist.TCPStore("127.0.0.1", agent.port, None, False, timeout=seconds)
+        return meeting._of_this_start(mine, environment, rank, seconds)
+
+    before = b""
+    for number in range(2):
+        with mock.patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True"), ThreadPoolExecutor(3) as ranks:
+            first, *others = ranks.map(start, range(3))
+            port = os.environ["MASTER_PORT"].encode()
+            assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        first.set("start", str(number))
+        assert [store.get("start") for store in others] == [str(number).encode()] * 2
+        assert port not in (before, str(agent.port).encode())
+        before = port
