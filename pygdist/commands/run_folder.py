@@ -172,24 +172,25 @@ def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
             raise InputError(f"{option}: there is no hpc_ckpt_N.ckpt in {hpc}; give the file")
         return max(numbered)[1]
     for _, folder in [*sorted(_versions(root), reverse=True), (-1, root)]:
-        if any(folder.rglob("*.ckpt")):
-            found = _last(folder) if name == "last" else _best(folder)
-            if found is None:
+        if saved := _oldest_first(folder):
+            last = [path for path in saved if path.name.startswith("last")]
+            found = last[-1:] if name == "last" else _best(saved[-1])
+            if not found:
                 raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
-            return found
+            return found[0]
     raise InputError(f"{option}: there is no run with checkpoints under {root}; give the file")
 
 
-def _last(folder: Path) -> Path | None:
-    return max(folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+def _oldest_first(folder: Path) -> list[Path]:
+    files = [path for path in folder.rglob("*.ckpt") if path.is_file() and not path.name.startswith(".")]
+    return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
-def _best(folder: Path) -> Path | None:
+def _best(newest: Path) -> list[Path]:
     """Return the best checkpoint by what the newest one has noted; the folder may have moved."""
-    newest = max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     for name, state in checkpoints.read(newest).get("callbacks", {}).items():
         if "Checkpoint" in name and isinstance(state, dict) and state.get("best_model_path"):
             path = newest.parent / Path(str(state["best_model_path"])).name
             if path.is_file():
-                return path
-    return None
+                return [path]
+    return []

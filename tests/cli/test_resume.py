@@ -108,13 +108,17 @@ def test_a_run_that_stopped_early_says_so(folder: Path) -> None:
 
 
 def test_a_run_begins_where_there_is_nothing_of_it(begun: Path) -> None:
-    outcome = _fit(begun, "--resume", "--model.lr=0.5", "--trainer.max_epochs=1")
+    args = ("--resume", "--model.lr=0.5", "--exchange.ranks=ranks.csv", "--checkpoint.save_last=link")
+    outcome = _fit(begun, *args, "--trainer.max_epochs=1")
     assert "runs/version_0: is another run's (--model.lr)" in outcome.err
     assert "there is no checkpoint of this run under runs, so it begins" in outcome.err
     assert _last(begun, 1)["epoch"] == 0
-    again = _fit(begun, "--resume", "--model.lr=0.5", "--trainer.max_epochs=2")
+    again = _fit(begun, *args, "--trainer.max_epochs=2")
     assert "goes on from runs/version_1/" in again.err
     assert list(_losses(begun, 1)) == [0, 1]
+    assert [line.split(",")[0] for line in (begun / "ranks.csv").read_text().splitlines()] == ["epoch", "0", "1"]
+    assert (begun / "runs" / "version_1" / "checkpoints" / "last.ckpt").is_symlink()
+    assert not list(begun.rglob("*.partial"))
 
 
 def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
