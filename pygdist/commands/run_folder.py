@@ -166,8 +166,8 @@ def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
     """
     option = f"--ckpt_path={name}"
     if name == "hpc":
-        saved = [(re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", path.name), path) for path in hpc.glob("hpc_ckpt_*.ckpt")]
-        numbered = [(int(match[1]), path) for match, path in saved if match]
+        files = [(re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", path.name), path) for path in hpc.glob("hpc_ckpt_*.ckpt")]
+        numbered = [(int(match[1]), path) for match, path in files if match]
         if not numbered:
             raise InputError(f"{option}: there is no hpc_ckpt_N.ckpt in {hpc}; give the file")
         return max(numbered)[1]
