@@ -17,6 +17,7 @@ ROOMS = [
     "errors",
     "signals",
     "registry",
+    "checkpoints",
     "memory",
     "comm",
     "native",

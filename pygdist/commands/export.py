@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pygdist import checkpoints
 from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
 
 _PREFIX = "model."
-# torch.load raises any of these for a file of another kind
-_UNREADABLE = (LookupError, AttributeError, RuntimeError, EOFError, ValueError, TypeError, OSError, pickle.PickleError)
 
 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
@@ -35,7 +32,7 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     out = Path(out)
     if out.suffix not in (".pt", ".pth", ".safetensors"):
         raise InputError(f"{out}: unknown format '{out.suffix}'; end the name in .pt or .safetensors")
-    state = read_checkpoint(checkpoint)["state_dict"]
+    state = checkpoints.read(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:
         raise InputError(
@@ -52,24 +49,6 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
         with contextlib.suppress(OSError):  # there may be no folder, and no file
             temporary.unlink()
     return model
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the content of a Lightning checkpoint; no code in it is run.
-
-    Raises:
-        InputError: If there is no such file, or it is no Lightning checkpoint.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: there is no such checkpoint")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["state_dict"].items()
-    except _UNREADABLE as error:
-        raise InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})") from error
-    assert isinstance(checkpoint, dict)
-    return checkpoint
 
 
 def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.lightning import optimizer_states
 from pygdist.lightning.checks import check_averaging, check_limits, say_what_is_sent
 from pygdist.lightning.optimizer_states import State, by_parameter, copied, gathered
 from pygdist.lightning.part_models import OptimizerState, PartModels
@@ -302,6 +303,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         weights = getattr(getattr(self._trainer, "datamodule", None), "part_weights", None)
         if saved is None or weights is None:
             return
+        for part, states in saved["states"].items():
+            optimizer_states.check(self.optimizers, states, f"states of part {part}")
         if saved["num_parts"] != len(weights):
             rank_zero_info(
                 f"the checkpoint has optimiser states of {saved['num_parts']} parts, but there are {len(weights)} now: "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import each_tensor
-from pygdist.lightning.module import GraphModule
+from pygdist.lightning.module import GraphModule, Mean
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import checked_columns, checked_rows, outputs_of
 from pygdist.nn.loss import labelled, node_losses, summed_loss
@@ -86,7 +86,7 @@ class NodeClassifier(GraphModule):
                 f"class_weights has {len(weights)} numbers for {shard.num_classes} classes, but one for each is needed"
             )
         for name in ("train", "val", "test"):
-            self.metrics.update({f"{name}_loss": MeanMetric(), f"{name}_score": _score(shard)})
+            self.metrics.update({f"{name}_loss": Mean(), f"{name}_score": _score(shard)})
         self._score_name = "f1" if shard.multi_label else "acc"
 
     @override
@@ -249,4 +249,4 @@ class NodeClassifier(GraphModule):
 
 def _score(shard: Shard) -> Metric:
     """Return a metric: micro-averaged accuracy, or F1 for several labels per node."""
-    return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()
+    return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else Mean()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
@@ -20,7 +20,7 @@ from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
 from pygdist.graph.links import drawn
 from pygdist.kernels import CSR, sddmm
 from pygdist.kernels.csr import pointers
-from pygdist.lightning.module import GraphModule
+from pygdist.lightning.module import GraphModule, Mean
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -140,10 +140,10 @@ class LinkPredictor(GraphModule):
         with torch.inference_mode(False):
             owned_id = shard.owned_id.to(self.communicator.device)
             self._directory = NodeDirectory(owned_id, shard.num_nodes, self.communicator)
-        self.metrics["train_loss"] = MeanMetric()
+        self.metrics["train_loss"] = Mean()
         for name in ("val", "test"):
             scores = {f"{name}_auc": BinaryAUROC(), f"{name}_hits": HitsAtK(self.hits_at)}
-            self.metrics.update({f"{name}_loss": MeanMetric(), **scores})
+            self.metrics.update({f"{name}_loss": Mean(), **scores})
 
     @override
     def forward(self, shard: Shard) -> Tensor:

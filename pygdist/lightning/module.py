@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
@@ -257,3 +258,20 @@ class GraphModule(pl.LightningModule):
                 "its own; a partitioned graph needs strategy='graph_ddp'"
             )
         return Communicator()
+
+
+class Mean(MeanMetric):
+    """A mean in double precision.
+
+    torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_dtype(torch.float64)
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        """Type of the sums."""
+        return torch.float64
