@@ -20,6 +20,7 @@ from typing_extensions import override
 from pygdist.comm.communicator import Communicator
 from pygdist.comm.plan import ExchangePlan
 from pygdist.errors import InputError
+from pygdist.memory.mapped import new_tensor
 
 
 class Postponed(Exception):
@@ -191,5 +192,4 @@ class _Answers:
             return rows
         path = self._folder / name
         path.unlink(missing_ok=True)  # another run may still read the rows that were there
-        view = torch.from_file(str(path), shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
-        return view.copy_(rows)
+        return new_tensor(path, rows.dtype, tuple(rows.shape)).copy_(rows)

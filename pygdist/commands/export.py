@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -14,6 +12,8 @@ from torch import Tensor
 
 from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
+from pygdist.memory.limits import reason_of, refusal_of
+from pygdist.memory.scratch import replacing
 
 _PREFIX = "model."
 # torch.load raises any of these for a file of another kind
@@ -41,16 +41,12 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
         raise InputError(
             f"{checkpoint}: holds no parameters that start with '{_PREFIX}'; give a checkpoint that pygdist fit wrote"
         )
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _save(model, temporary, out.suffix)
-        temporary.replace(out)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot open a file
-        raise InputError(f"{out}: could not be written ({error})") from error
-    finally:
-        with contextlib.suppress(OSError):  # there may be no folder, and no file
-            temporary.unlink()
+        with replacing(out) as temporary:
+            _save(model, temporary, out.suffix)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot write a file
+        raise InputError(f"{out}: could not be written ({reason_of(error)})") from error
     return model
 
 
@@ -67,7 +63,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["state_dict"].items()
     except _UNREADABLE as error:
-        raise InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})") from error
+        damaged = InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})")
+        raise refusal_of(error) or damaged from error
     assert isinstance(checkpoint, dict)
     return checkpoint
 

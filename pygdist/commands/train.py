@@ -26,6 +26,7 @@ from pygdist.commands.messages import Parser, one_line, options_of, shorten
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
+from pygdist.memory.limits import refusal_of
 from pygdist.report.description import read_yaml
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class GraphCLI(LightningCLI):
         """
         try:
             super()._run_subcommand(str(self.subcommand))
-        except (ValueError, RuntimeError, MisconfigurationException, FileNotFoundError) as error:
+        except Exception as error:
             mistake = _mistake_of(error)
             if mistake is None:
                 raise
@@ -247,7 +248,7 @@ def _mistake_of(error: Exception) -> InputError | None:
         return InputError(f"EarlyStopping: {one_line(text)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
-    return None
+    return refusal_of(error)
 
 
 def _task_of(arguments: list[str]) -> str:

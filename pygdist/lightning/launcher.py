@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,13 +30,14 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, RefusedError
 from pygdist.lightning.meeting import described, forget_own_port, host
+from pygdist.memory.limits import refusal_of
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
-_RAISED = re.compile(r"^pygdist\.errors\.(InputError|LostRankError): (.*)$", re.MULTILINE)
+_RAISED = re.compile(r"^pygdist\.errors\.(InputError|RefusedError|LostRankError): (.*)$", re.MULTILINE)
 
 
 class GraphLauncher(_SubprocessScriptLauncher):
@@ -79,7 +82,13 @@ class ProcessLauncher(_MultiProcessingLauncher):
             if not raised:
                 raise
             kind, message = raised[-1]
-            raise (InputError if kind == InputError.__name__ else LostRankError)(message) from error
+            types = (InputError, RefusedError, LostRankError)
+            raise next(one for one in types if one.__name__ == kind)(message) from error
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise RefusedError(
+                f"a rank failed, and could not write its error to {tempfile.gettempdir()}; is the disk full? Make room "
+                "there, or set TMPDIR"
+            ) from error
         except ProcessExitedException as error:
             assert self._strategy.cluster_environment is not None
             rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
@@ -111,7 +120,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if self._start_method == "forkserver":
             # ranks get parameters in shared memory, and would overwrite each other's; Lightning copies spawned ones
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
-        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+        except Exception as error:
+            if (refused := refusal_of(error)) is None:
+                raise
+            raise refused from error  # only its text reaches the process that started this one
 
 
 def _restored(snapshot: _GlobalStateSnapshot, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect
+from pygdist.memory.limits import refusal_of
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ class GraphDDPStrategy(DDPStrategy):
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
-            self._close(f"{type(exception).__name__}: {exception}")
+            told = refusal_of(exception) or exception
+            self._close(f"{type(told).__name__}: {told}")
 
     @property
     def _unused_name(self) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import flush
+from pygdist.memory.limits import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def write_once(
         log.log(level, "%s exists already", folder)
         return content
     except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+        raise InputError(f"{folder}: could not be written ({reason_of(error)}); nothing was left behind") from error
 
 
 @contextlib.contextmanager

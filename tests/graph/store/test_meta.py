@@ -244,7 +244,7 @@ def test_a_finished_store_may_be_read_only(store: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(folder_module, "_lock", refuse)
     assert write(random_graph(20, 60), np.arange(20) % 2, store, 3) == read_meta(store)
-    with pytest.raises(InputError, match=r"could not be written \(.*Permission denied\)"):
+    with pytest.raises(InputError, match=r"could not be written \(.*Permission denied;"):
         write(random_graph(20, 60), np.arange(20) % 2, store.parent / "other", 3)
 
 
