@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
             return 0
-        with _scratch(), _threads() as refused:
+        with _scratch(), _threads() as of_threads:
             run = _load(command)
             logging.basicConfig(level=logging.INFO, format="%(message)s")  # before Lightning is imported, it would echo
             code = run(command, rest)
-            if refused:
-                raise refused[0]
+            if of_threads:
+                raise of_threads[0]
             return code
     except InputError as error:
         if error.of_one_rank or _is_first_rank():
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except LostRankError as error:
         _, _, refusal = str(error).partition(f"{RefusedError.__name__}: ")
-        if not refusal or _is_launcher(error):
-            _complain(refusal or str(error))
+        if not refusal:
+            _complain(str(error))
         return 2 if refusal else 1  # the rank that was refused something has said so
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -149,11 +149,6 @@ def _threads() -> Iterator[list[RefusedError]]:
         yield refused
     finally:
         threading.excepthook = before
-
-
-def _is_launcher(error: BaseException) -> bool:
-    """Tell if an error is that of another process, which prints nothing itself."""
-    return type(error.__cause__).__name__ == "ProcessRaisedException"
 
 
 def _is_first_rank() -> bool:

@@ -9,8 +9,8 @@ between nothing and what the command takes at most. Then it runs once more in th
 succeed.
 
 Prints a table of outcomes by command and kind, and writes a CSV with a row for each run. *Refused* is exit code 2, one
-line on standard error, no traceback, nothing that looks whole and is not, and no temporary file. *Other* is all else;
-the exit code is 1 if there is any.
+line on standard error (of each rank that is refused something), no traceback, nothing that looks whole and is not, and
+no temporary file. *Other* is all else; the exit code is 1 if there is any.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ COMMANDS = [
     Command("fit, 2 forked ranks", f"fit {_TWO} --exchange.ranks=ranks.csv", "runs"),
     Command("fit, 2 ranks", f"fit {_FIT} --trainer.devices=2", "runs", ranks=2),
     Command("fit, parts in turn", f"fit {_FIT} {_PARTS} {_SAMPLED}", "runs"),
-    Command("fit, few in memory", f"fit {_FIT} --model.backend=tensor --model.backend.memory_gib=0.0001 "
-            "--trainer.devices=2", "runs", ranks=2),
+    Command("fit, few in memory", f"fit {_FIT} --trainer.devices=2 --model.backend=pygdist.backends.TensorBackend "
+            "--model.backend.memory_gib=0.0001", "runs", ranks=2),
     Command("fit, hybrid", f"fit {_FIT} --model.backend=hybrid --trainer.devices=2", "runs", ranks=2),
     Command("validate", f"validate {_FIT} {_CHECKPOINT}", "runs"),
     Command("test", f"test {_FIT} {_CHECKPOINT} {_PARTS}", "runs"),
@@ -175,7 +175,7 @@ def _host(port: int) -> int:
     if pid := os.fork():
         return pid
     try:
-        dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        _store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)  # it lives as long
         while True:
             signal.pause()
     finally:
@@ -299,7 +299,7 @@ def what_is_wrong(command: Command, made: Run, folder: Path, whole: Mapping[str,
         return "traceback"
     if any(code not in (0, 2) for code in made.codes) or len(set(made.codes)) > 1:
         return f"exit codes {made.codes}"
-    if len(lines) != made.codes[0] // 2:
+    if not made.codes[0] // 2 <= len(lines) <= made.codes[0] * len(made.codes):  # each rank may be refused something
         return f"{len(lines)} lines of error"
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

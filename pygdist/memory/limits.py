@@ -12,7 +12,7 @@ import re
 import resource
 from types import TracebackType
 
-from pygdist.errors import InputError, RefusedError
+from pygdist.errors import InputError, LostRankError, RefusedError
 
 _ELSEWHERE = "choose another folder"
 # the system says what is wrong, and this what to do
@@ -53,7 +53,7 @@ def refusal_of(error: BaseException) -> RefusedError | None:
 
     The line names the file, if any is known, the reason, and what to do.
     """
-    if isinstance(error, InputError):
+    if isinstance(error, (InputError, LostRankError)):  # the latter tells what another rank was refused
         return error if isinstance(error, RefusedError) else None
     text = str(error)
     if _NO_SCRATCH in text:
@@ -107,7 +107,8 @@ def _file_of(error: BaseException, text: str) -> str | None:
         trace = trace.tb_next
     for frame in reversed(frames):
         for value in frame.tb_frame.f_locals.values():
-            if isinstance(value, io.IOBase) and set(str(getattr(value, "mode", ""))) & set("wax+"):
-                if isinstance(name := getattr(value, "name", None), str):
-                    return name
+            file = value.file if type(value).__name__ == "_TemporaryFileWrapper" else value
+            writes = isinstance(file, io.IOBase) and set(str(getattr(file, "mode", ""))) & set("wax+")
+            if writes and isinstance(name := getattr(value, "name", None), str):
+                return name
     return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 _NOT_OFFERED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -48,7 +48,7 @@ def _allocate(descriptor: int, size: int) -> None:
             block, start = block[written:], start + written
 
 
-def new_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+def new_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> np.memmap[Any, np.dtype[Any]]:
     """Map a new ``.npy`` file of zeros to write; a file that is there is overwritten.
 
     Raises:
@@ -60,8 +60,7 @@ def new_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[A
         np.lib.format.write_array_header_1_0(file, header)
         file.flush()
         take_room(file.fileno(), file.tell() + math.prod(shape) * dtype.itemsize, path)
-    array: NDArray[Any] = np.lib.format.open_memmap(path, "r+")
-    return array
+    return np.lib.format.open_memmap(path, "r+")
 
 
 def new_tensor(path: str | Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

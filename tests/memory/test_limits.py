@@ -89,8 +89,8 @@ def test_errors_that_name_their_file(code: int) -> None:
 
 
 def test_other_errors_are_faults() -> None:
-    others = (ValueError("no"), RuntimeError("size mismatch"), OSError("odd"), FileNotFoundError(2, "", "x"), KeyError(1))
-    for error in (*others, PermissionError(errno.EACCES, "a port"), io.UnsupportedOperation("seek")):
+    others = (ValueError("no"), RuntimeError("size mismatch"), OSError("odd"), FileNotFoundError(2, "", "x"))
+    for error in (*others, PermissionError(errno.EACCES, "a port"), io.UnsupportedOperation("seek"), KeyError(1)):
         assert refusal_of(error) is None
         assert told(error) is None
     assert told(InputError("mistake")) == "mistake"
