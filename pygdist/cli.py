@@ -15,7 +15,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pygdist.errors import InputError, LostRankError, RefusedError
+from pygdist import signals
+from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
 from pygdist.memory.limits import refusal_of
 from pygdist.memory.scratch import ScratchFolder
 
@@ -49,6 +50,8 @@ Examples:
   pygdist partition --dataset=reddit-like --parts=4
 """
 
+_folders: list[ScratchFolder] = []  # they go with the process, after all that has files in them
+
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
     **{name: name for name in ("generate", "partition", "verify", "export", "report")},
@@ -60,12 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input or if
-        the machine refuses what the command needs, which one line on standard error explains, 130 after Ctrl-C.
+        the machine refuses what the command needs, which one line on standard error explains, 143 after SIGTERM, 130
+        after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
+    with signals.command():
+        return _run(command, rest)
+
+
+def _run(command: str, rest: list[str]) -> int:
     try:
         if command in ("-h", "--help", "help"):
             sys.stdout.write(_HELP)
@@ -89,9 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not refusal:
             _complain(str(error))
         return 2 if refusal else 1  # the rank that was refused something has said so
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+    except SignalError as error:
+        if _is_first_rank():
+            _complain(error.message)
+        return 128 + error.signum
     except Exception as error:
         if (refused := refusal_of(error)) is None:
             raise
@@ -116,7 +126,7 @@ def _scratch() -> Iterator[None]:
     """Let temporary files of this process, and of those that it starts, go with it; libraries leave some behind."""
     before = tempfile.tempdir, os.environ.get("TMPDIR")
     try:
-        folder = ScratchFolder()
+        _folders.append(folder := ScratchFolder())
     except OSError:  # there is no room: a command that needs some says so
         yield
         return
@@ -129,7 +139,6 @@ def _scratch() -> Iterator[None]:
         tempfile.tempdir = before[0]
         del os.environ["TMPDIR"]
         os.environ |= {} if before[1] is None else {"TMPDIR": before[1]}
-        folder.close()
 
 
 @contextlib.contextmanager

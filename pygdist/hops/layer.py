@@ -7,10 +7,12 @@ PyG's private attributes, its generated ``propagate`` and one of its global flag
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeGuard, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch_geometric
 from torch import Tensor, nn
@@ -260,9 +262,24 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
     return tuple(bases)
 
 
+#: By function of a library: which functions were looked for, its globals by id, and if one of them was found.
+_USES: WeakKeyDictionary[types.FunctionType, tuple[frozenset[Any], list[int], bool]] = WeakKeyDictionary()
+
+
 def _uses(
     function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
 ) -> bool:
+    """True if a function calls one of PyG's in ``replacements``; a library's is read once for the same globals."""
+    if _is_helper(function):
+        return _calls(function, replacements, callers)
+    sought, seen = frozenset(replacements), [id(function.__globals__.get(name)) for name in _names(function.__code__)]
+    known = _USES.get(function)
+    if known is None or known[:2] != (sought, seen):
+        known = _USES[function] = sought, seen, _calls(function, replacements, callers)
+    return known[2]
+
+
+def _calls(function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...]) -> bool:
     decorated = _decorated(function)
     within = decorated is not None and _uses(decorated, replacements, (*callers, function))
     return within or any(True for _ in _found(function, replacements, callers))
@@ -338,13 +355,14 @@ def _found(
             yield name, value
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
     """Names of globals and attributes in a function's code, and in the functions that it makes."""
     inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
-def _view(module: types.ModuleType, names: set[str], replacements: Replacements) -> types.ModuleType | None:
+def _view(module: types.ModuleType, names: frozenset[str], replacements: Replacements) -> types.ModuleType | None:
     """Return a copy of a module in which PyG's functions are replaced; ``None`` if there are none of these names."""
     others: dict[str, Any] = {}
     for name in names:

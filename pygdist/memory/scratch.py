@@ -14,11 +14,12 @@ import re
 import shutil
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 _PREFIX, _DIGITS = "pygdist-", 12
+_LAST = -200  # multiprocessing removes its own temporary folder, which may be in this one, at -100
 _OURS = re.compile(rf"^{_PREFIX}[0-9a-f]{{{_DIGITS}}}$")
 
 
@@ -46,7 +47,8 @@ class ScratchFolder:
             self.path = place / f"{_PREFIX}{_unique()}"
             self.path.mkdir(mode=0o700)
             descriptor = _locked(self.path, os.O_RDONLY)
-        self._end = weakref.finalize(self, _end, self.path, descriptor, os.getpid())
+        # the last thing that a process does, and only the one that made it, not a fork of it
+        self._end = Finalize(self, _end, args=(self.path, descriptor), exitpriority=_LAST)
 
     def close(self) -> None:
         """Remove the folder with all that is in it."""
@@ -113,11 +115,9 @@ def _locked(path: Path, flags: int) -> int | None:
     return None
 
 
-def _end(path: Path, descriptor: int, process: int) -> None:
-    if os.getpid() == process:  # not a fork of it
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # closed already
-        os.close(descriptor)
+def _end(path: Path, descriptor: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)
 
 
 def _unique() -> str:

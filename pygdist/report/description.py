@@ -138,7 +138,7 @@ def read_yaml(path: Path) -> Any:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise InputError(f"{path}{place}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {error}") from error
+        raise refusal_of(error) or InputError(f"{path}: cannot be read as YAML: {error}") from error
 
 
 def _fields(
