@@ -35,8 +35,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # no thread may exist where processes are forked
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -60,7 +58,7 @@ PLENTY = 1 << 29
 MOUNTED = ("space", "names", "read-only")  # kinds that need a file system of their own
 LIMITS = {"file size": resource.RLIMIT_FSIZE, "open files": resource.RLIMIT_NOFILE, "memory": resource.RLIMIT_AS}
 KINDS = (*MOUNTED, *LIMITS)
-_BEFORE = 24  # files that a process has open when it starts, at most
+_FEWEST_FILES = 24  # that Python and torch need to start
 _LEFT = re.compile(r"(^|/)(\.[^/]*(\.partial|\.tmp|\.tmp-[^/]*|\.lock)|[^/]*\.tmp|pygdist-[^/]*|\.pygdist-[^/]*)$")
 
 CONFIG = """\
@@ -367,7 +365,7 @@ def limits(kind: str, taken: Mapping[str, int], count: int, generator: random.Ra
         return [Limit(kind, 0)]
     shares = [(number + generator.random()) / count * 1.1 for number in range(count)]
     if kind == "open files":
-        return [Limit(kind, _BEFORE + int(40 * share)) for share in shares]
+        return [Limit(kind, _FEWEST_FILES + int(64 * share)) for share in shares]
     if kind == "memory":
         return [Limit(kind, int(_virtual_memory() + share * (3 << 29))) for share in shares]
     least = 4096 if kind == "space" else 3 if kind == "names" else 1
@@ -410,6 +408,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the campaign; 1 if there is any other outcome than success and refusal."""
     options = parser().parse_args()
+    torch.set_num_threads(1)  # no thread may exist where processes are forked
     generator, rows, facts = random.Random(options.seed), [], provenance(1)
     kinds = [kind for kind in options.kinds if is_root() or kind not in MOUNTED]
     if len(kinds) < len(options.kinds):

@@ -32,7 +32,7 @@ from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect, hosts_store
 from pygdist.lightning.stopping import Stopping
-from pygdist.memory.limits import refusal_of
+from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        require_files(self.num_processes * self.num_nodes)
         if self._start_method == "popen":
             assert self.cluster_environment is not None
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -22,7 +22,7 @@ _ADVICE = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use another disk",
     errno.EROFS: _ELSEWHERE,
     errno.EIO: f"check the disk, or {_ELSEWHERE}",
-    errno.EMFILE: "raise the limit, which is {files} (ulimit -n)",
+    errno.EMFILE: "raise the limit (ulimit -n)",
     errno.ENFILE: "close other programs",
     errno.ENOMEM: "use more or smaller parts, a smaller model, or a machine with more memory",
     errno.EAGAIN: "raise the limit on threads and processes (ulimit -u), or close other programs",
@@ -33,6 +33,7 @@ _ADVICE = {
     errno.ENAMETOOLONG: "choose another path",
     errno.ELOOP: "choose another path",
 }
+_FILES, _FILES_PER_RANK, _MOST_FILES = 64, 8, 1 << 14
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _WITHOUT_PATH = {errno.ENOMEM, errno.EAGAIN, errno.ENFILE}
 # libraries word it otherwise, or pass the system's words on
@@ -74,6 +75,23 @@ def told(error: Exception) -> str | None:
     return str(error) if isinstance(error, InputError) else None if (one := refusal_of(error)) is None else str(one)
 
 
+def require_files(num_ranks: int) -> None:
+    """Raise the limit on open files, within what the system allows; refuse one with which ranks cannot meet.
+
+    Connections for which there is no file wait for minutes, or end the process without a word.
+
+    Raises:
+        RefusedError: If this process may open too few files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _MOST_FILES and (hard == resource.RLIM_INFINITY or soft < hard):
+        soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    needed = _FILES + _FILES_PER_RANK * num_ranks
+    if soft < needed:
+        raise RefusedError(f"a process may open {soft} files, but ranks need about {needed}; {_ADVICE[errno.EMFILE]}")
+
+
 def reason_of(error: Exception) -> str:
     """Return the reason for which something failed, and what to do, for a message that names the file itself."""
     code = _code_of(error, str(error))
@@ -81,7 +99,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _reason(code: int) -> str:
-    return f"{os.strerror(code)}; {_ADVICE[code].format(files=resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"
+    return f"{os.strerror(code)}; {_ADVICE[code]}"
 
 
 def _code_of(error: BaseException, text: str) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 import yaml
 
 from pygdist.errors import InputError
+from pygdist.memory.limits import refusal_of
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
