@@ -102,7 +102,7 @@ COMMANDS = [
     Command("partition replicas", "partition --dataset=INPUTS/graph --hops=2 --out=parts", "parts"),
     Command("fit", f"fit {_FIT}", "runs"),
     Command("fit, 2 forked ranks", f"fit {_TWO} --exchange.ranks=ranks.csv", "runs"),
-    Command("fit, 2 ranks", f"fit {_FIT} --trainer.devices=2", "runs", ranks=2),
+    Command("fit, 2 ranks", f"fit {_FIT} --trainer.devices=2 --model.check=true", "runs", ranks=2),
     Command("fit, parts in turn", f"fit {_FIT} {_PARTS} {_SAMPLED}", "runs"),
     Command("fit, few in memory", f"fit {_FIT} --trainer.devices=2 --model.backend=pygdist.backends.TensorBackend "
             "--model.backend.memory_gib=0.0001", "runs", ranks=2),

@@ -67,7 +67,8 @@ def refusal_of(error: BaseException) -> RefusedError | None:
         return None
     reason = _reason(code)
     asked = re.search(r"(?:tried to allocate|Unable to allocate) [\d.,]+ \w+", text, re.IGNORECASE)
-    return RefusedError(f"{file}: {reason}" if file else f"{reason} ({asked[0]})" if asked else reason)
+    more = asked[0] if asked else text if isinstance(error, MemoryError) else ""
+    return RefusedError(f"{file}: {reason}" if file else f"{reason} ({more})" if more else reason)
 
 
 def told(error: Exception) -> str | None:

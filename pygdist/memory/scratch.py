@@ -101,6 +101,8 @@ def _locked(path: Path, flags: int) -> int | None:
     try:
         descriptor = os.open(path, flags, 0o666)
     except FileNotFoundError:
+        if flags & os.O_CREAT:  # there is no folder for it
+            raise
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

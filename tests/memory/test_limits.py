@@ -85,6 +85,13 @@ def test_errors_of_libraries(text: str) -> None:
     assert len(refusal.splitlines()) == 1
 
 
+def test_what_there_was_no_memory_for_is_told() -> None:
+    assert str(refusal_of(MemoryError("not enough memory for a mini-batch"))).endswith(
+        "(not enough memory for a mini-batch)"
+    )
+    assert str(refusal_of(MemoryError())).endswith("a machine with more memory")
+
+
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EIO])
 def test_errors_that_name_their_file(code: int) -> None:
     assert str(refusal_of(OSError(code, "", "here"))).startswith(f"here: {os.strerror(code)}; ")

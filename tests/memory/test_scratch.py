@@ -72,6 +72,11 @@ print(scratch.path.is_dir())
     assert _names(tmp_path) == []
 
 
+def test_a_file_in_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere" / "result"):
+        pass
+
+
 def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "result").write_text("old")
     with pytest.raises(FileExistsError), replacing(tmp_path / "result") as written:
