@@ -5,15 +5,20 @@ Only the command that runs is imported, so that help and mistakes take no time.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from pygdist import signals
-from pygdist.errors import InputError, LostRankError, SignalError
+from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
+from pygdist.memory.limits import refusal_of
+from pygdist.memory.scratch import ScratchFolder
 
 _HELP = """\
 Train unmodified PyTorch Geometric models on graphs that are split across processes.
@@ -45,6 +50,8 @@ Examples:
   pygdist partition --dataset=reddit-like --parts=4
 """
 
+_folders: list[ScratchFolder] = []  # they go with the process, after all that has files in them
+
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
     **{name: name for name in ("generate", "partition", "verify", "export", "report")},
@@ -55,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input, which
-        one line on standard error explains, 143 after SIGTERM, 130 after Ctrl-C.
+        The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input or if
+        the machine refuses what the command needs, which one line on standard error explains, 143 after SIGTERM, 130
+        after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
@@ -74,20 +82,31 @@ def _run(command: str, rest: list[str]) -> int:
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
             return 0
-        run = _load(command)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")  # not before Lightning is imported: it would echo
-        return run(command, rest)
+        with _scratch(), _threads() as of_threads:
+            run = _load(command)
+            logging.basicConfig(level=logging.INFO, format="%(message)s")  # before Lightning is imported, it would echo
+            code = run(command, rest)
+            if of_threads:
+                raise of_threads[0]
+            return code
     except InputError as error:
         if error.of_one_rank or _is_first_rank():
             _complain(str(error))
         return 2
     except LostRankError as error:
-        _complain(str(error))
-        return 1
+        _, _, refusal = str(error).partition(f"{RefusedError.__name__}: ")
+        if not refusal:
+            _complain(str(error))
+        return 2 if refusal else 1  # the rank that was refused something has said so
     except SignalError as error:
         if _is_first_rank():
             _complain(error.message)
         return 128 + error.signum
+    except Exception as error:
+        if (refused := refusal_of(error)) is None:
+            raise
+        _complain(str(refused))
+        return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
@@ -100,6 +119,45 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
     run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
     return run
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Let temporary files of this process, and of those that it starts, go with it; libraries leave some behind."""
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    try:
+        _folders.append(folder := ScratchFolder())
+    except OSError:  # there is no room: a command that needs some says so
+        yield
+        return
+    # compiled models are kept for the next run
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path.parent}/torchinductor_{os.getuid()}")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder.path)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before[0]
+        del os.environ["TMPDIR"]
+        os.environ |= {} if before[1] is None else {"TMPDIR": before[1]}
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[list[RefusedError]]:
+    """Yield the list of what the machine refuses to other threads, which would each print a traceback."""
+    refused: list[RefusedError] = []
+    before = threading.excepthook
+
+    def note(failure: threading.ExceptHookArgs) -> None:
+        if failure.exc_value is not None and (refusal := refusal_of(failure.exc_value)) is not None:
+            refused.append(refusal)
+        else:
+            before(failure)
+
+    threading.excepthook = note
+    try:
+        yield refused
+    finally:
+        threading.excepthook = before
 
 
 def _is_first_rank() -> bool:

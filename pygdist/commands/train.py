@@ -31,6 +31,7 @@ from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
 from pygdist.lightning.resume import Resume
 from pygdist.lightning.table import EpochLogger
+from pygdist.memory.limits import refusal_of
 from pygdist.report.description import read_yaml
 
 log = logging.getLogger(__name__)
@@ -238,7 +239,7 @@ class GraphCLI(LightningCLI):
             super()._run_subcommand(str(self.subcommand))
             if self._folder is not None and not self.trainer.interrupted:
                 self._folder.finish()
-        except (ValueError, RuntimeError, MisconfigurationException, FileNotFoundError) as error:
+        except Exception as error:
             mistake = _mistake_of(error)
             if mistake is None:
                 raise
@@ -317,7 +318,7 @@ def _mistake_of(error: Exception) -> InputError | None:
         return InputError(f"EarlyStopping: {one_line(text)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
-    return None
+    return refusal_of(error)
 
 
 def _task_of(arguments: list[str]) -> str:

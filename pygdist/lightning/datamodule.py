@@ -24,6 +24,7 @@ from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
+from pygdist.memory.limits import told
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes
@@ -173,10 +174,10 @@ class GraphDataModule(pl.LightningDataModule):
             return
         try:
             self._folder = self._prepare()
-        except InputError as error:
-            if self.trainer is None:
+        except Exception as error:
+            if (refused := told(error)) is None or self.trainer is None:
                 raise
-            self._error = str(error)  # setup() raises it on all ranks, so that none waits
+            self._error = refused  # setup() raises it on all ranks, so that none waits
 
     def _prepare(self) -> Path:
         num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
@@ -226,8 +227,9 @@ class GraphDataModule(pl.LightningDataModule):
         self._meta = error = None
         try:
             self._open_store()
-        except InputError as problem:
-            error = str(problem)
+        except Exception as problem:
+            if (error := told(problem)) is None:
+                raise
         self._agree(error)
         self._fill_in_sizes()
 
@@ -384,8 +386,9 @@ class GraphDataModule(pl.LightningDataModule):
         steps, error = 0, None
         try:
             steps = loader.num_batches  # draws from parts, which may fail
-        except InputError as problem:
-            error = str(problem)
+        except Exception as problem:
+            if (error := told(problem)) is None:
+                raise
         communicator.agree(error)
         loader.num_steps = int(communicator.gather([float(steps)]).max())
         return loader

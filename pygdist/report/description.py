@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 import yaml
 
 from pygdist.errors import InputError
+from pygdist.memory.limits import refusal_of
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
@@ -138,7 +139,7 @@ def read_yaml(path: Path) -> Any:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise InputError(f"{path}{place}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {error}") from error
+        raise refusal_of(error) or InputError(f"{path}: cannot be read as YAML: {error}") from error
 
 
 def _fields(

@@ -33,6 +33,7 @@ from pygdist.graph.streams.edge_file import EdgeWriter
 from pygdist.graph.streams.folder import write_once
 from pygdist.graph.streams.progress import Progress, enter_stage, watched
 from pygdist.graph.streams.stream import EdgeStream
+from pygdist.memory.limits import refusal_of
 
 FORMAT_VERSION = 1
 
@@ -107,7 +108,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError(f"{folder}: has no graph.json; write such a folder with: pygdist generate") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{path}: is damaged ({error!r}); generate the graph again") from error
+        raise refusal_of(error) or InputError(f"{path}: is damaged ({error!r}); generate the graph again") from error
     if version != FORMAT_VERSION or not complete:
         raise InputError(f"{path}: format version {version}, expected {FORMAT_VERSION}; generate the graph again")
     assert isinstance(description, dict)
