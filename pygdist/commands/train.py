@@ -21,12 +21,13 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from pygdist.bounded_yaml import read_yaml
 from pygdist.commands.export import read_checkpoint
-from pygdist.commands.messages import Parser, one_line, options_of, shorten
+from pygdist.commands.messages import Parser, described, one_line, options_of, shorten
+from pygdist.commands.trainer_options import check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
-from pygdist.report.description import read_yaml
 
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
@@ -152,10 +153,14 @@ class GraphCLI(LightningCLI):
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             log.debug("while instantiating the objects of the configuration", exc_info=True)
             raise InputError(shorten(str(error))) from error
+        except Exception as error:  # classes refuse their arguments in many ways
+            log.debug("while instantiating the objects of the configuration", exc_info=True)
+            raise InputError(f"an object of the configuration cannot be made: {described(error)}") from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
+        check_trainer(config)
         kwargs["strategy"] = _strategy_of(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
             kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")

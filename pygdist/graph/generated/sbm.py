@@ -6,6 +6,8 @@ on the communication between ranks.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import Data
@@ -61,9 +63,15 @@ def degree_corrected_sbm(
         InputError: If an argument is out of range, or there are too few pairs of nodes for so many edges.
     """
     _require(1 <= num_classes <= num_nodes, f"num_classes is {num_classes}, expected 1 to num_nodes = {num_nodes}")
-    _require(avg_degree >= 0, f"avg_degree is {avg_degree}, expected at least 0")
+    _require(0 <= avg_degree < num_nodes, f"avg_degree is {avg_degree}, expected 0 to below num_nodes = {num_nodes}")
+    _require(num_features >= 1, f"num_features is {num_features}, expected at least 1")
+    _require(0 <= feature_noise < math.inf, f"feature_noise is {feature_noise}, expected a finite number from 0")
+    _require(
+        labels_per_class is None or labels_per_class >= 0, f"labels_per_class is {labels_per_class}, expected 0 up"
+    )
+    _require(seed >= 0, f"seed is {seed}, expected at least 0")
     _require(0 <= homophily <= 1, f"homophily is {homophily}, expected a share from 0 to 1")
-    _require(power_law > 2, f"power_law is {power_law}, expected an exponent above 2")
+    _require(2 < power_law < math.inf, f"power_law is {power_law}, expected a finite exponent above 2")
     are_shares = len(split) == 3 and min(split) >= 0 and sum(split) <= 1 + 1e-9
     _require(are_shares, f"split is {split}, expected three shares that sum to at most 1")
     rng = np.random.default_rng(seed)
