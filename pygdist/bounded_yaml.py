@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> Any:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise InputError(f"{path}{place}: not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as YAML: {error}") from error
+        raise InputError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
 def read_text(path: Path) -> str:

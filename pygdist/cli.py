@@ -44,6 +44,8 @@ Examples:
   pygdist partition --dataset=reddit-like --parts=4
 """
 
+_LONGEST = 660
+
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
     **{name: name for name in ("generate", "partition", "verify", "export", "report")},
@@ -78,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LostRankError as error:
         _complain(str(error))
         return 1
+    except OSError as error:
+        if not _is_named(error, rest):
+            raise
+        if _is_first_rank():
+            _complain(f"{str(error.filename)[:200]}: {error.strerror}; name another file or folder")
+        return 2
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
@@ -95,6 +103,12 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
     return run
 
 
+def _is_named(error: OSError, arguments: list[str]) -> bool:
+    """Tell if an error of the system is about a file that the command line names, or one in a folder that it names."""
+    values = [argument.partition("=")[2] or argument for argument in arguments]
+    return isinstance(error.filename, str) and any(value and value in error.filename for value in values)
+
+
 def _is_first_rank() -> bool:
     """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -102,7 +116,10 @@ def _is_first_rank() -> bool:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write("pygdist: error: " + " ".join(message.split()) + "\n")
+    line = " ".join(message.split())
+    if len(line) > _LONGEST:  # an option of thousands of characters, say; advice is at the end
+        line = f"{line[: _LONGEST - 200]} … {line[-200:]}"
+    sys.stderr.write(f"pygdist: error: {line}\n")
     sys.stderr.flush()
 
 

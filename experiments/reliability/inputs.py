@@ -254,7 +254,7 @@ def yaml_texts() -> dict[str, bytes]:
         "deep lists": "data: " + "[" * 5000 + "]" * 5000,
         "deeper lists": "data: " + "[" * 200_000,
         "deep mappings": "data: " + "{a: " * 5000 + "1" + "}" * 5000,
-        "deep blocks": "".join(f"{' ' * i}a:\n" for i in range(2000)),
+        "deep blocks": "".join(f"{' ' * i}a:\n" for i in range(1000)),
         "deep dashes": "- " * 5000 + "x\n",
         "deep arguments": "data: {dataset_args: " + "{a: " * 300 + "1" + "}" * 300 + "}\n",
         "tabs": "data:\n\tdataset: graph\n",
@@ -350,8 +350,6 @@ def yaml_cases() -> Iterator[Case]:
 
 
 def _results(folder: Path, text: bytes) -> None:
-    (folder / "results").mkdir()
-    (folder / "results" / "a.csv").write_text("x,y\n1,2\n")
     (folder / "results" / "a.yaml").write_bytes(text)
 
 
@@ -529,6 +527,9 @@ FORGERIES: list[tuple[str, str, Callable[[Any], Any]]] = [
 ]
 
 
+_PART = ("part_0/", "meta.json")  # of arrays that do not fit each other, either may be named
+
+
 def array_cases() -> Iterator[Case]:
     """Yield stores with forged arrays, both placements, and with files that are cut or changed."""
 
@@ -540,13 +541,11 @@ def array_cases() -> Iterator[Case]:
 
     for name, what, change in FORGERIES:
         arguments = (*FIT, "--data.store=store")
-        yield Case("forged array", f"{name} {what}", arguments, (f"{name}.npy",), forged("store", name, change))
+        yield Case("forged array", f"{name} {what}", arguments, _PART, forged("store", name, change))
     replicas = (*FIT, "--data.store=replicas", "--model.backend=replica")
     for name, what, change in FORGERIES:
         if name != "send_index" and "counts" not in name:
-            yield Case(
-                "forged replicas", f"{name} {what}", replicas, (f"{name}.npy",), forged("replicas", name, change)
-            )
+            yield Case("forged replicas", f"{name} {what}", replicas, _PART, forged("replicas", name, change))
     for what, change in (
         ("is short", lambda array: array[:5]),
         ("is narrow", lambda array: array[:, :1].copy()),
@@ -711,6 +710,8 @@ def write_template(folder: Path) -> None:
     (folder / "run.yaml").write_text(RUN)
     data = degree_corrected_sbm(120, num_classes=4, avg_degree=6, num_features=12, seed=3)
     save_npy(data, folder / "graph")
+    (folder / "results").mkdir()
+    (folder / "results" / "a.csv").write_text("x,y\n1,2\n")
     edges = data.edge_index.t().tolist()
     (folder / "edges.txt").write_text("".join(f"{source} {target}\n" for source, target in edges))
     part = np.zeros(120, dtype=np.int64)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from pygdist.backends import Backend
@@ -113,7 +114,7 @@ def check_graph_options(
 
 
 def check_model(model: nn.Module, name: str = "model") -> None:
-    """Refuse a module that computes nothing: one without a ``forward``, or with fewer than one layer."""
+    """Refuse a module without a ``forward``, with fewer than one layer, or with a dropout that is no probability."""
     if getattr(type(model), "forward", None) is nn.Module.forward and "forward" not in vars(model):
         raise InputError(f"{name}: {type(model).__name__} has no forward(); name the class of a whole model")
     for path, module in model.named_modules():
@@ -121,6 +122,9 @@ def check_model(model: nn.Module, name: str = "model") -> None:
         if isinstance(num_layers, int) and num_layers < 1:
             where = f"{path} ({type(module).__name__})" if path else type(module).__name__
             raise InputError(f"{name}: num_layers of {where} is {num_layers}, expected at least 1")
+        dropout = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", None)
+        if isinstance(dropout, float) and not 0 <= dropout <= 1:
+            raise InputError(f"{name}: dropout of {path or type(module).__name__} is {dropout}, expected 0 to 1")
 
 
 def check_sizes(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ Check = Callable[[Any], bool]
 _AGAIN = "; partition the graph again"
 _SUMS = {"num_nodes": "num_owned", "num_edges": "num_edges"}  # of the parts
 _LARGEST = 1 << 62  # sums of a few such numbers fit int64
+_LONGEST = 5000  # characters; notes list names
 _BLOCK = 1 << 22
 _NUMBERS = "bool uint8 int8 int16 int32 int64 float32 float64"
 _REQUIRED = ("n_id", "indptr", "src", "e_id", "send_index", "send_counts", "recv_counts", *MASKS)
@@ -56,7 +57,7 @@ def _is_masks(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and len(value) < _LONGEST
 
 
 _META: dict[str, tuple[Check, str]] = {
@@ -113,7 +114,11 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
             _is_counts(part["halo_per_hop"]) and len(part["halo_per_hop"]) == meta["num_hops"]
         ):
             _refuse(path, f"{inside}halo_per_hop", part["halo_per_hop"], "a number for each hop")
-        needed = (*_REQUIRED, *(["in_degree"] if PLACEMENTS[meta["placement"]].has_surroundings else []))
+        needed = (
+            *_REQUIRED,
+            *meta["dtypes"],
+            *(["in_degree"] if PLACEMENTS[meta["placement"]].has_surroundings else []),
+        )
         for name in needed:
             if name not in part["files"]:
                 raise InputError(f"{path}: {inside}files: '{name}' is missing{_AGAIN}")
@@ -175,6 +180,14 @@ def _problems(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], part:
             yield name, "holds a number below 0, or one that is too large"
         if counts[:, part].any():
             yield name, "counts rows that the part exchanges with itself"
+    # what each part receives is in meta.json, so the plans of all parts fit each other
+    expected = {
+        "send_counts": [other["recv_counts"][part] for other in meta["parts"]],
+        "recv_counts": meta["parts"][part]["recv_counts"],
+    }
+    for name, counts in expected.items():
+        if arrays[name].reshape(-1, meta["num_parts"])[0].tolist() != counts:
+            yield name, "differs from recv_counts of the parts in meta.json"
     received, sent = (sum(arrays[name].ravel().tolist()) for name in ("recv_counts", "send_counts"))
     if received != num_rows - num_owned:
         yield "recv_counts", f"counts {received} rows of other parts, but n_id has {num_rows - num_owned}"
