@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import jsonargparse
 import yaml
-from jsonargparse import set_loader
+from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
 from pygdist.bounded_yaml import check_yaml, read_text
@@ -104,6 +104,8 @@ def _load_bounded(text: str) -> Any:
 
 _load_yaml = jsonargparse.get_loader("yaml")
 set_loader("yaml", _load_bounded, (yaml.YAMLError,))
+# a value of any type is no object: else {class_path: os.system, ...} would run among the arguments of a dataset
+set_parsing_settings(instantiate_subclass_spec_in_any=False)
 
 
 def described(error: BaseException) -> str:

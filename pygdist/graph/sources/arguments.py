@@ -5,6 +5,7 @@ A configuration names code: classes of models, datasets, transforms. It names no
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import inspect
 import math
@@ -46,11 +47,20 @@ def made_arguments(factory: Callable[..., Any], args: Mapping[str, Any], name: s
         raise InputError(f"dataset '{name}': {error}; its arguments are: {parameters}") from None
     hints = _annotations(factory)
     made = {}
-    for key, value in args.items():
+    for key, value in {key: _plain(value) for key, value in args.items()}.items():
         hint = hints.get(key, Callable if key in _TRANSFORMS else Any)
         _check_plain(value, hint, f"dataset '{name}': {key}")
         made[key] = _made(value, hint, f"dataset '{name}': {key}")
     return made
+
+
+def _plain(value: Any) -> Any:
+    """Turn the namespaces that jsonargparse makes of ``{class_path: ...}`` back into mappings."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -111,6 +121,7 @@ def _made(value: Any, hint: Any, place: str) -> Any:
     try:
         return cls(**made_arguments(cls, init_args, path))
     except InputError as error:
-        raise InputError(f"{place}: {error}".replace("dataset '", "'")) from error
+        inner = str(error).replace("dataset '", "'")
+        raise InputError(f"{place}: {inner}") from error
     except (TypeError, ValueError, AssertionError, KeyError) as error:  # transforms refuse arguments with these
         raise InputError(f"{place}: {path}: {type(error).__name__}: {error} (with {init_args})") from error
