@@ -22,6 +22,7 @@ usage: pygdist COMMAND [options]
 Graphs:
   generate    write a synthetic graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
   partition   split a graph into parts, one for each process
+  check       read all files of a partitioned graph, and name one that is damaged
 
 Models:
   fit         train a model
@@ -42,13 +43,15 @@ Examples:
   pygdist fit --config run.yaml --trainer.devices=4
   pygdist fit --config run.yaml --print_config       print every option with its value, as YAML
   pygdist partition --dataset=reddit-like --parts=4
+
+A configuration names classes, which are imported and run: use only those that you would run as a script.
 """
 
 _LONGEST = 660
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    **{name: name for name in ("generate", "partition", "verify", "export", "report")},
+    **{name: name for name in ("generate", "partition", "check", "verify", "export", "report")},
 }
 
 

@@ -115,6 +115,19 @@ def described(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error}", 500) + place
 
 
+def refused_by(error: BaseException) -> str:
+    """Return the outermost call of a class's ``__init__`` in which an error came up, with its arguments, or nothing."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, made = frame.f_code, frame.f_locals.get("self")
+        if code.co_name == "__init__" and not frame.f_globals.get("__name__", "").startswith(
+            ("jsonargparse", "pygdist")
+        ):
+            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            values = ", ".join(f"{name}={repr(frame.f_locals[name])[:40]}" for name in names if name in frame.f_locals)
+            return one_line(f"{type(made).__name__}({values})", 300)
+    return ""
+
+
 def one_line(message: str, limit: int = 600) -> str:
     """Return the message without line breaks, cut to ``limit`` characters."""
     text = " ".join(message.split())

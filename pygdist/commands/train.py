@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from pygdist.bounded_yaml import read_yaml
 from pygdist.commands.export import read_checkpoint
-from pygdist.commands.messages import Parser, described, one_line, options_of, shorten
+from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
 from pygdist.commands.trainer_options import check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
@@ -155,7 +155,8 @@ class GraphCLI(LightningCLI):
             raise InputError(shorten(str(error))) from error
         except Exception as error:  # classes refuse their arguments in many ways
             log.debug("while instantiating the objects of the configuration", exc_info=True)
-            raise InputError(f"an object of the configuration cannot be made: {described(error)}") from error
+            made = refused_by(error) or "an object of the configuration"
+            raise InputError(f"{made} cannot be made: {described(error)}") from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

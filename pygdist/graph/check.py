@@ -134,6 +134,8 @@ def as_field(name: str, value: Any, where: str = "") -> Tensor:
     if tensor.layout is not torch.strided and (name != "x" or tensor.is_nested):
         advice = "; pass a sparse adjacency matrix as adj_t" if name == "edge_index" else ""
         raise InputError(f"{where}{name}: a tensor of layout {tensor.layout}, expected a dense one{advice}")
+    if tensor.dim() == 0:
+        raise InputError(f"{where}{name}: a single number, expected one for each node or edge")
     if tensor.device.type == "meta":
         raise InputError(f"{where}{name}: a tensor without numbers (device 'meta')")
     if tensor.dtype is torch.uint64:

@@ -24,6 +24,7 @@ from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
+from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes
@@ -216,7 +217,7 @@ class GraphDataModule(pl.LightningDataModule):
         """Map this rank's part; raises the same :class:`~pygdist.errors.InputError` on all ranks, or none."""
         self._agree(self._error)
         if self._strategy is not None:
-            self._folder = Path(self._strategy.broadcast(str(self._folder)))
+            self._folder = Path(from_rank_zero(str(self._folder), self._strategy))
         self._meta = error = None
         try:
             self._open_store()

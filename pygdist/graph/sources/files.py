@@ -234,8 +234,6 @@ class GraphFiles:
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
-            if fields["y"].ndim == 0:
-                raise InputError(f"{paths['y']}: a single number, expected one label for each node")
         num_nodes = self.num_nodes
         for name in ("x", "y"):
             if name in fields and num_nodes is None:

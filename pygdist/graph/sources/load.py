@@ -162,7 +162,9 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
     except InputError:
         raise
-    except (TypeError, ValueError, AssertionError, KeyError) as error:  # datasets refuse arguments with these
+    except MemoryError as error:
+        raise InputError(f"dataset '{name}': not enough memory: {error} (with {dict(args)})") from error
+    except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError) as error:  # of refused arguments
         line = traceback.extract_tb(error.__traceback__)[-1].line
         raise InputError(f"dataset '{name}': {type(error).__name__}: {error or line} (with {dict(args)})") from error
 
