@@ -78,7 +78,7 @@ VALUES: dict[str, list[str]] = {
     "choice": ["other", "[nodes]", "{a: 1}", "3", "nan", ""],
     "class": ["nosuch.Class", "torch.nn", "[1]", "{class_path: 3}", "{class_path: os.system}", "{init_args: {}}", "3",
               "{class_path: [a]}", "..", "os.", ".os", "torch.optim.SGD", "builtins.print", "a" * 5000],
-    "path": ["", "no/such/place", "run.yaml/inside", "a\x01b/no", "x" * 5000],
+    "path": ["", "no/such/place", "run.yaml/inside", "x" * 5000],
 }  # fmt: skip
 
 #: Options by the command line that they are added to.
@@ -163,7 +163,8 @@ TAKEN = {
     ("trainer.reload_dataloaders_every_n_epochs", str(10**30)), ("columns", "text"), ("first_id", "0"),
     ("data.symmetrize", "x"), ("optimizer", "torch.optim.SGD"), ("trainer.num_sanity_val_steps", "inf"),
     ("trainer.max_time", "x" * 0), ("data.dataset_args.avg_degree", "0"), ("tolerance", "inf"),
-    ("model.hits_at", str(10**30)), ("model.hits_at", str(10**13)), ("model.savings.block_mib", "0"),
+    ("seed", str(10**30)), ("model.hits_at", str(10**30)),
+    ("model.hits_at", str(10**13)), ("model.savings.block_mib", "0"),
     ("data.batches.init_args.batch_size", str(10**30)), ("data.batches.init_args.batch_size", str(10**13)),
     ("data.num_classes", str(10**30)),
     ("data.batches.init_args.num_neighbors", "[1]"),
@@ -192,7 +193,12 @@ def option_cases(rng: random.Random, most: int) -> Iterator[Case]:
     pairs.sort(key=lambda pair: (pair[:2] in seen, seen.add(pair[:2]))[0])  # stable: the first of each option leads
     for command, option, kind, value in pairs[:most]:
         arguments = (*command, f"--{option}={value}")
-        words = (option.split(".")[-1], option, *option.split(".")[-3:-1], *([value[:40]] if len(value) > 1 else []))
+        words = (
+            option.split(".")[-1],
+            option,
+            *option.split(".")[-3:-1],
+            value[:40] if len(value) > 1 else f"'{value}'",
+        )
         words = words if value else ()  # an empty path is the current folder
         yield Case(f"option ({kind})", f"{' '.join(arguments)[:120]}", arguments, words)
 

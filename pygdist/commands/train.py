@@ -24,7 +24,7 @@ from typing_extensions import override
 from pygdist.bounded_yaml import read_yaml
 from pygdist.commands.export import read_checkpoint
 from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
-from pygdist.commands.trainer_options import check_trainer
+from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
@@ -136,6 +136,7 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
+        check_settings(self.config[subcommand])
         checkpoint = self.config[subcommand].get("ckpt_path")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)

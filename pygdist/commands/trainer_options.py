@@ -29,6 +29,21 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse a seed that is out of range, and an optimiser or a scheduler with arguments but without a class.
+
+    Raises:
+        InputError: Names the option.
+    """
+    seed = config.get("seed_everything")
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed < 1 << 32:
+        raise InputError(f"--seed_everything is {str(seed)[:40]}, expected 0 to 2**32 - 1")
+    for name in ("optimizer", "lr_scheduler"):
+        value = config.get(name)
+        if value is not None and "init_args" in value and not value.get("class_path"):
+            raise InputError(f"--{name}: init_args are given without a class_path")
+
+
 def check_trainer(config: Mapping[str, Any]) -> None:
     """Refuse options of the trainer that are out of range, of a wrong type, or that do not go together.
 
