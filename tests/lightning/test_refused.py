@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
-from pygdist import GraphDataModule, InputError
+from pygdist import GraphDataModule, GraphDDPStrategy, InputError
 from pygdist.backends import ReplicaBackend
+from pygdist.comm import Communicator
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
+from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -94,6 +97,17 @@ def test_a_run_may_go_on_with_it(pool: RankPool, tmp_path: Path) -> None:
         assert not said
         assert len(epochs) == 3
         assert [epoch["train_loss"] != epoch["train_loss"] for epoch in epochs] == [False, True, False]
+
+
+def _said(rank: int, world_size: int, folder: str, text: str) -> str:
+    strategy = GraphDDPStrategy()
+    strategy._communicator = Communicator(dist.new_group())
+    return from_rank_zero(text if rank == 0 else "other" * rank, strategy)
+
+
+@pytest.mark.parametrize("text", ["", "/store", "/a/\u00e9\udcff\n\\x" * 700])
+def test_a_text_of_rank_0_travels_whole(text: str, pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_said, 3, str(tmp_path), text) == [text] * 3
 
 
 @pytest.mark.parametrize("options", [{"lr": float("inf")}, {"lr": float("nan")}, {"weight_decay": float("inf")}])
