@@ -80,7 +80,7 @@ def check_value(option: str, value: str) -> None:
         InputError: As :func:`~pygdist.bounded_yaml.check_yaml`.
     """
     name, text = option, value
-    if option in ("-c", "--config") or value.endswith((".yaml", ".yml", ".json")):
+    if option in ("-c", "--config") or value.endswith((".yaml", ".yml")):
         path = Path(value)
         if "\0" in value or len(value) > _LONGEST_PATH or not path.is_file():
             return
