@@ -24,6 +24,7 @@ Importing ``pygdist`` is fast: torch, PyTorch Geometric and Lightning are import
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,9 @@ def _version() -> str:
     except PackageNotFoundError:
         return "0+unknown"  # a checkout that is not installed
 
+
+if "PYGDIST_PARENT" in os.environ:
+    importlib.import_module("pygdist.signals").follow_parent()  # a rank ends with the process that started it
 
 if "lightning.pytorch" in sys.modules:
     # Lightning has no entry point for strategies: Trainer(strategy="graph_ddp") needs them registered

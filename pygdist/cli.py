@@ -12,7 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from pygdist.errors import InputError, LostRankError
+from pygdist import signals
+from pygdist.errors import InputError, LostRankError, SignalError
 
 _HELP = """\
 Train unmodified PyTorch Geometric models on graphs that are split across processes.
@@ -60,12 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input, which
-        one line on standard error explains, 130 after Ctrl-C.
+        one line on standard error explains, 143 after SIGTERM, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
+    with signals.command():
+        return _run(command, rest)
+
+
+def _run(command: str, rest: list[str]) -> int:
     try:
         if command in ("-h", "--help", "help"):
             sys.stdout.write(_HELP)
@@ -89,9 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_first_rank():
             _complain(f"{str(error.filename)[:200]}: {error.strerror}; name another file or folder")
         return 2
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+    except SignalError as error:
+        if _is_first_rank():
+            _complain(error.message)
+        return 128 + error.signum
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 

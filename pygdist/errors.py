@@ -29,3 +29,21 @@ class UnequalRanksError(InputError, RuntimeError):
 
 class LostRankError(RuntimeError):
     """Another rank died, left, or did not answer in time. The message names the rank, the epoch and the exchange."""
+
+
+class SignalError(SystemExit):
+    """A signal ends the run. The message names the signal and the process or rank that it reached.
+
+    The exit code is that of a process that died of the signal: 143 for SIGTERM, 130 for SIGINT.
+
+    Args:
+        message: One line.
+        signum: The signal's number.
+    """
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.message, self.signum = message, signum
+
+    def __str__(self) -> str:
+        return self.message

@@ -16,6 +16,7 @@ ROOT = Path(pygdist.__file__).parent
 ROOMS = [
     "errors",
     "bounded_yaml",
+    "signals",
     "registry",
     "memory",
     "comm",

@@ -7,20 +7,17 @@ travel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Backend
-from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, WireDtype, norms_refused
+from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions, WireDtype
 from pygdist.backends.passes.fetched import FetchedPass
-from pygdist.hops.hop import Deferred, Hop
 
 
-class CommBackend(Backend):
+class CommBackend(FetchingBackend):
     """Fetch halo rows in every hop (DepComm; NeutronStar, SIGMOD 2022, Sec. 2.2 and 4.3).
 
     A subclass may fetch rows in its own way (:meth:`halo_rows`); its hops then wait until all rows are here.
@@ -34,8 +31,7 @@ class CommBackend(Backend):
     """
 
     name = "comm"
-    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_pass")
-    _fetcher: Fetcher | None = None
+    per_graph: ClassVar[tuple[str, ...]] = ("_pass",)
     _pass: FetchedPass | None = None
 
     def __init__(
@@ -46,32 +42,7 @@ class CommBackend(Backend):
         wire_dtype: WireDtype | None = None,
         halo_gib: float | None = None,
     ) -> None:
-        super().__init__()
-        self.options = FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib)
-        if self.options.approximation:
-            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
-
-    @override
-    def exact_case(self, num_hops: int) -> CommBackend | None:
-        if not self.abilities.exact and not self.options.approximation:  # a subclass that gives up something else
-            return None
-        copy = self._unbound()
-        copy.options = replace(self.options, wire_dtype=None)
-        return copy
-
-    @override
-    def refuse(self, layer: MessagePassing) -> str | None:
-        return norms_refused(layer)
-
-    # -- a hop ---------------------------------------------------------------------------------------------------------
-
-    @override
-    def propagate(self, hop: Hop) -> Tensor:
-        return self._running.propagate(hop)
-
-    @override
-    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
-        return self._running.edge_updater(hop)
+        super().__init__(FetchOptions(ring=ring, overlap=overlap, wire_dtype=wire_dtype, halo_gib=halo_gib))
 
     def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
         r"""Fetch the rank's halo rows from their owners; a subclass with another wire format overrides this.
@@ -86,39 +57,24 @@ class CommBackend(Backend):
         """
         return self.fetcher.exchange_rows(x, self.shard.plan, label)
 
-    @override
-    def source_rows(self, x: Tensor) -> Tensor:
-        return self._running.source_rows(x)
-
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     @override
     def begin_forward(self) -> None:
-        self._running.begin()
+        self._running().begin()
         self.fetcher.begin_pass()
 
     @override
     def begin_hop(self) -> None:
-        self._running.begin_hop()
-
-    @override
-    def end_forward(self) -> None:
-        if self._fetcher is not None:  # a model that is not bound fails before
-            self._fetcher.end_pass()
+        self._running().begin_hop()
 
     @override
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._running.run_layer(layer, forward, args, kwargs)
+        return self._running().run_layer(layer, forward, args, kwargs)
 
     # -- a graph -------------------------------------------------------------------------------------------------------
-
-    @override
-    def unbind(self) -> None:
-        if self._fetcher is not None:
-            self._fetcher.close()
-        super().unbind()
 
     @property
     def fetcher(self) -> Fetcher:
@@ -127,8 +83,8 @@ class CommBackend(Backend):
             self._fetcher = Fetcher(self.shard, self.communicator, self.options, lambda: self.kept.first_hop.results)
         return self._fetcher
 
-    @property
-    def _running(self) -> FetchedPass:
+    @override
+    def _running(self, what: str = "a layer") -> FetchedPass:
         if self._pass is None:
             as_usual = type(self).halo_rows is CommBackend.halo_rows
             fetch = None if as_usual else lambda x, label: self.halo_rows(x, label=label)

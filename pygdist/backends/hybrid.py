@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends.fetching.fetcher import FetchOptions
+from pygdist.backends.fetching.fetcher import FetchingBackend, FetchOptions
 from pygdist.backends.passes.rehearsal import can_be_timed
 from pygdist.backends.planning.expected import EpochCosts, Expected, computed_shares, expected_epoch
 from pygdist.backends.planning.greedy import Costs, Halo, greedy_choice
@@ -78,7 +78,7 @@ class HybridBackend(RecomputingBackend):
         self.expected: Expected | None = None
 
     @override
-    def exact_case(self, num_hops: int) -> RecomputingBackend | None:
+    def exact_case(self, num_hops: int) -> FetchingBackend | None:
         copy = super().exact_case(num_hops)
         if isinstance(copy, HybridBackend):  # rows of both kinds, and nothing measured
             copy.cache_ratio, copy.costs, copy.memory_gib = 0.5, None, None
@@ -133,7 +133,11 @@ class HybridBackend(RecomputingBackend):
         plan = None
         if not self.replan:
             plan = load_plan(path, self.communicator, len(halo.widths), halo.around.n_id.numel(), network.value_s)
-        timed = self._time(probe) if plan is None else Timed.from_dict(plan.facts["timed"])
+        if plan is None:
+            edges, ranks = self.shard.adjacency, self.communicator
+            timed = time_hops(probe.call, probe.rehearse, probe.begin_pass, edges, ranks, halo.widths)
+        else:
+            timed = Timed.from_dict(plan.facts["timed"])
         epoch = self._epoch_costs(halo, probe, network, timed)
         self.communicator.buffers.clear()  # only the measurements needed these
         if plan is not None:
@@ -152,11 +156,6 @@ class HybridBackend(RecomputingBackend):
             }  # fmt: skip
             save_plan(path, self.communicator.rank, Plan(chosen, facts))
         return chosen
-
-    def _time(self, probe: Probe) -> Timed:
-        """Time the model on some of this rank's rows and edges."""
-        widths, edges = probe.facts.widths, self.shard.adjacency
-        return time_hops(probe.call, probe.rehearse, probe.begin_pass, edges, self.communicator, widths)
 
     def _epoch_costs(self, halo: Halo, probe: Probe, network: Network, timed: Timed) -> EpochCosts:
         # a value's seconds are those of two passes; a hop whose result is kept fetches its rows once

@@ -18,7 +18,6 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Abilities
-from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
 from pygdist.backends.passes.rehearsal import Call, Kind
@@ -191,20 +190,8 @@ class ReplicaBackend(RecomputingBackend):
         computed = tuple(ends[min(self.hops, depth - hop)] for hop in range(depth + 1))
         # of the rows that are as far away as the model sees, only the features are needed
         adjacency = leading(Adjacency.from_csr(edges.csr), computed[0], computed[min(1, depth)], computed[0])
-        nothing = Arrival.nothing(adjacency.device)
-        return Rows(
-            n_id=self._around.n_id[: computed[0]],
-            num_owned=self.shard.num_owned,
-            computed=computed,
-            num_sources=computed[:-1],
-            adjacency=adjacency,
-            fetched=(nothing,) * depth,
-            inputs=nothing,
-            everything=nothing,
-            edges=nothing,
-            num_own_edges=int(edges.csr.indptr[self.shard.num_owned]),
-            exchanges=(False,) * depth,
-        )
+        num_owned, n_id = self.shard.num_owned, self._around.n_id[: computed[0]]
+        return Rows.all_here(n_id, num_owned, computed, adjacency, num_own_edges=int(edges.csr.indptr[num_owned]))
 
     @property
     def _edges(self) -> _PartEdges:

@@ -70,7 +70,6 @@ from pygdist.backends.slicing.attention import (
 from pygdist.backends.slicing.budget import ModelSizes, overflow_of
 from pygdist.backends.slicing.columns import TRIED_WITH, Columns, acts_on_columns, advice, columns_of_hops
 from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
-from pygdist.backends.slicing.passes import SlicesPass
 from pygdist.comm.slices import with_phantom_column
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
@@ -112,7 +111,7 @@ class TensorBackend(Backend):
     _all: AllNodes | None = None
     _shared: EdgeTensors | None = None
     _fetcher: Fetcher | None = None
-    _slices: SlicesPass | None = None  # while a layer runs on slices
+    _slices: int | None = None  # while a layer runs on slices: rows of all ranks
     _splits: dict[int, tuple[Tensor, int, Tensor]] | None = None  # slices that hops of the running layer share
 
     def __init__(
@@ -221,7 +220,7 @@ class TensorBackend(Backend):
             return self._edge_tensors.share(EdgeReader(layer, name, topology, f"{label}, {name}"), value)
 
         sliced = {name: cut(name, value) for name, value in arguments.items()}
-        self._slices = SlicesPass(nodes.layout.num_rows)
+        self._slices = nodes.layout.num_rows
         try:
             out = forward(**sliced)
         finally:
@@ -241,8 +240,8 @@ class TensorBackend(Backend):
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
-        if (here := self._all_here) is not None:
-            return here.run(hop)
+        if (num_rows := self._all_here) is not None:
+            return hop.run(size=(num_rows, num_rows))
         if self._nodes.layout.overflow is not None and not isinstance(hop.edge_index, Adjacency):
             raise beyond_memory(self._label(hop))
         parts = transformer_parts(hop.layer)
@@ -326,8 +325,8 @@ class TensorBackend(Backend):
 
     @override
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
-        if (here := self._all_here) is not None:
-            return here.run(hop)
+        if (num_rows := self._all_here) is not None:
+            return hop.run(size=(num_rows, num_rows))
         if self._gathers_scores(hop):
             # scores travel along with the rows of the sum, and each rank computes all weights from them
             return hop.run()
@@ -344,7 +343,7 @@ class TensorBackend(Backend):
     @property
     @override
     def num_rows(self) -> int:
-        return self.shard.num_owned if self._slices is None else self._slices.num_rows
+        return self.shard.num_owned if self._slices is None else self._slices
 
     @property
     def fetcher(self) -> Fetcher:
@@ -396,9 +395,9 @@ class TensorBackend(Backend):
         return self.communicator.world_size == 1 and self._nodes.layout.overflow is None
 
     @property
-    def _all_here(self) -> SlicesPass | None:
-        """The pass of a layer that needs no other rank; ``None`` if its hops need some."""
-        return SlicesPass(self.shard.num_owned) if self._slices is None and self._alone else self._slices
+    def _all_here(self) -> int | None:
+        """Rows of a layer that needs no other rank; ``None`` if its hops need some."""
+        return self.shard.num_owned if self._slices is None and self._alone else self._slices
 
     @property
     @override

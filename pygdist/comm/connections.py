@@ -25,8 +25,13 @@ class Connections:
     def __init__(self, store: dist.Store) -> None:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
+        self._store = store
         self._store_port = store.port if isinstance(store, dist.TCPStore) else None
         self._bytes, self._since = -1, time.monotonic()
+
+    def anew(self) -> Connections:
+        """Watch from now on."""
+        return Connections(self._store)
 
     def still_s(self) -> float | None:
         """Return the seconds in which no byte arrived here or from here; ``None`` where that cannot be seen.

@@ -6,8 +6,10 @@ thread are looked up; a rank that says nothing, on this machine, by its process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -58,6 +60,7 @@ class Report:
         made: Its last exchanges: number and checksum of all labels up to there.
         left: The reason for which it has left the run, or ended.
         verdict: Its finding, if it has given up.
+        signum: The signal that ends the run, if one does.
         process: Its machine and process.
     """
 
@@ -71,6 +74,7 @@ class Report:
     made: tuple[tuple[int, int], ...] = ()
     left: str | None = None
     verdict: str = ""
+    signum: int = 0
     process: tuple[str, int] = ("", 0)
 
     def encoded(self) -> str:
@@ -88,7 +92,7 @@ class Report:
             report = cls(place=place, made=made, process=(str(host), int(pid)), **values)
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls()
-        numbers = (report.beats, report.run, report.idle_s, report.still_s or 0.0)
+        numbers = (report.beats, report.run, report.idle_s, report.still_s or 0.0, report.signum)
         texts = (report.call, report.line, report.verdict)
         sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
         return report if sound else cls()
@@ -141,7 +145,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
         patience_s: Seconds for which ranks wait otherwise.
     """
     mine = reports[rank]
-    gone = {one for one, report in reports.items() if _has_left(report, mine)}
+    later = {one for one, report in reports.items() if report.left is None and report.run > mine.run}
+    gone = later | {one for one, report in reports.items() if report.left is not None}
     here = [report for one, report in reports.items() if one not in gone]
     if rank in gone or not all(report.waits and report.idle_s >= soon_s for report in here):
         return None
@@ -149,19 +154,8 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     still = all(report.still_s is not None and report.still_s >= patience_s for report in here)
     if not (_differ(here) or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
         return None
-    return "; ".join(
-        _gone(one, report, mine) if one in gone else report.described(one) for one, report in reports.items()
-    )
-
-
-def _has_left(report: Report, mine: Report) -> bool:
-    return report.left is not None or report.run > mine.run
-
-
-def _gone(rank: int, report: Report, mine: Report) -> str:
-    if report.left is None:  # it is in a later run
-        return f"{report.described(rank)}, and has left run {mine.run}"
-    return report.described(rank)
+    has_left = f", and has left run {mine.run}"
+    return "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
 
 
 def _differ(reports: list[Report]) -> bool:
@@ -198,6 +192,10 @@ class Thread:
         self._spot: tuple[object, ...] = ()
         self._busy_s, self._looked = self._cpu_s(), time.monotonic()
         self._since = self._looked
+
+    def anew(self) -> Thread:
+        """Watch the thread from now on."""
+        return Thread(self._ident)
 
     def look(self, place: Place) -> tuple[str, str, float]:
         """Return the call of torch that the thread waits in, its line of the user's code, and its idle seconds."""
@@ -273,3 +271,19 @@ def busy_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "TtZX" else int(numbers[10]) + int(numbers[11])
+
+
+def is_stopped(process: tuple[str, int]) -> bool:
+    """Tell if a process of this machine is stopped, as by SIGSTOP."""
+    host, pid = process
+    try:
+        return host == machine() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except (OSError, IndexError):
+        return False
+
+
+def kill_stopped(process: tuple[str, int]) -> None:
+    """Kill a process of this machine if it is stopped: one that the others have given up would stay behind for ever."""
+    if is_stopped(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)

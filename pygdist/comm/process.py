@@ -61,4 +61,4 @@ def _lives() -> bool:
 def leave(found: str) -> None:
     """End this process: its main thread waits for ranks that will not answer, in a call that no exception reaches."""
     log.error("%s; leaving", found)
-    os._exit(1)
+    os._exit(128 + _current.signum if _current is not None and _current.signum else 1)

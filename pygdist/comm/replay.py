@@ -20,6 +20,7 @@ from typing_extensions import override
 from pygdist.comm.communicator import Communicator
 from pygdist.comm.plan import ExchangePlan
 from pygdist.errors import InputError
+from pygdist.memory.overflow import in_file
 
 
 class Postponed(Exception):
@@ -156,7 +157,7 @@ class _Answers:
 
     def leave(self, part: int, sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
         """Store the rows that a part sends in the open exchange."""
-        self._open[part] = _Question(self._in_file(f"sent-{part}", sent), send_counts, recv_counts)
+        self._open[part] = _Question(in_file(sent, self._folder / f"sent-{part}"), send_counts, recv_counts)
 
     def exchange(self) -> None:
         """Carry out the open exchange; every rank makes the call."""
@@ -176,20 +177,11 @@ class _Answers:
                 senders = range(rank, self.num_parts, world_size)
                 blocks |= zip(senders, rows.split([counts[sender] for sender in senders]), strict=True)
             rows = torch.cat([blocks[sender] for sender in range(self.num_parts)])
-            self._received[self._answered, receiver] = self._in_file(f"answer-{self._answered}-{receiver}", rows)
+            path = self._folder / f"answer-{self._answered}-{receiver}"
+            self._received[self._answered, receiver] = in_file(rows, path)
         self._answered += 1
         self._open.clear()
 
     def _block(self, part: int, receiver: int) -> Tensor:
         sent, counts, _ = self._open[part]
         return sent.split(list(counts))[receiver] if receiver < self.num_parts else sent[:0]
-
-    def _in_file(self, name: str, rows: Tensor) -> Tensor:
-        """Copy rows to a file and return them as a view of it: rows that nobody reads take no memory."""
-        rows = rows.cpu().contiguous()
-        if rows.numel() == 0:
-            return rows
-        path = self._folder / name
-        path.unlink(missing_ok=True)  # another run may still read the rows that were there
-        view = torch.from_file(str(path), shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
-        return view.copy_(rows)

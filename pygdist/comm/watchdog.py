@@ -17,10 +17,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
+from pygdist.comm.board import ANSWER_S, Board
 from pygdist.comm.connections import Connections
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import (
@@ -32,14 +32,15 @@ from pygdist.comm.places import (
     busy_ticks,
     deadlock,
     first_line,
+    kill_stopped,
     machine,
 )
 from pygdist.errors import InputError, LostRankError
+from pygdist.signals import name_of, parent
 
 log = logging.getLogger(__name__)
 
 _NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
-_ANSWER_S = 10.0  # a store that takes longer will not answer
 _LEAVE_S = 5.0  # within which an exception ends a rank whose groups are broken
 _HISTORY = 16  # exchanges by which two ranks are compared
 _POLL_S = 0.05
@@ -76,12 +77,14 @@ class Watchdog:
         lives: Callable[[], bool] = lambda: True,
         active: bool = True,
     ) -> None:
-        self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
+        self._board = Board(store, rank, world_size)
         self.rank, self.world_size = rank, world_size
         self.warn_after_s, self.beat_s, self.lost_after_s = warn_after_s, beat_s, lost_after_s
         self.on_lost, self._lives = on_lost, lives
         self.verdict: str | None = None  # the finding for which the process groups were broken
+        self.signum = 0  # the signal that ends the run, on whichever rank
         self._heard: dict[int, tuple[int, float, int | None]] = {}  # by rank: heartbeats, since when, processor time
+        self._processes: dict[int, tuple[str, int]] = {}  # of the other ranks
         self.place = Place()
         self._since = time.monotonic()
         self._warned = -1
@@ -94,10 +97,7 @@ class Watchdog:
         self._report = Report()
         self._beats = self._looked = 0
         self._stop, self._told = threading.Event(), threading.Event()
-        self._store_is_gone = False
-        self._lock = threading.Lock()  # the store's connection is shared by the thread and diagnose()
         self._thread = threading.Thread(target=self._run, name="pygdist-watchdog", daemon=True)
-        self._answered = time.monotonic()
         self._beat()
         self._thread.start()
         threading.Thread(target=self._guard, name="pygdist-store-guard", daemon=True).start()
@@ -126,7 +126,7 @@ class Watchdog:
         self._run_number += 1
         self._made.clear()
         self._digest, self._left, self._in_run = 0, None, True
-        self.place, self.verdict = Place(stage=stage), None
+        self.place, self.verdict, self.signum = Place(stage=stage), None, 0
         self._told.clear()
         self._beat()
 
@@ -152,7 +152,7 @@ class Watchdog:
         if self.verdict == _NO_STORE:
             return
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=_ANSWER_S)
+            self._thread.join(timeout=ANSWER_S)
             if self._thread.is_alive():  # it waits for a store that froze
                 return
         self._left = farewell if self._left in (None, FINISHED) else self._left
@@ -172,12 +172,12 @@ class Watchdog:
         """
         key, stage = f"run-{self._run_number}", self.place.stage
         self._call, began, warned = f"the start of {stage}", time.monotonic(), False
-        self._ask(self._store.set, f"{key}/{self.rank}", stage)
+        self._board.write(f"{key}/{self.rank}", stage)
         try:
-            while missing := [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{key}/{r}"])[1]]:
+            while missing := [rank for rank in range(self.world_size) if not self._board.note(f"{key}/{rank}")]:
                 late_s = time.monotonic() - began
                 lost = [f"rank {rank} {reason}" for rank in missing if (reason := fate(rank))] or self._departed()
-                if lost or self.verdict is not None or late_s > timeout_s or self._store_is_gone:
+                if lost or self.verdict is not None or late_s > timeout_s or self._board.is_gone:
                     raise LostRankError(f"rank {self.rank} waits in {self._call}: {self._found(missing, lost)}")
                 if late_s > self.lost_after_s and not warned:
                     warned = True
@@ -187,7 +187,8 @@ class Watchdog:
                 self._stop.wait(_POLL_S)
         finally:
             self._call = ""
-        stages = [(self._ask(self._store.get, f"{key}/{rank}")[1] or b"?").decode() for rank in range(self.world_size)]
+        notes = [self._board.note(f"{key}/{rank}") or b"?" for rank in range(self.world_size)]
+        stages = [note.decode(errors="replace") for note in notes]
         if len(set(stages)) > 1:
             calls = ", ".join(f"rank {rank} calls {one}" for rank, one in enumerate(stages))
             raise InputError(f"{calls}; all ranks must make the same calls of the trainer, in the same order")
@@ -197,14 +198,14 @@ class Watchdog:
         if self._looked == self._beats:
             return []
         self._looked = self._beats
-        reports = (self._read_all() or {}).items()
+        reports = (self._board.read() or {}).items()
         here = self._run_number
         return [report.described(rank) for rank, report in reports if report.left is not None and report.run >= here]
 
     def _found(self, missing: list[int], lost: list[str]) -> str:
         if lost or self.verdict is not None:
             return "; ".join(lost) or str(self.verdict)
-        reports = self._read_all()
+        reports = self._board.read()
         return _NO_STORE if reports is None else "; ".join(reports[rank].described(rank) for rank in missing)
 
     # -- the other ranks -----------------------------------------------------------------------------------------------
@@ -221,12 +222,12 @@ class Watchdog:
         self._told.set()
         if self.verdict is not None:
             return self.verdict
-        before = self._read_all()
+        before = self._board.read()
         if before is not None and (found := self._told_by(before)):
             return found
         # a wait, not a poll: a live rank beats at least twice in this time
         threading.Event().wait(3 * self.beat_s)
-        after = self._read_all()
+        after = self._board.read()
         if before is None or after is None:
             return self.verdict or _NO_STORE
         if found := self.verdict or self._told_by(after):
@@ -246,9 +247,18 @@ class Watchdog:
             others.append(report.described(rank))
         return "; ".join(lost or left or late or others)
 
+    def signalled(self, signum: int) -> None:
+        """Tell the others that a signal ends this rank, and let the call fail that the main thread waits in."""
+        self.signum = signum
+        self._give_up(f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})")
+
     def _run(self) -> None:
-        looked = time.monotonic()
+        looked = woke = time.monotonic()
         while not self._stop.wait(self.beat_s):
+            slept_s, woke = time.monotonic() - woke, time.monotonic()
+            if slept_s > self.beat_s + self.lost_after_s / 4:  # this process was stopped, maybe with all others
+                self._heard.clear()
+                self._worker, self._connections = self._worker.anew(), self._connections.anew()
             if not self._lives():
                 self.close("its process group was destroyed")
                 return
@@ -273,10 +283,14 @@ class Watchdog:
 
     def _guard(self) -> None:
         """Report a store that never answers, as on a machine that froze; the other thread waits for it meanwhile."""
+        woke = time.monotonic()
         while not self._stop.wait(self.beat_s):
+            slept_s, woke = time.monotonic() - woke, time.monotonic()
+            if slept_s > self.beat_s + self.lost_after_s / 4:
+                self._board.answered = time.monotonic()
             if not self._cares:
-                self._answered = max(self._answered, time.monotonic() - self.lost_after_s / 2)
-            elif time.monotonic() - self._answered > self.lost_after_s and self.on_lost is not None:
+                self._board.answered = max(self._board.answered, time.monotonic() - self.lost_after_s / 2)
+            elif time.monotonic() - self._board.answered > self.lost_after_s and self.on_lost is not None:
                 self._give_up(_NO_STORE)
                 return
 
@@ -285,7 +299,11 @@ class Watchdog:
         self.verdict = found
         if found != _NO_STORE:  # for which the other thread waits
             self._publish()
-        if not self.place.waiting:  # an error of torch will not say more than that a connection is closed
+        for process in (*self._processes.values(), (machine(), parent())):
+            kill_stopped(process)
+        if (
+            not self.place.waiting and not self.signum
+        ):  # an error of torch will not say more than that a connection is closed
             log.error("rank %d: %s", self.rank, found)
         self._told.wait(3 * self.beat_s)  # until the others have read it: they lose their connections too
         if self._stop.is_set() or not self._lives():
@@ -299,7 +317,7 @@ class Watchdog:
 
     def _stuck(self) -> str | None:
         """Return the reason for which this rank waits in vain, if it does."""
-        reports = self._read_all()
+        reports = self._board.read()
         if reports is None:
             return None
         if lost := self._silent(reports):
@@ -310,8 +328,12 @@ class Watchdog:
         return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.75 * self.lost_after_s)
 
     def _told_by(self, reports: dict[int, Report]) -> str | None:
-        """Return what another rank of this run has found."""
-        return next((one.verdict for one in reports.values() if one.verdict and one.run == self._run_number), None)
+        """Return what another rank of this run has found, or the signal that has ended a rank."""
+        for one in reports.values():
+            if one.verdict and (one.run == self._run_number or one.signum):
+                self.signum = self.signum or one.signum
+                return one.verdict
+        return None
 
     def _silent(self, reports: dict[int, Report]) -> list[str]:
         """Return a clause for each rank that fell silent without a farewell."""
@@ -319,18 +341,20 @@ class Watchdog:
         for rank, report in reports.items():
             beats, since, ticks = self._heard.get(rank, (-1, now, None))
             busy = busy_ticks(report.process[1]) if report.process[0] == machine() else None
+            if rank != self.rank and report.beats:
+                self._processes[rank] = report.process
             if report.beats != beats or (busy is not None and ticks is not None and busy > ticks):
                 # long work may keep the thread of heartbeats from running
                 self._heard[rank] = (report.beats, now, busy)
             elif rank == self.rank or not report.beats or report.left is not None:
                 continue
-            elif now - since > self.lost_after_s and self._is_gone(report):
+            elif now - since > self.lost_after_s * self._patience(report):
                 lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {report.text})")
         return lost
 
-    def _is_gone(self, report: Report) -> bool:
-        """True if a silent rank is not at work; before its first exchange that is seen on its own machine alone."""
-        return report.place.exchange > 0 or report.process[0] == machine()
+    def _patience(self, report: Report) -> int:
+        """Return the factor on ``lost_after_s``: on another machine a rank's imports and planning may silence it."""
+        return 1 if report.place.exchange > 0 or report.process[0] == machine() else 3
 
     def _does_nothing(self, rank: int, report: Report) -> bool:
         """True if a rank whose heartbeat stopped does not compute, as far as is seen from here."""
@@ -339,7 +363,7 @@ class Watchdog:
         return busy is None or ticks is None or busy == ticks
 
     def _warn(self, place: Place, late_s: float) -> None:
-        reports = self._read_all()
+        reports = self._board.read()
         if reports is None:
             return
         others = {rank: report for rank, report in reports.items() if rank != self.rank}
@@ -350,51 +374,20 @@ class Watchdog:
         ]
         cause = "; ".join(behind or [report.described(rank) for rank, report in others.items()])
         log.warning("rank %d has waited %.0f s in %s; %s", self.rank, late_s, place, cause)
-        self._ask(self._store.set, f"warned/{self.rank}", str(place))  # for launchers and other tools
+        self._board.write(f"warned/{self.rank}", str(place))  # for launchers and other tools
 
-    # -- the store -----------------------------------------------------------------------------------------------------
+    # -- heartbeats ----------------------------------------------------------------------------------------------------
 
     def _beat(self) -> bool:
         self._beats += 1
-        key = self._publish()
-        answered, _ = self._ask(self._store.check, [key])  # set() does not wait for an answer
-        if answered:
-            self._answered = time.monotonic()
-        return answered
+        return self._publish()
 
-    def _publish(self) -> str:
-        place, key = self.place, f"beat/{self.rank}"
+    def _publish(self) -> bool:
+        place = self.place
         call, line, idle_s = self._worker.look(place)
         self._report = Report(
             beats=self._beats, place=place, run=self._run_number, call=self._call or call, line=line, idle_s=idle_s,
             still_s=self._connections.still_s(), made=tuple(self._made), left=self._left, verdict=self.verdict or "",
-            process=self.process,
+            signum=self.signum, process=self.process,
         )  # fmt: skip
-        self._ask(self._store.set, key, self._report.encoded())
-        return key
-
-    def _read_all(self) -> dict[int, Report] | None:
-        """Return the report of every rank; ``None`` if the store no longer answers."""
-        reports = {}
-        for rank in range(self.world_size):
-            answered, exists = self._ask(self._store.check, [f"beat/{rank}"])
-            raw = b""
-            if exists:  # get() of a missing key would block
-                answered, raw = self._ask(self._store.get, f"beat/{rank}")
-            if not answered:
-                return None
-            reports[rank] = Report.decoded(raw) if raw else Report()
-        return reports
-
-    def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-        """Return (True, result), or (False, None) if the store does not answer: then its host may be gone."""
-        if self._store_is_gone or not self._lock.acquire(timeout=_ANSWER_S):  # the other thread waits for an answer
-            return False, None
-        try:
-            return True, call(*args)
-        except RuntimeError as error:
-            log.debug("the rendezvous store does not answer: %s", error)
-            self._store_is_gone = True  # for good, and each further try would print a warning of torch
-            return False, None
-        finally:
-            self._lock.release()
+        return self._board.post(self._report)

@@ -35,6 +35,7 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line
 
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
+_STRATEGY = "graph_ddp"  # by default
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")  # values of --ckpt_path that Lightning resolves itself
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
@@ -112,7 +113,7 @@ class GraphCLI(LightningCLI):
             _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
             trainer_defaults={
-                "accelerator": "auto", "strategy": "graph_ddp", "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
+                "accelerator": "auto", "strategy": _STRATEGY, "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
             },
         )  # fmt: skip
 
@@ -165,8 +166,10 @@ class GraphCLI(LightningCLI):
         check_trainer(config)
         kwargs["strategy"] = _strategy_of(config["strategy"])
         if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
-            kwargs["logger"] = _loggers(config["default_root_dir"] or "runs")
-            folder = Path(kwargs["logger"][0].log_dir)
+            root = config["default_root_dir"] or "runs"
+            tensorboard = TensorBoardLogger(root, name="")  # in a new folder, where all results of the run go
+            kwargs["logger"] = [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
+            folder = Path(tensorboard.log_dir)
             self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         if config["enable_checkpointing"] is False or config["barebones"]:
             self._disabled |= {BestCheckpoint}
@@ -276,7 +279,7 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
 
     The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _last_value(arguments, "trainer", "strategy")
+    name = _last_value(arguments, "trainer", "strategy") or _STRATEGY
     entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
     option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
     awaits_value = ""
@@ -326,12 +329,6 @@ def _strategy_of(strategy: Any) -> Any:
                 return cls()
     ours = ", ".join(name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name)
     raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; on a graph in parts use one of {ours}")
-
-
-def _loggers(root: str) -> list[TensorBoardLogger | CSVLogger]:
-    """Return loggers to TensorBoard and CSV in a new folder, which also gets the checkpoints and the configuration."""
-    tensorboard = TensorBoardLogger(root, name="")
-    return [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
 
 
 def run(command: str, arguments: list[str]) -> int:

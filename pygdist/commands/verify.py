@@ -23,7 +23,7 @@ from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import GraphDataModule
-from pygdist.nn.inputs import call_model, fill_in_sizes
+from pygdist.nn.inputs import call_encoder, checked_columns, fill_in_sizes
 from pygdist.routing import distribute
 from pygdist.testing import Difference, RankPool, Step, without_dropout
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
@@ -68,7 +68,7 @@ def verify(
     whole, _ = data.load()
     data.num_parts = world_size
     data.prepare_data()
-    whole = _data_as(whole, double)
+    whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)
     distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
     used = _choose_reference(reference, whole)
@@ -98,16 +98,11 @@ def _compare(
         return largest_differences(step, expected, shard.owned_id)
     except InputError as error:
         return str(error)
-    except IndexError as error:  # rows of other ranks were indexed outside of propagate
-        return _row_lookup(error)
-
-
-def _row_lookup(error: IndexError) -> str:
-    """Return the explanation of an index error inside a distributed model."""
-    return (
-        f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows are "
-        "available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
-    )
+    except IndexError as error:
+        return (
+            f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows "
+            "are available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
+        )
 
 
 def run(command: str, arguments: list[str]) -> int:
@@ -179,12 +174,9 @@ def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
     few = data.subgraph(data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long))
     probe = copy.deepcopy(model).eval()  # in training, norms would refuse or record the statistics of one edge
     with torch.no_grad():
-        call_model(probe, few, few.edge_index, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
+        out = call_encoder(probe, few, few.edge_index)
+    checked_columns(out, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
     return model
-
-
-def _data_as(data: Data, double: bool) -> Data:
-    return data.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
 
 
 def _dtype(double: bool) -> torch.dtype:

@@ -30,35 +30,42 @@ def mapped(
     parameters = inspect.signature(forward).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names += [""] * (len(args) - len(names))
+    positional = tuple(_changed(name, value, change) for name, value in zip(names, args, strict=False))
+    return positional, {name: _changed(name, value, change) for name, value in kwargs.items()}
 
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            values = [changed(name, one) for one in value]
-            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-        if isinstance(value, dict):
-            return type(value)((key, changed(str(key), one)) for key, one in value.items())
-        if isinstance(value, Data):
-            data = copy.copy(value)  # shallow
-            for key, one in value.items():
-                data[key] = changed(key, one)
-            return data
-        return change(name, value)
 
-    positional = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
-    return positional, {name: changed(name, value) for name, value in kwargs.items()}
+def _changed(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
+    # no closure that calls itself: the cycle would hold what ``change`` holds, such as tensors
+    if isinstance(value, (tuple, list)):
+        values = [_changed(name, one, change) for one in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if isinstance(value, dict):
+        return type(value)((key, _changed(str(key), one, change)) for key, one in value.items())
+    if isinstance(value, Data):
+        data = copy.copy(value)  # shallow
+        for key, one in value.items():
+            data[key] = _changed(key, one, change)
+        return data
+    return change(name, value)
+
+
+def named_values(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return the name and value of each argument of a call, in the order of :func:`mapped`."""
+    values: list[tuple[str, Any]] = []
+
+    def note(name: str, value: Any) -> Any:
+        values.append((name, value))
+        return value
+
+    mapped(forward, args, kwargs, note)
+    return values
 
 
 def edges_among(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Adjacency]:
     """Return the edges among the arguments of a call."""
-    edges: list[Adjacency] = []
-
-    def look(_: str, value: Any) -> Any:
-        if isinstance(value, Adjacency):
-            edges.append(value)
-        return value
-
-    mapped(forward, args, kwargs, look)
-    return edges
+    return [value for _, value in named_values(forward, args, kwargs) if isinstance(value, Adjacency)]
 
 
 def each_tensor(out: Any, change: Callable[[Tensor], Tensor]) -> Any:

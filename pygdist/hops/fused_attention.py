@@ -185,12 +185,8 @@ def _weighted_sum(
 def _transformer(
     layer: TransformerConv, adjacency: Adjacency, *, query: Any, key: Any, value: Any, edge_attr: None
 ) -> Tensor:
-    query, key, value = target_of(query), source_of(key), source_of(value)
-    csr = adjacency.csr()
-    scores = sddmm(csr, key, query, transposed=adjacency.transposed) / math.sqrt(layer.out_channels)
-    layer._alpha = edge_softmax(csr, scores)  # the layer's forward returns it on request
-    weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
-    return spmm(csr, value, weights, transposed=adjacency.transposed)
+    weights, _ = _transformer_parts(layer, adjacency, target_of(query), source_of(key), edge_attr)
+    return spmm(adjacency.csr(), source_of(value), weights, transposed=adjacency.transposed)
 
 
 TransformerParts: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]

@@ -130,12 +130,9 @@ class Hop:
 
         The layer's inspector names them: ``x`` if ``message`` asks for ``x_j``.
         """
-        ends = {name: source_of(self.arguments.get(name)) for name in self._names_of_sources}
+        names = neighbour_arguments(self.layer, edges=self.updates_edges)
+        ends = {name: source_of(self.arguments.get(name)) for name in names}
         return {name: rows for name, rows in ends.items() if isinstance(rows, Tensor)}
-
-    @cached_property
-    def _names_of_sources(self) -> list[str]:
-        return neighbour_arguments(self.layer, edges=self.updates_edges)
 
     @cached_property
     def is_product(self) -> bool:

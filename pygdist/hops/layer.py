@@ -7,6 +7,7 @@ PyG's private attributes, its generated ``propagate`` and one of its global flag
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -260,9 +261,24 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
     return tuple(bases)
 
 
+#: By function of a library: which functions were looked for, its globals, and if one of them was found.
+_USES: dict[types.FunctionType, tuple[frozenset[Any], list[Any], bool]] = {}
+
+
 def _uses(
     function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...] = ()
 ) -> bool:
+    """True if a function calls one of PyG's in ``replacements``; a library's is read once for the same globals."""
+    if _is_helper(function):
+        return _calls(function, replacements, callers)
+    sought, values = frozenset(replacements), [function.__globals__.get(name) for name in _names(function.__code__)]
+    known = _USES.get(function)
+    if known is None or known[0] != sought or any(a is not b for a, b in zip(known[1], values, strict=True)):
+        known = _USES[function] = sought, values, _calls(function, replacements, callers)
+    return known[2]
+
+
+def _calls(function: types.FunctionType, replacements: Replacements, callers: tuple[types.FunctionType, ...]) -> bool:
     decorated = _decorated(function)
     within = decorated is not None and _uses(decorated, replacements, (*callers, function))
     return within or any(True for _ in _found(function, replacements, callers))
@@ -338,13 +354,14 @@ def _found(
             yield name, value
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
     """Names of globals and attributes in a function's code, and in the functions that it makes."""
     inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
-def _view(module: types.ModuleType, names: set[str], replacements: Replacements) -> types.ModuleType | None:
+def _view(module: types.ModuleType, names: frozenset[str], replacements: Replacements) -> types.ModuleType | None:
     """Return a copy of a module in which PyG's functions are replaced; ``None`` if there are none of these names."""
     others: dict[str, Any] = {}
     for name in names:
@@ -362,9 +379,9 @@ def _view(module: types.ModuleType, names: set[str], replacements: Replacements)
 
 
 def _is_helper(value: Any) -> TypeGuard[types.FunctionType]:
-    """True for a function that is no library's."""
+    """True for a function that is no library's; one that was made from text has no module."""
     libraries = ("torch", "torch_geometric", "pygdist")
-    return isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] not in libraries
+    return isinstance(value, types.FunctionType) and (value.__module__ or "").partition(".")[0] not in libraries
 
 
 # -- facts about layers ------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class Snapshot:
         self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
         self._storages: dict[int, torch.UntypedStorage] = {}  # likewise; many tensors may share one
         self._undo: list[tuple[str, Callable[[], bool]]] = []  # each returns True if there was something to undo
-        self._random = [("random", _of_random()), ("numpy.random", _of_numpy()), *(("", one) for one in _of_torch())]
+        self._random = list(_of_global_generators())
         missing: list[tuple[str, Any]] = [(type(model).__name__, model)]
         while missing:
             name, one = missing.pop()
@@ -163,7 +163,7 @@ class Snapshot:
                 self._undo.append((name, _of_name(cell, "cell_contents", cell.cell_contents)))
                 held.append((name, cell.cell_contents))
         library = _is_library(str(function.__globals__.get("__name__")))
-        for name in () if library else _globals_of(function.__code__):
+        for name in () if library else globals_of(function.__code__):
             value = function.__globals__.get(name, _MISSING)
             self._undo.append((name, _of_global(function.__globals__, name, value)))
             if value is not _MISSING:
@@ -327,9 +327,7 @@ def _of_generator(one: Any) -> Callable[[], bool]:
     """Put back a random generator of torch, NumPy or Python."""
     if isinstance(one, random.Random):
         return _state_by(one.getstate, one.setstate)
-    if isinstance(one, torch.Generator):
-        return _state_by(one.get_state, one.set_state)
-    if isinstance(one, np.random.RandomState):
+    if isinstance(one, (torch.Generator, np.random.RandomState)):
         return _state_by(one.get_state, one.set_state)
     bits = one.bit_generator
     return _state_by(lambda: bits.state, functools.partial(setattr, bits, "state"))
@@ -348,22 +346,16 @@ def _state_by(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[],
 
 def _frozen(state: Any) -> Any:
     """A generator's state as a value to compare."""
-    return state.tolist() if isinstance(state, Tensor) else pickle.dumps(state)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
-def _of_random() -> Callable[[], bool]:
-    return _state_by(random.getstate, random.setstate)
-
-
-def _of_numpy() -> Callable[[], bool]:
-    return _state_by(np.random.get_state, np.random.set_state)
-
-
-def _of_torch() -> Iterator[Callable[[], bool]]:
-    """Dropout draws from these: whoever runs a layer again cares for them."""
-    yield _state_by(torch.get_rng_state, torch.set_rng_state)
+def _of_global_generators() -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield "random", _state_by(random.getstate, random.setstate)
+    yield "numpy.random", _state_by(np.random.get_state, np.random.set_state)
+    # dropout draws from torch's, which have no name: whoever runs a layer again cares for them
+    yield "", _state_by(torch.get_rng_state, torch.set_rng_state)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield _state_by(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+        yield "", _state_by(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
 
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.ModuleType}
@@ -402,10 +394,11 @@ def _slots(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
-    """Names of globals in a function's code, that of functions inside it included."""
-    names = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
-    return names.union(*(_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType, operation: str = "_GLOBAL") -> frozenset[str]:
+    """Return the names of globals in a function's code, and in functions inside it; ``LOAD_GLOBAL``: that it reads."""
+    names = frozenset(str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith(operation))
+    return names.union(*(globals_of(one, operation) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _of_library(cls: type) -> bool:

@@ -6,8 +6,6 @@ Rows are contiguous and of one dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -16,14 +14,14 @@ from torch.nn import functional
 
 from pygdist.kernels._operator import kernels_for
 from pygdist.kernels._spmm_ops import spmm_into_op
-from pygdist.kernels.csr import CSR
+from pygdist.kernels.csr import CSR, row_blocks
 from pygdist.kernels.spmm import spmm
 from pygdist.native import library
 
 BLOCK = 1 << 16
 """Columns that 16 bits can number."""
 _OFTEN = 16  # entries of a row in a block, on average, from which blocks are worth it
-_AT_A_TIME = 1 << 18  # entries sorted into blocks at a time
+_AT_A_TIME = 1 << 18  # entries sorted into blocks at a time, so that results fit the cache
 
 GatPart: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """For some edges of each row: the result, the same over positive scores only, and by head the largest score, one over
@@ -67,25 +65,17 @@ def column_blocks(csr: CSR) -> tuple[CSR, ...]:
         return (CSR(csr.indptr, csr.index.to(torch.uint16), csr.num_cols),)
     indptr = csr.indptr.new_zeros(count, csr.num_rows + 1)
     columns: list[list[Tensor]] = [[] for _ in range(count)]
-    for first, last in _rows_at_a_time(csr):
-        begin = csr.indptr[first]
-        index = csr.index[begin : csr.indptr[last]]
-        ends = csr.indptr[first + 1 : last + 1] - begin
+    for rows, entries in row_blocks(csr.indptr, _AT_A_TIME):
+        index, after = csr.index[entries], slice(rows.start + 1, rows.stop + 1)
+        ends = csr.indptr[after] - entries.start
         block, column = index // BLOCK, (index % BLOCK).to(torch.uint16)
         for number in range(count):
             inside = block == number
             before = functional.pad(inside.cumsum(0), (1, 0))
-            indptr[number, first + 1 : last + 1] = indptr[number, first] + before[ends]
+            indptr[number, after] = indptr[number, rows.start] + before[ends]
             columns[number].append(column[inside])
     widths = [min(BLOCK, csr.num_cols - first) for first in range(0, csr.num_cols, BLOCK)]
     return tuple(CSR(*block) for block in zip(indptr, map(torch.cat, columns), widths, strict=True))
-
-
-def _rows_at_a_time(csr: CSR) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with some hundred thousand entries, or one row with more, so that results fit the cache."""
-    starts = torch.arange(0, csr.num_entries, _AT_A_TIME, device=csr.indptr.device)
-    bounds = {0, csr.num_rows, *torch.searchsorted(csr.indptr, starts).tolist()}
-    return pairwise(sorted(bounds))
 
 
 def tie_counts(csr: CSR, x: Tensor, weight: Tensor | None, out: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ beside the matrix, since they may need gradients and differ from layer to layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,16 @@ def pointers(row: Tensor, num_rows: int) -> Tensor:
     indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
     return indptr
+
+
+def row_blocks(indptr: Tensor, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive rows and their entries, at most ``most`` of these at a time but all of one row at least."""
+    num_rows, first = indptr.numel() - 1, 0
+    while first < num_rows:
+        start = int(indptr[first])
+        last = max(int(torch.searchsorted(indptr, start + most, right=True)) - 1, first + 1)
+        yield slice(first, last), slice(start, int(indptr[last]))
+        first = last
 
 
 def narrowest(count: int) -> torch.dtype:

@@ -22,7 +22,7 @@ from pygdist.backends import CommBackend, Savings
 from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
 from pygdist.hops.arguments import each_tensor
-from pygdist.memory.overflow import writable
+from pygdist.memory.overflow import in_file, writable
 from pygdist.routing import distribute, undistribute
 
 _PLAIN = (bool, int, float, str)
@@ -77,9 +77,9 @@ class WholeGraphEvaluation:
             self._backend.unbind()  # it would hold the part before
             shard = open_part(communicator.rank)
             self._backend.bind(shard, communicator)
-            files = (str(results / f"{communicator.rank}-{number}") for number in itertools.count())
+            files = (results / f"{communicator.rank}-{number}" for number in itertools.count())
             with torch.no_grad():
-                self._outputs[communicator.rank] = each_tensor(call(shard), lambda out: _in_file(out, next(files)))
+                self._outputs[communicator.rank] = each_tensor(call(shard), lambda out: in_file(out, next(files)))
 
         run_parts(parts, num_parts, run, self._communicator, between)
         self._backend.unbind()
@@ -100,14 +100,6 @@ class WholeGraphEvaluation:
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
-
-
-def _in_file(out: Tensor, path: str) -> Tensor:
-    """Return a copy of a tensor that is mapped from a new file."""
-    out = out.cpu().contiguous()
-    if not out.numel():
-        return out
-    return torch.from_file(path, shared=True, size=out.numel(), dtype=out.dtype).view(out.shape).copy_(out)
 
 
 def _contents(model: nn.Module) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.meeting import described, forget_own_port, host
+from pygdist.signals import PARENT, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class GraphLauncher(_SubprocessScriptLauncher):
             if self.num_processes > 1:
                 _check_script()
             host(self.cluster_environment)
+            os.environ[PARENT] = str(os.getpid())
             self._call_children_scripts()
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -134,8 +136,11 @@ class _Observer(threading.Thread):
             if all(process.poll() == 0 for process in self._processes):
                 return
             self._timer.wait(0.5)
+        signum = 0
         for offset, process in enumerate(self._processes):
-            if process.returncode:
+            if process.returncode and (number := signal_of(process.returncode)):
+                signum = number  # told by the rank, or by rank 0
+            elif process.returncode:
                 log.error(
                     "rank %d (process %d) %s", self._first_rank + offset, process.pid, described(process.returncode)
                 )
@@ -143,4 +148,4 @@ class _Observer(threading.Thread):
         log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
         for process in self._processes:
             process.kill()
-        os._exit(1)  # the main thread hangs in a collective call that no exception reaches
+        os._exit(128 + signum if signum else 1)  # the main thread hangs in a collective call that no exception reaches

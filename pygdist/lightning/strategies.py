@@ -11,7 +11,7 @@ import datetime
 import gc
 import logging
 import os
-import signal
+import threading
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,15 +20,18 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.groups import break_groups
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect
+from pygdist.lightning.stopping import Stopping
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,10 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
+_LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
+_DESTROY_S = 3.0
+_LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
+_BROKEN = False  # a rank was lost
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
@@ -52,6 +59,8 @@ class GraphDDPStrategy(DDPStrategy):
         lost_after_s: Seconds without a heartbeat, from the start of the run on, after which a rank counts as lost, and
             within which ranks that wait for each other in different calls are found. The ranks then fail with an error
             that tells where each is, or exit, if they wait in a call that no error reaches.
+        checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
+            at the next step, beside the other checkpoints, and then end. Without it ranks end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
@@ -68,6 +77,7 @@ class GraphDDPStrategy(DDPStrategy):
         timeout_s: float = 600.0,
         warn_after_s: float = 60.0,
         lost_after_s: float = 20.0,
+        checkpoint_on_signal: bool = False,
         check_order: bool = False,
         keep_memory: bool = True,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -82,6 +92,7 @@ class GraphDDPStrategy(DDPStrategy):
         )
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
         self._lost_after_s, self._keep_memory = lost_after_s, keep_memory
+        self._stopping = Stopping(checkpoint_on_signal)
         self._epochs_begun = 0
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
@@ -126,7 +137,10 @@ class GraphDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
-        super().setup_distributed()
+        try:
+            super().setup_distributed()
+        except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+            raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {first_line(str(error))}") from error
         if _OURS:
             atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
@@ -139,16 +153,29 @@ class GraphDDPStrategy(DDPStrategy):
             store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
         self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
         watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
-        module = self.lightning_module
-        state = None if module is None or module._trainer is None else module.trainer.state.fn
+        trainer = self._current_trainer
+        state = None if trainer is None else trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
-        launched = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
+        signals.follow_parent()
+        self._stopping.begin(self._current_trainer, self._watchdog)
+        global _LAUNCHED
+        launched = _LAUNCHED = self._launched()
         try:
-            watchdog.meet(self._timeout_s, Launched(launched, self.global_rank + 1, limit_s).fate)
-        except LostRankError:
-            for process in launched:
-                process.kill()  # one that hangs would stay behind
+            watchdog.meet(self._timeout_s, launched.fate)
+        except LostRankError as error:
+            signum = watchdog.signum or launched.signal()
+            launched.end(within_s=0.0)  # one that hangs would stay behind
+            if signum:
+                raise SignalError(str(watchdog.verdict or error), signum) from error
             raise
+
+    @property
+    def _current_trainer(self) -> pl.Trainer | None:
+        return None if self.lightning_module is None else self.lightning_module._trainer
+
+    def _launched(self) -> Launched:
+        processes = getattr(self._launcher, "procs", ()) if isinstance(self._launcher, GraphLauncher) else ()
+        return Launched(processes, self.global_rank + 1, self._lost_after_s)
 
     @override
     def setup_environment(self) -> None:
@@ -165,8 +192,9 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog=self._watchdog,
             local_rank=self.local_rank,
         )
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._communicator.agree(read_only_folder(self.lightning_module.trainer))
+        self._stopping.begin(self._current_trainer, self._watchdog)
+        if self._current_trainer is not None:
+            self._communicator.agree(read_only_folder(self._current_trainer))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -186,6 +214,8 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        assert self._current_trainer is not None
+        self._stopping.at_step(self._current_trainer, self.communicator)
         self._epochs_begun += batch_idx == 0
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
@@ -196,23 +226,42 @@ class GraphDDPStrategy(DDPStrategy):
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
         of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
         if not of_all_ranks:
-            atexit.unregister(_end_process_group)  # it would wait for a lost rank
+            _broken()
         if unused:
             self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
             raise InputError(
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             ) from exception
+        if isinstance(exception, SignalError):
+            self._end_by_signal(exception.message, exception.signum)
+            return
         if self._watchdog is None:
             return
+        if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
+            signum, text = self._watchdog.signum, str(self._watchdog.verdict)
+            self._end_by_signal(text, signum)
+            raise SignalError(text, signum) from exception
         if isinstance(exception, LostRankError):
             self._close(LOST_A_NEIGHBOUR)
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
             diagnosis, place = self._watchdog.diagnose(), self._place
+            if signum := self._watchdog.signum:
+                self._end_by_signal(diagnosis, signum)
+                raise SignalError(diagnosis, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
             self._close(f"{type(exception).__name__}: {exception}")
+
+    def _end_by_signal(self, text: str, signum: int) -> None:
+        _broken()
+        if self._watchdog is not None:
+            self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
+        self._close(text)
+        self._launched().end(within_s=_LEAVE_S)
+        if self.global_rank == 0 and not signals.in_command():
+            log.error("%s", text)
 
     @property
     def _unused_name(self) -> str:
@@ -221,9 +270,12 @@ class GraphDDPStrategy(DDPStrategy):
 
     def _leave(self, diagnosis: str) -> None:
         """End this process and those that it launched, as its main thread waits for a rank that will not answer."""
-        log.error("%s: %s; leaving", self._place, diagnosis)
-        if self._launcher is not None:
-            self._launcher.kill(signal.SIGKILL)
+        signum = 0 if self._watchdog is None else self._watchdog.signum
+        if not signum:
+            log.error("%s: %s; leaving", self._place, diagnosis)
+        self._launched().end(within_s=_LEAVE_S if signum else 0.0)
+        if signum:
+            signals.end(signum, diagnosis if self.global_rank == 0 else "")
         os._exit(1)
 
     @property
@@ -233,6 +285,8 @@ class GraphDDPStrategy(DDPStrategy):
 
     def _close(self, farewell: str) -> None:
         """Tell the other ranks that this one leaves, and why."""
+        signals.listen(None)
+        signals.outlive_parent()
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.depart(farewell)
@@ -245,6 +299,8 @@ class GraphDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._close(FINISHED)
         super().teardown()
+        if not signals.in_command():
+            signals.uninstall()
 
     @classmethod
     @override
@@ -261,16 +317,29 @@ class GraphDDPStrategy(DDPStrategy):
                 )
 
 
+def _broken() -> None:
+    """Note that ranks were lost: the process groups are broken before they are destroyed, or that would wait."""
+    global _BROKEN
+    _BROKEN = True
+
+
 def _end_process_group() -> None:
-    """Destroy the default process group while Python still runs; Lightning leaves gloo's to the end of the process.
+    """Destroy the process groups while Python still runs; Lightning leaves gloo's to the end of the process.
 
     A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
     they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
     close_watchdog()
     gc.collect()  # any reference to the group would keep its threads
-    if dist.is_initialized():
+    if dist.is_initialized() and not _BROKEN:
         dist.destroy_process_group()
+    elif dist.is_initialized():
+        break_groups()
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
+    if _LAUNCHED is not None:
+        _LAUNCHED.end_stopped()
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies

@@ -99,6 +99,16 @@ class Overflow:
             ) from error
 
 
+def in_file(tensor: Tensor, path: Path) -> Tensor:
+    """Return a copy of a tensor that is mapped from a new file: what nobody reads takes no memory."""
+    tensor = tensor.cpu().contiguous()
+    if not tensor.numel():
+        return tensor
+    path.unlink(missing_ok=True)  # somebody may still read what was there
+    view = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return view.view(tensor.shape).copy_(tensor)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def writable(folder: Path | None) -> Path | None:
     """Return ``folder`` if files may be made there; ``None`` for the system's folder of temporary files."""

@@ -95,17 +95,6 @@ def _explain_integers(error: Exception, inputs: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def call_model(model: nn.Module, graph: Any, edges: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:
-    """Return what :func:`call_encoder` does, for a graph with ``num_classes`` classes: a column for every class.
-
-    With ``multi_label`` a node may have several classes.
-
-    Raises:
-        InputError: As :func:`call_encoder`, and if the model returns too few columns.
-    """
-    return checked_columns(call_encoder(model, graph, edges), num_classes=num_classes, multi_label=multi_label)
-
-
 def checked_rows(out: Any, remedy: str) -> Tensor:
     """Refuse an output that is not a matrix; ``remedy`` says what to do with several outputs."""
     if not isinstance(out, Tensor):

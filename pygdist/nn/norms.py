@@ -149,12 +149,8 @@ def _torch_instance_norm(module: Any, ranks: Ranks, x: Tensor) -> Tensor:
     each channel is, over all nodes.
     """
     if _nodes_come_last(module, ranks, x):
-        use_batch = module.training or not module.track_running_stats
-        momentum = module.momentum if module.training and module.track_running_stats else None
         rows = x.movedim(-1, 0)
-        flat = rows.flatten(1)
-        out = _channel_norm(module, ranks, flat, use_batch=use_batch, momentum=momentum)
-        return out.reshape(rows.shape).movedim(0, -1)
+        return _instance_norm(module, ranks, rows.flatten(1)).reshape(rows.shape).movedim(0, -1)
     if module.training and module.track_running_stats:
         raise InputError(
             f"{type(module).__name__}: track_running_stats averages what is found of each node over all nodes, which "

@@ -36,10 +36,8 @@ def _sum(
     return _sum_of_nodes(ranks, x, dim, index, ptr)
 
 
-def _mean(
-    module: nn.Module, ranks: Ranks, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
-) -> Tensor:
-    return _sum_of_nodes(ranks, x, dim, index, ptr) / ranks.num_nodes
+def _mean(module: nn.Module, ranks: Ranks, *args: Any, **kwargs: Any) -> Tensor:
+    return _sum(module, ranks, *args, **kwargs) / ranks.num_nodes
 
 
 def _decode(module: InnerProductDecoder, ranks: Ranks, z: Tensor, edge_index: Tensor, sigmoid: bool = True) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pygdist.graph import EdgeStream
+from pygdist.kernels.csr import row_blocks
 from pygdist.partition._native import call, count_degrees
 
 _WINDOW_ENDS = 1 << 27  # edge ends at a time: 512 MiB
@@ -27,23 +29,12 @@ def neighbour_lists(
     """
     offsets = np.zeros(edges.num_nodes + 1, dtype=np.int64)
     np.cumsum(count_degrees(edges), out=offsets[1:])
-    windows = _windows(offsets, window_ends)
-    lists = np.empty(max((int(offsets[last] - offsets[first]) for first, last in windows), default=0), dtype=np.int32)
-    for first, last in windows:
-        indptr = offsets[first : last + 1] - offsets[first]
+    windows = list(row_blocks(torch.from_numpy(offsets), window_ends))
+    lists = np.empty(max((ends.stop - ends.start for _, ends in windows), default=0), dtype=np.int32)
+    for nodes, ends in windows:
+        indptr = offsets[nodes.start : nodes.stop + 1] - ends.start
         neighbour = lists[: int(indptr[-1])]
         place = indptr[:-1].copy()
         for chunk in edges.chunks():
-            call("fill_neighbours", chunk, first, last, place, neighbour)
-        yield first, indptr, neighbour
-
-
-def _windows(offsets: NDArray[np.int64], window_ends: int) -> list[tuple[int, int]]:
-    """Return the first node of each window, and the one after its last."""
-    windows, first, num_nodes = [], 0, len(offsets) - 1
-    while first < num_nodes:
-        last = int(np.searchsorted(offsets, offsets[first] + window_ends, side="right")) - 1
-        last = min(max(last, first + 1), num_nodes)
-        windows.append((first, last))
-        first = last
-    return windows
+            call("fill_neighbours", chunk, nodes.start, nodes.stop, place, neighbour)
+        yield nodes.start, indptr, neighbour

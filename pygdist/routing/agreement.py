@@ -21,7 +21,7 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.base import Backend
 from pygdist.comm import Communicator, PartCommunicator
 from pygdist.errors import InputError
-from pygdist.hops.arguments import mapped
+from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
 _MOST_NAMES = 4
@@ -45,26 +45,19 @@ def agree_on_layer(
     """
     if _runs_alone(backend):
         return args, kwargs
-    kinds: list[str] = []
-    graded, bit = 0, 1
-
-    def look(name: str, value: Any) -> Any:
-        nonlocal graded, bit
-        kinds.append(f"{name}: {_kind(value)}")
-        if isinstance(value, Tensor) and not isinstance(value, EdgeIndex):
-            graded += bit * value.requires_grad  # without gradients too: results for such rows are not kept
-            bit *= 2
-        return value
-
-    mapped(forward, (layer, *args), kwargs, look)
+    _, *values = named_values(forward, (layer, *args), kwargs)
+    kinds = [f"{name}: {_kind(value)}" for name, value in values]
+    tensors = [value for _, value in values if isinstance(value, Tensor) and not isinstance(value, EdgeIndex)]
+    # a bit for each, without gradients too: results for such rows are not kept
+    graded = sum(value.requires_grad << place for place, value in enumerate(tensors))
     if backend.communicator.is_nccl and backend.kept.passes > _FIRST_PASSES:  # the exchange waits for the device
-        backend.note(f"{layer_name(layer)} {kinds[1:]} {graded}")
+        backend.note(f"{layer_name(layer)} {kinds} {graded}")
         return args, kwargs
-    ranks = backend.over_ranks([float(zlib.crc32(repr(kinds[1:]).encode())), float(graded)])
+    ranks = backend.over_ranks([float(zlib.crc32(repr(kinds).encode())), float(graded)])
     if bool((ranks == ranks[0]).all()):
         return args, kwargs
     if bool((ranks[:, 0] != ranks[0, 0]).any()):
-        _refuse(backend.communicator, layer_name(layer), _Fact("gives", tuple(kinds[1:])))
+        _refuse(backend.communicator, layer_name(layer), _Fact("gives", tuple(kinds)))
         raise InputError(f"the ranks give {layer_name(layer)} other arguments")  # further than texts are told
     masks = [int(mask) for mask in ranks[:, 1].tolist()]
     wanted = functools.reduce(operator.or_, masks)
@@ -163,14 +156,8 @@ def _frozen(model: nn.Module) -> _Fact:
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fact:
     """The kinds of the inputs, and the values of flags and texts; numbers, and numbers of rows, may differ."""
-    kinds: list[str] = []
-
-    def look(name: str, value: Any) -> Any:
-        kinds.append(f"{name}: {_kind(value)}")
-        return value
-
-    mapped(model.forward, args, dict(sorted(kwargs.items())), look)
-    return _Fact("gives", tuple(kinds))
+    values = named_values(model.forward, args, dict(sorted(kwargs.items())))
+    return _Fact("gives", tuple(f"{name}: {_kind(value)}" for name, value in values))
 
 
 def _kind(value: Any) -> str:

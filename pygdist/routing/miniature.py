@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Miniature:
         Raises:
             NotComparableError: If an argument has no counterpart in another graph.
         """
-        graph, values = awkward_graph(num_parts), list(_each(call))
+        graph, values = awkward_graph(num_parts), call.values
         if not any(isinstance(value, Tensor) for value, _ in values):
             raise NotComparableError("it takes no tensor as an argument")
         looks = [_look(value, kind, shard) for value, kind in values]
@@ -127,12 +127,7 @@ class Miniature:
     def whole(self, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the model on one process."""
         values = iter(self.inputs)
-
-        def replaced(_: Any, kind: Kind) -> Any:
-            one = next(values)
-            return self._as(one.value, dtype)
-
-        return self.call.changed(replaced)
+        return self.call.changed(lambda *_: self._as(next(values).value, dtype))
 
     def part(self, shard: Shard, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the model on the rank that holds ``shard``, a part of this graph."""
@@ -169,18 +164,6 @@ class Miniature:
         if not isinstance(value, Tensor):
             return value
         return value.to(self.device, dtype if value.is_floating_point() else value.dtype, copy=True)
-
-
-def _each(call: Call) -> Iterator[tuple[Any, Kind]]:
-    """Yield the value and kind of each argument of a call."""
-    values: list[tuple[Any, Kind]] = []
-
-    def note(value: Any, kind: Kind) -> Any:
-        values.append((value, kind))
-        return value
-
-    call.changed(note)
-    yield from values
 
 
 def _look(value: Any, kind: Kind, shard: Shard) -> tuple[float, float, float, float]:
@@ -267,21 +250,13 @@ def _input(
 def beside_another(small: Miniature) -> Miniature:
     """Return the graph with a second component, of the same edges and larger numbers; its nodes come last."""
     num_nodes = small.graph.owner.numel()
-    graph = replace(
-        small.graph,
-        edge_index=torch.cat([small.graph.edge_index, small.graph.edge_index + num_nodes], dim=1),
-        trains=small.graph.trains.repeat(2),
-    )
+    edge_index = torch.cat([small.graph.edge_index, small.graph.edge_index + num_nodes], dim=1)
 
-    def doubled(one: _Input) -> _Input:
-        if one.is_edges:
-            return replace(one, value=graph.edge_index)
-        if one.kind is None:
-            return one
+    def doubled(one: _Input) -> Tensor:
         again = one.value.flip(0)
-        return replace(one, value=torch.cat([one.value, again * 10 if again.is_floating_point() else again]))
+        return torch.cat([one.value, again * 10 if again.is_floating_point() else again])
 
-    return replace(small, graph=graph, inputs=[doubled(one) for one in small.inputs])
+    return _changed(small, replace(small.graph, edge_index=edge_index, trains=small.graph.trains.repeat(2)), doubled)
 
 
 def renumbered(small: Miniature) -> tuple[Miniature, Tensor]:
@@ -290,12 +265,16 @@ def renumbered(small: Miniature) -> tuple[Miniature, Tensor]:
     number = torch.randperm(small.graph.owner.numel(), generator=generator)
     order = torch.randperm(small.graph.edge_index.size(1), generator=generator)
     graph = replace(small.graph, edge_index=number[small.graph.edge_index][:, order])
+    orders = {"edge": order, "node": number.argsort()}
+    return _changed(small, graph, lambda one: one.value[orders[one.kind]] if one.kind else one.value), number
 
-    def moved(one: _Input) -> _Input:
+
+def _changed(small: Miniature, graph: Graph, rows_of: Callable[[_Input], Tensor]) -> Miniature:
+    """Return ``small`` with another graph, and other rows of nodes and edges."""
+
+    def changed(one: _Input) -> _Input:
         if one.is_edges:
             return replace(one, value=graph.edge_index)
-        if one.kind is None:
-            return one
-        return replace(one, value=one.value[order] if one.kind == "edge" else one.value[number.argsort()])
+        return one if one.kind is None else replace(one, value=rows_of(one))
 
-    return replace(small, graph=graph, inputs=[moved(one) for one in small.inputs]), number
+    return replace(small, graph=graph, inputs=[changed(one) for one in small.inputs])

@@ -316,15 +316,11 @@ def difference(ours: Tensor | None, theirs: Tensor, scale: float = 0.0) -> float
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
     """Switch off all kinds of torch's dropout, as the numbers that they draw depend on the number of ranks."""
-
-    def identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
-
     kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     places: list[tuple[Any, str]] = [(torch, "dropout"), *((functional, kind) for kind in kinds)]
     usual = [getattr(*place) for place in places]
     for module, name in places:
-        setattr(module, name, identity)
+        setattr(module, name, _pass_on)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.layer import methods_of, own_class
+from pygdist.hops.untouched import globals_of
 
 
 def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
@@ -65,17 +65,11 @@ def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:
 
 def _read_by_name(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables outside of a function that its code reads."""
-    for name in _globals_of(function.__code__):
+    for name in globals_of(function.__code__, "LOAD_GLOBAL"):
         yield name, function.__globals__.get(name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing is in the cell yet
             yield name, cell.cell_contents
-
-
-def _globals_of(code: types.CodeType) -> set[str]:
-    """Return the names of the globals that code reads, and functions within it."""
-    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return names.union(*(_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _is_of_edges(value: Any, num_edges: int) -> bool:

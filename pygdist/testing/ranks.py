@@ -7,10 +7,13 @@ which make their own threads and groups.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -103,7 +106,7 @@ class RankPool:
             context.set_forkserver_preload(["__main__", __name__])  # no effect on a server that runs
         for _ in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._folder.name), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -119,8 +122,10 @@ class RankPool:
             if not ready:
                 if failed:
                     return answers
+                late = sorted(waiting.values())
+                stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in late)
                 self.close()
-                raise RankError(f"no answer within {self.timeout_s:.0f} s from ranks {sorted(waiting.values())}")
+                raise RankError(f"no answer within {self.timeout_s:.0f} s from ranks {late}\n{stacks}")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
@@ -130,6 +135,16 @@ class RankPool:
                     answers[rank] = (False, f"the process ended (exit code {self._processes[rank].exitcode})")
         return answers
 
+    def _stacks(self, rank: int) -> str:
+        """Return the stacks of a rank's threads, as Python sees them."""
+        pid = self._processes[rank].pid
+        path = Path(self._folder.name) / str(pid)
+        if not path.exists() or pid is None:
+            return "unknown"
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)  # the process writes them
+        return path.read_text()
+
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` on processes of its own: :meth:`RankPool.run`, once."""
@@ -137,9 +152,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return pool.run(function, world_size, *args)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)  # ranks share the cores of one machine
-    with contextlib.suppress(EOFError):  # the parent closed its end
+    # the parent closes its end, or has ended and its folder is gone
+    with contextlib.suppress(EOFError, FileNotFoundError), open(f"{folder}/{os.getpid()}", "w") as stacks:
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=stacks)
         while True:
             pipe.send_bytes(_answer(pipe.recv_bytes()))
 

@@ -27,6 +27,7 @@ from pygdist.native import load
 from pygdist.routing import distribute, undistribute
 from pygdist.testing import RankPool, assert_exact, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from pygdist.testing.graphs import GRAPHS
 
 needs_native = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 
@@ -103,10 +104,19 @@ def test_each_layer_gets_the_rows_that_it_and_later_ones_need(tmp_path: Path, po
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_models_of_other_depths(num_layers: int, pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "graphs"),
+    [
+        (1, ("directed", "empty-part")),
+        (3, ("power-law", "isolated", "no-train-part")),
+        pytest.param(1, GRAPHS, marks=pytest.mark.exhaustive),
+        pytest.param(3, GRAPHS, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_models_of_other_depths(num_layers: int, graphs: tuple[str, ...], pool: RankPool) -> None:
     layers = ["GCNConv", "GATConv", "SAGEConv-max", "GINEConv", "TAGConv", "GCN2Conv", "BatchNorm", "SAGEConv-jk"]
-    assert_exact("cache", layers=layers, world_sizes=[3], num_layers=num_layers, pool=pool)
+    assert_exact("cache", layers=layers, world_sizes=[3], graphs=graphs, num_layers=num_layers, pool=pool)
 
 
 class Depths(nn.Module):

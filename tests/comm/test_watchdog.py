@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -83,7 +87,7 @@ def test_silence_after_an_exchange_is_a_loss() -> None:
 
 
 @pytest.mark.parametrize("far", [True, False])
-def test_silence_before_the_first_exchange_counts_where_the_process_is_seen(far: bool) -> None:
+def test_silence_before_the_first_exchange_counts_later_where_the_process_is_not_seen(far: bool) -> None:
     store, found = dist.HashStore(), Silence()
     loading, gone = (Watchdog(store, rank, 3, beat_s=0.05) for rank in (1, 2))
     if far:
@@ -93,10 +97,36 @@ def test_silence_before_the_first_exchange_counts_where_the_process_is_seen(far:
     loading._thread.join()
     gone.enter(2, "rows")
     gone.close()
-    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=0.2, on_lost=found)
-    assert found.heard.wait(1.5 if far else 30) is not far
-    assert far or found[0].startswith("rank 1 is lost (silent for ")
+    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=1.0, on_lost=found)
+    assert found.heard.wait(30)
+    silent = re.match(r"rank 1 is lost \(silent for (\d+) s", found[0])
+    assert silent is not None
+    assert int(silent[1]) >= (3 if far else 1)
     watching.close()
+
+
+def test_a_process_that_was_stopped_itself_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, found, clock = dist.HashStore(), Silence(), time.monotonic
+    other = Watchdog(store, 1, 2, beat_s=0.05)
+    watching = Watchdog(store, 0, 2, beat_s=0.05, lost_after_s=5.0, on_lost=found)
+    for _ in range(4):
+        jumped = clock() + 100.0 - time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda jumped=jumped: clock() + jumped)
+        assert not found.heard.wait(0.3)
+    for watchdog in (watching, other):
+        watchdog.close()
+
+
+def test_a_signal_on_one_rank_is_heard_of_on_all(caplog: pytest.LogCaptureFixture) -> None:
+    store, found = dist.HashStore(), [Silence(), Silence()]
+    ranks = [Watchdog(store, rank, 2, beat_s=0.05, on_lost=found[rank]) for rank in range(2)]
+    ranks[1].signalled(signal.SIGTERM)
+    assert found[0].heard.wait(30)
+    assert found[0][0] == found[1][0] == f"SIGTERM reached rank 1 (process {os.getpid()})"
+    assert ranks[0].signum == signal.SIGTERM
+    assert not caplog.records  # rank 0's caller tells it, once
+    for watchdog in ranks:
+        watchdog.close()
 
 
 def test_a_rank_that_never_reported_has_no_known_place() -> None:

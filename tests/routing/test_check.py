@@ -7,7 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -328,11 +328,19 @@ backends_ = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(scope="module")
+def said_of_wrong(parts: str, pool: RankPool) -> Callable[[str], list[dict[str, str]]]:
+    """By backend: what each rank says of all wrong models."""
+    return cache(lambda backend: pool.run(_said, 2, parts, backend, list(WRONG)))
+
+
 @backends_
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_rank_cannot_compute_is_refused(name: str, backend: str, parts: str, pool: RankPool) -> None:
+def test_what_a_rank_cannot_compute_is_refused(
+    name: str, backend: str, said_of_wrong: Callable[[str], list[dict[str, str]]]
+) -> None:
     """On all ranks, before anything is trained; one rank alone may see that a row is missing."""
-    for said in pool.run(_said, 2, parts, backend, [name]):
+    for said in said_of_wrong(backend):
         if (name, backend) in EXACT:
             assert said[name] == ""
         elif "indexes node rows by edge_index" not in said[name]:  # rows that are not there

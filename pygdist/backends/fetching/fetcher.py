@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
+from typing_extensions import override
 
+from pygdist.backends.base import Backend
 from pygdist.backends.fetching.adjacency import SOURCE_GROUPS
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.exchange import Exchange
+from pygdist.backends.passes.base import Pass
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.fused_attention import summed_as_they_arrive
-from pygdist.hops.hop import Hop, source_of
+from pygdist.hops.hop import Deferred, Hop, source_of
 from pygdist.hops.layer import norms_over_edges
 from pygdist.memory.overflow import Overflow, writable
 
@@ -361,6 +365,62 @@ class Fetcher:
         wide = x.is_floating_point() and x.element_size() > 2  # ids must not be rounded
         wire = self.options.wire if wide else None
         return self.communicator.exchange_rows(x, plan, label=label, ring=self.options.ring, wire=wire)
+
+
+class FetchingBackend(Backend):
+    """A backend that fetches rows, or some of them.
+
+    Args:
+        options: How rows travel.
+    """
+
+    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher",)
+    _fetcher: Fetcher | None = None
+
+    def __init__(self, options: FetchOptions) -> None:
+        super().__init__()
+        self.options = options
+        if options.approximation:
+            self.abilities = replace(self.abilities, exact=False, approximation=options.approximation)
+
+    @override
+    def exact_case(self, num_hops: int) -> FetchingBackend | None:
+        if not self.abilities.exact and not self.options.approximation:  # a subclass that gives up something else
+            return None
+        copy = self._unbound()
+        copy.options = replace(self.options, wire_dtype=None)
+        return copy
+
+    @abstractmethod
+    def _running(self, what: str) -> Pass:
+        """Return the pass that runs; ``what`` runs on it, such as the name of a layer."""
+
+    @override
+    def propagate(self, hop: Hop) -> Tensor:
+        return self._running(hop.layer_name).propagate(hop)
+
+    @override
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        return self._running(hop.layer_name).edge_updater(hop)
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return self._running("a layer").source_rows(x)
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        return norms_refused(layer)
+
+    @override
+    def end_forward(self) -> None:
+        if self._fetcher is not None:  # a model that is not bound fails before
+            self._fetcher.end_pass()
+
+    @override
+    def unbind(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+        super().unbind()
 
 
 def norms_refused(layer: MessagePassing) -> str | None:

@@ -8,7 +8,7 @@ are aggregated where they lie, and gradients are written where they are sent fro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from pygdist.backends.fetching.arrival import Arrival
 from pygdist.comm import Message
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, transpose
-from pygdist.kernels.csr import narrowest, pointers
+from pygdist.kernels.csr import narrowest, pointers, row_blocks
 from pygdist.memory.overflow import Overflow
 
 _EDGES_AT_A_TIME = 1 << 20  # to sort
@@ -215,7 +215,7 @@ class _Sorted:
     def __init__(
         self, csr: CSR, group_of: Tensor, column: Tensor, num_groups: int, memory: EdgeMemory, *, keep_rows: bool
     ) -> None:
-        blocks = list(_blocks(csr.indptr, _EDGES_AT_A_TIME))
+        blocks = list(row_blocks(csr.indptr, _EDGES_AT_A_TIME))
         counts = torch.zeros(num_groups, dtype=torch.int64, device=csr.index.device)
         for _, edges in blocks:
             counts += torch.bincount(group_of[csr.index[edges].long()], minlength=num_groups)
@@ -242,14 +242,3 @@ class _Sorted:
             perm[at] = (order + edges.start).to(dtype)
             self.row[at] = row[order]
             place += in_block
-
-
-def _blocks(indptr: Tensor, most: int) -> Iterator[tuple[slice, slice]]:
-    """Consecutive rows and their entries, about ``most`` at a time."""
-    num_rows, first = indptr.numel() - 1, 0
-    while first < num_rows:
-        start = int(indptr[first])
-        last = int(torch.searchsorted(indptr, start + most, right=True)) - 1  # the last that ends within so many
-        last = max(last, first + 1)
-        yield slice(first, last), slice(start, int(indptr[last]))
-        first = last

@@ -8,6 +8,7 @@ that all layers put out as many rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,11 +175,7 @@ class PartPass:
         if running is None:
             return forward(layer, *args, **kwargs)
         hops = self.facts.hops_of.get(id(layer), 1)
-
-        def trimmed(name: str, value: Any) -> Any:
-            return self._trimmed(running, layer, name, value)
-
-        args, kwargs = mapped(forward, (layer, *args), kwargs, trimmed)
+        args, kwargs = mapped(forward, (layer, *args), kwargs, partial(self._trimmed, running, layer))
         self._layer = running
         try:
             out = forward(*args, **kwargs)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.fetcher import check_rows
 from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
-from pygdist.hops.arguments import mapped, node_dim, tensors_of
+from pygdist.hops.arguments import mapped, named_values, node_dim, tensors_of
 from pygdist.hops.fused_attention import defers_scores
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.kernels import CSR
@@ -42,6 +41,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     kinds: list[Kind]
+
+    @property
+    def values(self) -> list[tuple[Any, Kind]]:
+        """The value and kind of each argument."""
+        values = named_values(self.model.forward, self.args, self.kwargs)
+        return [(value, kind) for (_, value), kind in zip(values, self.kinds, strict=True)]
 
     def changed(self, change: Callable[[Any, Kind], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Apply ``change`` to the value and kind of each argument."""
@@ -226,20 +231,8 @@ def _loops(call: Call, num_rows: int) -> Adjacency:
 def _rows_of_loops(edges: Adjacency, num_hops: int) -> Rows:
     """Rows of which each hop leaves all but one; nothing is fetched."""
     computed = tuple(edges.num_dst - hop for hop in range(num_hops + 1))
-    nothing = Arrival.nothing(edges.device)
-    return Rows(
-        n_id=torch.arange(edges.num_dst, device=edges.device),
-        num_owned=computed[-1],
-        computed=computed,
-        num_sources=computed[:-1],
-        adjacency=edges,
-        fetched=(nothing,) * num_hops,
-        inputs=nothing,
-        everything=nothing,
-        edges=nothing,
-        num_own_edges=computed[-1],
-        exchanges=(False,) * num_hops,
-    )
+    n_id = torch.arange(edges.num_dst, device=edges.device)
+    return Rows.all_here(n_id, computed[-1], computed, edges, num_own_edges=computed[-1])
 
 
 def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:

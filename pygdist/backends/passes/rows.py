@@ -42,6 +42,18 @@ class Rows:
     num_own_edges: int
     exchanges: tuple[bool, ...]
 
+    @classmethod
+    def all_here(
+        cls, n_id: Tensor, num_owned: int, computed: tuple[int, ...], adjacency: Adjacency, num_own_edges: int
+    ) -> Rows:
+        """Rows of which none is fetched."""
+        nothing, num_hops = Arrival.nothing(adjacency.device), len(computed) - 1
+        return cls(
+            n_id=n_id, num_owned=num_owned, computed=computed, num_sources=computed[:-1], adjacency=adjacency,
+            fetched=(nothing,) * num_hops, inputs=nothing, everything=nothing, edges=nothing,
+            num_own_edges=num_own_edges, exchanges=(False,) * num_hops,
+        )  # fmt: skip
+
     @property
     def num_rows(self) -> int:
         """Input rows of the model."""

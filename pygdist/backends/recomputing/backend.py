@@ -15,7 +15,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities, Backend, names_of
-from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, norms_refused
+from pygdist.backends.base import Abilities, names_of
+from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions
 from pygdist.backends.passes.base import Pass
 from pygdist.backends.passes.fetched import FetchedPass
 from pygdist.backends.passes.part import PartPass
@@ -36,7 +36,6 @@ from pygdist.backends.recomputing.rows import make_rows
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows
-from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.nn.laplacian import sums_at_owners
@@ -83,7 +82,7 @@ class _OnGraph:
     planning_s: float | None = None
 
 
-class RecomputingBackend(Backend):
+class RecomputingBackend(FetchingBackend):
     """Compute replicas of other ranks' rows, and fetch the rest; by default, compute all of them.
 
     Args:
@@ -91,31 +90,16 @@ class RecomputingBackend(Backend):
     """
 
     abilities = Abilities(reruns_layers=False)
-    per_graph: ClassVar[tuple[str, ...]] = ("_fetcher", "_graph", "_pass", "_done", "_outside")
-    _fetcher: Fetcher | None = None
+    per_graph: ClassVar[tuple[str, ...]] = ("_graph", "_pass", "_done", "_outside")
     _graph: _OnGraph | None = None
     _pass: Pass | None = None  # what the model runs on now
     _done: PartPass | FetchedPass | None = None  # the last pass, of which layers may run again in the backward pass
     _outside: FetchedPass | None = None  # what layers run on that are called by themselves
 
     def __init__(self, options: FetchOptions | None = FetchOptions()) -> None:  # noqa: B008 (frozen)
-        super().__init__()
-        self.fetches, self.options = options is not None, options or FetchOptions()
+        super().__init__(options or FetchOptions())
+        self.fetches = options is not None
         self._models: dict[int, _Model] = {}  # by the id of the model
-        if self.options.approximation:
-            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
-
-    @override
-    def refuse(self, layer: MessagePassing) -> str | None:
-        return norms_refused(layer)
-
-    @override
-    def exact_case(self, num_hops: int) -> RecomputingBackend | None:
-        if not self.abilities.exact and not self.options.approximation:  # a subclass that gives up something else
-            return None
-        copy = self._unbound()
-        copy.options = replace(self.options, wire_dtype=None)
-        return copy
 
     # -- which rows ----------------------------------------------------------------------------------------------------
 
@@ -161,8 +145,6 @@ class RecomputingBackend(Backend):
 
     @override
     def unbind(self) -> None:
-        if self._fetcher is not None:
-            self._fetcher.close()
         super().unbind()
         self._models = {}
 
@@ -286,11 +268,6 @@ class RecomputingBackend(Backend):
         return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)
 
     @override
-    def end_forward(self) -> None:
-        if self._fetcher is not None:
-            self._fetcher.end_pass()
-
-    @override
     def model_output(self, output: Any) -> Any:
         done, self._pass = self._pass, None
         self._done = done if isinstance(done, (PartPass, FetchedPass)) else None
@@ -342,8 +319,8 @@ class RecomputingBackend(Backend):
             running = self._outside
         return running
 
+    @override
     def _running(self, what: str = "a layer") -> Pass:
-        """The pass that runs; an error if the model is not running."""
         running = self._now
         if running is None:
             raise InputError(
@@ -377,18 +354,6 @@ class RecomputingBackend(Backend):
             return running.run_layer(layer, forward, args, kwargs)
         finally:
             forget_local_state(layer)
-
-    @override
-    def propagate(self, hop: Hop) -> Tensor:
-        return self._running(hop.layer_name).propagate(hop)
-
-    @override
-    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
-        return self._running(hop.layer_name).edge_updater(hop)
-
-    @override
-    def source_rows(self, x: Tensor) -> Tensor:
-        return self._running().source_rows(x)
 
     @override
     def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:

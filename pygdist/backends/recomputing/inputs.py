@@ -19,7 +19,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.memo import Memo
-from pygdist.hops.arguments import mapped
+from pygdist.hops.arguments import named_values
 
 
 def kinds_of(
@@ -46,15 +46,11 @@ def kinds_of(
     expected: dict[Kind, int] = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
     looks: list[tuple[str, object]] = []
     lengths: list[int] = []
-
-    def look(name: str, value: Any) -> Any:
+    for name, value in named_values(model.forward, args, kwargs):
         rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
         plain = value if isinstance(value, (bool, str)) else type(value)
         looks.append((name, value.dim() if rows else plain))
         lengths.append(value.size(0) if rows else -1)
-        return value
-
-    mapped(model.forward, args, kwargs, look)
     key = tuple(looks)
     if key not in kinds:
         fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class ChunkPlan:
     ) -> None:
         self.csr, self.overflow = csr, overflow
         self._blocks = {} if blocks is None else blocks
-        self.starts = _starts(counts)
+        self.starts = list(accumulate(counts, initial=0))
         num_chunks = max(1, min(num_chunks, max(counts, default=0)))
         self.chunks = [Chunk(_spans(self.starts, counts, number, num_chunks)) for number in range(num_chunks)]
         self._unread: dict[bool, list[list[Tensor]]] = {}  # by whether chunks read their destinations too
@@ -243,7 +243,7 @@ def chunks_within(budget: int, csr: CSR, counts: Sequence[int], needs: ChunkByte
     Raises:
         InputError: If the rows that one chunk reads do not fit, even if it has one row of each rank.
     """
-    starts, most_chunks = _starts(counts), max(counts, default=0)
+    starts, most_chunks = list(accumulate(counts, initial=0)), max(counts, default=0)
     num_chunks = 1
     while True:
         num_chunks = min(num_chunks, max(most_chunks, 1))
@@ -267,11 +267,6 @@ def _bytes_of(spans: tuple[slice, ...], csr: CSR, needs: ChunkBytes) -> int:
     results = AHEAD * (rows * needs.made + rows_of_a_rank * needs.whole)
     sources = min(edges, csr.num_cols) * (needs.read + index_bytes)  # each with its number
     return edges * (index_bytes + needs.edge) + rows * csr.indptr.element_size() + sources + results
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """Return the first row of each rank, and the number of all rows."""
-    return [sum(counts[:rank]) for rank in range(len(counts) + 1)]
 
 
 def _spans(starts: Sequence[int], counts: Sequence[int], number: int, num_chunks: int) -> tuple[slice, ...]:

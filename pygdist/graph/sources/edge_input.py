@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import ArrayWriter, forget_pages
-from pygdist.graph.streams.columns import Wanted
+from pygdist.graph.streams.columns import wanted_columns
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.edge_tables import kind_of, open_tables
 from pygdist.graph.streams.progress import Progress, enter_stage
@@ -28,13 +28,13 @@ _TABLE_OPTIONS = ("columns", "string_ids", "names")  # of EdgeOptions, for text 
 class EdgeOptions:
     """Options of how edges are read and changed; :class:`~pygdist.graph.GraphFiles` describes them."""
 
-    columns: Wanted
-    string_ids: bool | None
-    names: Path | None
-    first_id: int | None
-    symmetrize: bool
-    remove_duplicates: bool
-    remove_self_loops: bool
+    columns: str | Mapping[str, str | Sequence[str]] | None = None
+    string_ids: bool | None = None
+    names: str | Path | None = None
+    first_id: int | None = None
+    symmetrize: bool = False
+    remove_duplicates: bool = False
+    remove_self_loops: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,8 @@ def _from_tables(
     """Convert edges from text or Parquet."""
     late_notes: list[str] = []  # on rows, which are read after notes on columns
     named = True if options.names is not None else options.string_ids
-    tables = open_tables(paths, wanted=options.columns, named=named, notes=late_notes, progress=progress)
+    wanted = wanted_columns(options.columns)
+    tables = open_tables(paths, wanted=wanted, named=named, notes=late_notes, progress=progress)
     names, first = None, options.first_id or 0
     if tables:
         path, table = tables[0]
@@ -148,7 +149,7 @@ def _names_and_number(
 ) -> tuple[Names | None, int | None]:
     """Return names of nodes, ``None`` if ids are numbers, and the number of nodes, ``None`` if it is not known yet."""
     if options.names is not None:
-        names = read_names(options.names)
+        names = read_names(Path(options.names))
         if num_nodes not in (None, len(names)):
             raise InputError(f"{options.names}: {len(names)} names, expected one for each of {num_nodes} nodes")
         return names, len(names)

@@ -6,7 +6,8 @@ with ``edge_index``. Edges keep their order, and a graph that needs no change st
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.streams.arrays import forget_pages
+
+_VALUES = ("edge_weight", "edge_attr")
 
 
 def drop_self_loops(fields: dict[str, Tensor], notes: list[str]) -> None:
@@ -58,28 +62,67 @@ def drop_duplicates(fields: dict[str, Tensor], num_nodes: int, notes: list[str])
     """
     source, target = fields["edge_index"].numpy()
     keys = _keys(source, target, fields, num_nodes)
-    order = np.argsort(keys, kind="stable")
-    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
-    dropped = len(keys) - len(starts)
-    categories = "edge_attr" in fields and not fields["edge_attr"].is_floating_point()
+    values = {name: fields[name].numpy().copy() for name in _VALUES if name in fields}
+
+    def refuse(name: str, first: int, other: int) -> InputError:
+        return InputError(
+            f"{name}: edges {first} and {other} have the same ends and other {fields[name].dtype} attributes, of which "
+            "there is no average; merge these edges before, or convert edge_attr to floats"
+        )
+
+    first = merge_edges(keys, np.arange(len(keys)), values, refuse)
+    dropped, categories = len(keys) - len(first), "edge_attr" in fields and not fields["edge_attr"].is_floating_point()
     notes.append(note_on_merged(dropped, fields, categories=categories))
-    if not dropped:
-        return
-    first = order[starts]  # the sort is stable, so this is the first edge of each group
-    by_position = np.argsort(first)
-    for name in _present(fields):
-        values = fields[name].numpy()[order]
-        if name == "edge_type" or (name == "edge_attr" and categories):
-            group = np.repeat(first, np.diff(starts, append=len(keys)))
-            _check_equal(name, fields[name], order, group)
-            fields[name] = fields[name][torch.from_numpy(first[by_position])]
+    if dropped:
+        fields |= {name: torch.from_numpy(value) for name, value in values.items()}
+        fields["edge_index"] = fields["edge_index"][:, torch.from_numpy(first)]
+        for name in _present(fields):
+            fields[name] = fields[name][torch.from_numpy(first)]
+
+
+def merge_edges(
+    key: NDArray[np.int64],
+    e_id: NDArray[np.int64],
+    values: Mapping[str, NDArray[Any]],
+    refuse: Callable[[str, int, int], InputError],
+    *,
+    added: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
+    """Keep the first edge of each key, and write the sum of weights and the mean of attributes to its place.
+
+    Args:
+        key: A number for each edge, equal for those that are merged.
+        e_id: Their places in ``values``, ascending.
+        values: ``edge_weight`` (floats) and ``edge_attr``, changed in place.
+        refuse: Returns the error for integers that differ, from their field and the places of two edges.
+        added: 1 for edges that give way to others of the same key, 0 for these.
+
+    Returns:
+        The edges to keep, ascending, as places in ``key``.
+    """
+    if not (values and len(key)):
+        return np.sort(np.unique(key, return_index=True)[1])
+    # both sorts are stable: in the order of e_id within equal edges
+    order = np.argsort(key, kind="stable") if added is None else np.lexsort((added, key))
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    first, count = order[starts], np.diff(starts, append=len(order))
+    # edges that have a say in the values
+    counts = np.ones(len(order), dtype=bool) if added is None else added[order] == np.repeat(added[first], count)
+    for name, value in values.items():
+        rows = value[e_id[order]]
+        if value.dtype.kind != "f":  # attributes: weights are floats
+            other = counts & (rows != np.repeat(rows[starts], count, axis=0)).reshape(len(rows), -1).any(axis=1)
+            for place in np.flatnonzero(other)[:1]:
+                raise refuse(name, int(e_id[np.repeat(first, count)[place]]), int(e_id[order[place]]))
             continue
-        merged = np.add.reduceat(values, starts, axis=0)
+        rows[~counts] = 0
+        merged = np.add.reduceat(rows, starts, axis=0)
         if name == "edge_attr":
-            counts = np.diff(starts, append=len(keys)).astype(values.dtype)
-            merged /= counts.reshape(-1, *[1] * (merged.ndim - 1))
-        fields[name] = torch.from_numpy(merged[by_position])
-    fields["edge_index"] = fields["edge_index"][:, torch.from_numpy(first[by_position])]
+            share = np.add.reduceat(counts.astype(merged.dtype), starts)
+            merged = (merged / share.reshape(-1, *[1] * (merged.ndim - 1))).astype(merged.dtype)
+        value[e_id[first]] = merged
+        forget_pages(value)
+    return np.sort(first)
 
 
 def note_on_merged(count: int, fields: Container[str], *, categories: bool) -> str:
@@ -87,16 +130,6 @@ def note_on_merged(count: int, fields: Container[str], *, categories: bool) -> s
     averaged = "their attributes were equal" if categories else "their attributes were averaged"
     texts = {"edge_weight": "their weights were summed", "edge_attr": averaged}
     return "; ".join([f"removed {count} duplicate edges", *(text for name, text in texts.items() if name in fields)])
-
-
-def _check_equal(name: str, values: Tensor, edges: NDArray[np.int64], first: NDArray[np.int64]) -> None:
-    """Refuse integers that differ between an edge and the first of those that it is merged with."""
-    wrong = (values[torch.from_numpy(edges)] != values[torch.from_numpy(first)]).reshape(len(edges), -1).any(dim=1)
-    if len(at := wrong.nonzero()):
-        raise InputError(
-            f"{name}: edges {first[at[0, 0]]} and {edges[at[0, 0]]} have the same ends and other {values.dtype} "
-            "attributes, of which there is no average; merge these edges before, or convert edge_attr to floats"
-        )
 
 
 def _present(fields: dict[str, Tensor]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import to_edge_index
+from torch_geometric.utils import index_to_mask, to_edge_index
 
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS, as_field, plain
@@ -31,7 +31,8 @@ def edges_from_adjacency(store: Any, where: str, notes: list[str]) -> None:
         if edge_index is None:
             edge_index, value = _coo(adjacency, where)
             store["edge_index"] = edge_index
-            if value is not None and _is_filled(adjacency) and bool((value == 1).all()):
+            always_has_values = isinstance(adjacency, Tensor) or hasattr(adjacency, "tocoo")  # so ones may mean none
+            if value is not None and always_has_values and bool((value == 1).all()):
                 if len(value):
                     notes.append("left out the values of adj_t, which are all 1")
             elif value is not None:
@@ -73,11 +74,6 @@ def _coo(adjacency: Any, where: str) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def _is_filled(adjacency: Any) -> bool:
-    """Tell if a matrix always has values, so that ones may mean that there are none."""
-    return isinstance(adjacency, Tensor) or hasattr(adjacency, "tocoo")
-
-
 def masks_from_ids(store: Any, num_nodes: int, where: str) -> None:
     """Turn ids of nodes, and masks of other names, into ``train_mask``, ``val_mask`` and ``test_mask``.
 
@@ -85,30 +81,29 @@ def masks_from_ids(store: Any, num_nodes: int, where: str) -> None:
         InputError: If ids are no nodes, or a stage is given twice and the nodes differ.
     """
     for mask, stages in zip(MASKS, STAGES, strict=True):
-        given = dict(_given(store, stages, where))
-        found = {
+        masks = {
             name: as_field(name, value, f"{where}: ") if name.endswith("mask") else _mask(value, num_nodes, where, name)
-            for name, value in given.items()
+            for name, value in _fields_of_stage(store, stages, where)
         }
-        if not found:
+        if not masks:
             continue
-        first = next(iter(found))
-        for name, other in found.items():
-            if other.shape != found[first].shape or not torch.equal(other.bool(), found[first].bool()):
+        first = next(iter(masks))
+        for name, other in masks.items():
+            if other.shape != masks[first].shape or not torch.equal(other.bool(), masks[first].bool()):
                 raise InputError(f"{where}: {first} and {name} name other nodes; keep one of them")
-        store[mask] = found[first]
+        store[mask] = masks[first]
     for field in (field for field in SPLIT_FIELDS if field not in MASKS):
         if field in store:
             del store[field]
 
 
-def _given(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, Any]]:
-    """Return what names the nodes of a stage, by field; masks come first."""
+def _fields_of_stage(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, Any]]:
+    """Return the fields that name the nodes of a stage; masks come first."""
     names = [f"{stage}_{kind}" for kind in ("mask", "idx") for stage in stages]
-    given = [(name, value) for name in names if (value := store.get(name)) is not None]
+    fields = [(name, value) for name in names if (value := store.get(name)) is not None]
     splits = store.get("split_idx")
     if splits is None:
-        return given
+        return fields
     if not isinstance(splits, Mapping) or not set(splits) & set(_STAGE_NAMES):
         kind = f"has keys {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
         raise InputError(f"{where}: split_idx: {kind}; expected a dictionary of train, valid and test")
@@ -116,12 +111,12 @@ def _given(store: Any, stages: tuple[str, ...], where: str) -> list[tuple[str, A
         raise InputError(
             f"{where}: split_idx: unknown keys {', '.join(unknown)}; expected train, valid and test; remove the others"
         )
-    return given + [(f"split_idx['{stage}']", splits[stage]) for stage in stages if splits.get(stage) is not None]
+    return fields + [(f"split_idx['{stage}']", splits[stage]) for stage in stages if splits.get(stage) is not None]
 
 
-def _mask(given: Any, num_nodes: int, where: str, name: str) -> Tensor:
+def _mask(value: Any, num_nodes: int, where: str, name: str) -> Tensor:
     """Return the mask of nodes that are named by ids."""
-    ids: Tensor = as_field(name, given, f"{where}: ")
+    ids: Tensor = as_field(name, value, f"{where}: ")
     if ids.dtype == torch.bool and ids.shape == (num_nodes,):
         return ids
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool) or not ids.numel()
@@ -130,8 +125,7 @@ def _mask(given: Any, num_nodes: int, where: str, name: str) -> Tensor:
             f"ids of nodes from 0 to {num_nodes - 1}" if num_nodes else "no ids, as there are no nodes (rows of x)"
         )
         raise InputError(f"{where}: {name} of shape {tuple(ids.shape)}, {ids.dtype}, expected {expected}")
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[ids.long().cpu()] = True
+    mask: Tensor = index_to_mask(ids.long().cpu(), num_nodes)
     return mask
 
 

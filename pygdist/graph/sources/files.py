@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphFiles:
+class GraphFiles(EdgeOptions):
     """A graph in files.
 
     Edges are read in chunks; text and Parquet are first converted to binary scratch files. Features are memory-mapped
@@ -82,17 +82,10 @@ class GraphFiles:
     """
 
     edges: str | Path
-    columns: str | Mapping[str, str | Sequence[str]] | None = None
-    string_ids: bool | None = None
-    names: str | Path | None = None
-    first_id: int | None = None
     features: str | Path | None = None
     labels: str | Path | None = None
     num_nodes: int | None = None
     relabel: bool | None = None
-    symmetrize: bool = False
-    remove_duplicates: bool = False
-    remove_self_loops: bool = False
     float_features: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
@@ -159,8 +152,8 @@ class GraphFiles:
         num_nodes, fields = self._arrays(paths)
         values = {name: fields[name] for name in EDGE_FIELDS if name in fields}
         edges = read_edges(
-            edge_paths(paths["edge_index"]), self._edge_options, num_nodes=num_nodes, values=values, scratch=scratch,
-            notes=notes, progress=progress,
+            edge_paths(paths["edge_index"]), self, num_nodes=num_nodes, values=values, scratch=scratch, notes=notes,
+            progress=progress,
         )  # fmt: skip
         if self.symmetrize:
             notes.append("added the reverse of every edge, and kept one edge of each source and target")
@@ -192,18 +185,6 @@ class GraphFiles:
                 notes.append(f"converted {name} from {fields[name].dtype} to {dtype}")
         return graph
 
-    @property
-    def _edge_options(self) -> EdgeOptions:
-        return EdgeOptions(
-            columns=wanted_columns(self.columns),
-            string_ids=self.string_ids,
-            names=None if self.names is None else Path(self.names),
-            first_id=self.first_id,
-            symmetrize=self.symmetrize,
-            remove_duplicates=self.remove_duplicates,
-            remove_self_loops=self.remove_self_loops,
-        )
-
     def _has_arrays(self) -> bool:
         """Tell if the edges are in a folder of ``.npy`` arrays."""
         folder = Path(self.edges)
@@ -234,17 +215,13 @@ class GraphFiles:
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
-        num_nodes = self.num_nodes
-        for name in ("x", "y"):
-            if name in fields and num_nodes is None:
-                num_nodes = len(fields[name])
+        lengths = [len(fields[name]) for name in ("x", "y") if name in fields]
+        num_nodes = next(iter(lengths), None) if self.num_nodes is None else self.num_nodes
         masks = [name for name in MASKS if name in paths]
         for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids do not give a length
             if num_nodes is None and not paths[name].stem.endswith("_mask"):
                 raise InputError(f"{paths[name]}: holds ids, which do not tell the number of nodes; set num_nodes")
             mask = read_mask(paths[name], num_nodes or 0)
-            if mask.dim() == 0:
-                raise InputError(f"{paths[name]}: a single value, expected one for each node")
             num_nodes = len(mask) if num_nodes is None else num_nodes
             fields[name] = pick_split(name, mask, self.split_index).numpy()
         for name in ("x", "y", *MASKS):
@@ -308,12 +285,9 @@ class GraphFiles:
             tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
         try:
             check_fields(
-                tensors,
-                num_nodes,
-                num_edges,
-                num_classes=self.num_classes,
+                tensors, num_nodes, num_edges, num_classes=self.num_classes,
                 after_block=lambda name: forget_pages(fields[name]),
-            )
+            )  # fmt: skip
         except InputError as error:
             name, _, problem = str(error).partition(":")
             raise InputError(f"{paths.get(name, name)}:{problem}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import is_undirected
 
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS, NOTES, as_field, is_multi_label
@@ -61,7 +62,7 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         ends = counts[kinds.index(source)], counts[kinds.index(target)]
         edge_index = _edges(graph[relation], ends, relation, where, notes)
         edges.append(edge_index + torch.tensor([[first[source]], [first[target]]]))
-        if reverse and not (source == target and _both_ways(edge_index, ends[0])):
+        if reverse and not (source == target and is_undirected(edge_index, num_nodes=ends[0])):
             edges.append(edges[-1].flip(0))
     out = Data(
         x=_features(nodes, counts, first, where, notes),
@@ -157,11 +158,6 @@ def _edges(store: Any, ends: tuple[int, int], relation: tuple[str, str, str], wh
     if unused := sorted(set(store.keys()) - {"edge_index"}):
         notes.append(f"left out unused attributes of {relation}: {', '.join(unused)}")
     return edge_index.to(torch.int64)
-
-
-def _both_ways(edge_index: Tensor, num_nodes: int) -> bool:
-    forward, backward = (one[0] * num_nodes + one[1] for one in (edge_index, edge_index.flip(0)))
-    return torch.equal(forward.sort().values, backward.sort().values)
 
 
 def _features(

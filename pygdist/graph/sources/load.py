@@ -196,10 +196,7 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
                 f"dataset '{name}' is heterogeneous; use the class OGB_MAG of torch_geometric.datasets in its place"
             )
         data: Data = dataset[0]
-        split = dataset.get_idx_split()
-    for mask, key in zip(MASKS, ("train", "valid", "test"), strict=True):
-        data[mask] = torch.zeros(int(data.num_nodes or 0), dtype=torch.bool)
-        data[mask][split[key]] = True
+        data["split_idx"] = dataset.get_idx_split()
     return data
 
 

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.utils import index_to_mask
 
 from pygdist.errors import InputError
 from pygdist.graph.check import FIELDS, MASKS
@@ -101,8 +102,7 @@ def read_mask(path: Path, num_nodes: int) -> Tensor:
         raise InputError(
             f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
         )
-    mask = torch.zeros(num_nodes, dtype=torch.bool)
-    mask[torch.from_numpy(index.astype(np.int64))] = True
+    mask: Tensor = index_to_mask(torch.from_numpy(index.astype(np.int64)), num_nodes)
     return mask
 
 

@@ -80,8 +80,8 @@ def prepare(
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    found = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
-    return Data(**fields, num_classes=num_classes or found), notes
+    classes_in_labels = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    return Data(**fields, num_classes=num_classes or classes_in_labels), notes
 
 
 def tell(notes: Iterable[str]) -> None:
@@ -162,7 +162,7 @@ def _unify(fields: dict[str, Tensor], float_features: bool, notes: list[str]) ->
             continue
         if float_features or name not in FEATURES or fields[name].is_floating_point():
             dtype = torch.float32 if name in FEATURES else _weight_type(fields[name])
-            notes.append(f"converted {name} from {_type_name(fields[name])} to {dtype}".replace("torch.", ""))
+            notes.append(f"converted {name} from {fields[name].dtype} to {dtype}".replace("torch.", ""))
             fields[name] = fields[name].to(dtype)
     if "edge_weight" in fields:
         fields["edge_weight"] = fields["edge_weight"].reshape(-1)
@@ -186,7 +186,7 @@ def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:
         return torch.where(torch.isnan(y).any(dim=1), -1, torch.nan_to_num(y).to(torch.float32).argmax(dim=1))
     y = y.reshape(-1)
     if y.dtype.is_floating_point:
-        notes.append(f"converted y from {_type_name(y)} to int64 classes")
+        notes.append(f"converted y from {y.dtype} to int64 classes".replace("torch.", ""))
         y = torch.nan_to_num(y, nan=-1.0)
     return y.to(torch.int64)
 
@@ -200,10 +200,6 @@ def _is_one_hot(y: Tensor) -> bool:
             return False
         labelled += len(block)
     return labelled > 0
-
-
-def _type_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
 
 
 def _set_masks(

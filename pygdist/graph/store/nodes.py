@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
+from pygdist.graph.sources.edges import merge_edges
 from pygdist.graph.sources.whole import WholeGraph
-from pygdist.graph.streams.arrays import forget_pages, write_rows
+from pygdist.graph.streams.arrays import write_rows
 from pygdist.graph.streams.progress import enter_stage, watched
 from pygdist.graph.streams.sorting import grouped
 from pygdist.graph.streams.spill import Spill
@@ -174,40 +175,16 @@ def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hop
 
 
 def _merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keep the first edge of each key, and write sums of weights and means of attributes to it.
-
-    If the graph is mirrored, reverse edges give way to others of the same key. ``e_id`` are the positions of the edges
-    in the graph, ascending.
-
-    Raises:
-        InputError: If integer attributes of such edges differ.
-    """
+    """Merge edges of a graph; if it is mirrored, reverse edges give way to others of the same key."""
     values = {name: graph.fields[name] for name in ("edge_weight", "edge_attr") if name in graph.fields}
-    if not (values and len(key)):
-        return np.sort(np.unique(key, return_index=True)[1])
-    added = e_id % 2 if graph.mirrored else np.zeros_like(e_id)
-    order = np.lexsort((added, key))  # stable: in the order of e_id within these
-    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
-    first, count = order[starts], np.diff(starts, append=len(order))
-    counts = added[order] == np.repeat(added[first], count)  # edges that have a say in the values
-    for name, value in values.items():
-        rows = value[e_id[order]]
-        if value.dtype.kind != "f":  # attributes: weights are floats
-            other = counts & (rows != np.repeat(rows[starts], count, axis=0)).reshape(len(rows), -1).any(axis=1)
-            if other.any():
-                raise InputError(
-                    f"{name}: edges with the same ends have other {value.dtype} attributes, of which there is no "
-                    "average; merge these edges before, or set float_features"
-                )
-            continue
-        rows[~counts] = 0
-        merged = np.add.reduceat(rows, starts, axis=0)
-        if name == "edge_attr":
-            share = np.add.reduceat(counts.astype(merged.dtype), starts)
-            merged = (merged / share.reshape(-1, *[1] * (merged.ndim - 1))).astype(merged.dtype)
-        value[e_id[first]] = merged
-        forget_pages(value)
-    return np.sort(first)
+
+    def refuse(name: str, *_: int) -> InputError:
+        return InputError(
+            f"{name}: edges with the same ends have other {values[name].dtype} attributes, of which there is no "
+            "average; merge these edges before, or set float_features"
+        )
+
+    return merge_edges(key, e_id, values, refuse, added=e_id % 2 if graph.mirrored else None)
 
 
 def _write_topology(topology: Topology, folder: Path) -> dict[str, Any]:

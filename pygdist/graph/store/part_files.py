@@ -54,13 +54,13 @@ def write_parts(
         files.
     """
     if graph.merge:  # writes to the values of edges, so these may not be the caller's
-        own = {name: _own(name, value, graph.dtypes[name], folder) for name, value in graph.fields.items()}
-        graph = dataclasses.replace(graph, fields=own)
+        fields = {name: _changeable(name, value, graph.dtypes[name], folder) for name, value in graph.fields.items()}
+        graph = dataclasses.replace(graph, fields=fields)
     parts = NodeParts(part, num_parts)
     folders = [folder / f"part_{number}" for number in range(num_parts)]
     entries = placement.write(graph, parts, folders, num_hops)
     # masks that are absent are empty, so that a reader finds all three
-    fields = {**{name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS}, **graph.fields}
+    fields = {name: np.zeros(graph.edges.num_nodes, dtype=bool) for name in MASKS} | dict(graph.fields)
     for number, (place, entry) in enumerate(zip(folders, entries, strict=True)):
         _write_fields(parts.owned(number), place, entry, fields, graph.dtypes, placement)
     _write_plans(parts, folders, entries)
@@ -84,7 +84,7 @@ def write_parts(
     return meta
 
 
-def _own(name: str, value: NDArray[Any], dtype: np.dtype[Any], folder: Path) -> NDArray[Any]:
+def _changeable(name: str, value: NDArray[Any], dtype: np.dtype[Any], folder: Path) -> NDArray[Any]:
     """Return values of edges that may change, in the type of a store: a copy, or a scratch file open for writing."""
     if name not in EDGE_FIELDS:
         return value

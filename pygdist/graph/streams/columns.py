@@ -34,25 +34,9 @@ _ENDS = (
     (({"1", "a"}, {"2", "b"}), ({"0"}, {"1"})),
 )
 _REST = {
-    "",
-    "id",
-    "ids",
-    "idx",
-    "index",
-    "node",
-    "nodes",
-    "nodeid",
-    "vertex",
-    "vertexid",
-    "user",
-    "userid",
-    "paper",
-    "paperid",
-    "person",
-    "page",
-    "account",
-    "entity",
-}
+    "id", "ids", "idx", "index", "node", "nodes", "nodeid", "vertex", "vertexid", "user", "userid", "paper", "paperid",
+    "person", "page", "account", "entity",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +136,8 @@ def choose(where: str, names: Sequence[str], wanted: Wanted, *, named: bool) -> 
         return None
     if "weight" not in roles and named:
         usual = [place for place, name in enumerate(names) if _words(name) in _WEIGHTS]
-        found = [place for place in usual if place not in roles.get("attributes", [])]
-        roles["weight"] = found if len(found) == 1 else []  # of several none: notes() tells of them
+        weights = [place for place in usual if place not in roles.get("attributes", [])]
+        roles["weight"] = weights if len(weights) == 1 else []  # of several none: notes() tells of them
     weight = roles["weight"][0] if roles.get("weight") else None
     attributes = tuple(roles.get("attributes", []))
     columns = Columns(names=tuple(names), source=ends[0], target=ends[1], weight=weight, attributes=attributes)

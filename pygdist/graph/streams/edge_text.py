@@ -40,8 +40,6 @@ from pygdist.graph.streams.tables import (
     valued,
 )
 from pygdist.graph.streams.text_layout import (
-    COMMENT,
-    COMMENT_AMONG_NAMES,
     TextLayout,
     cells_of,
     is_whole,
@@ -56,8 +54,6 @@ _BLOCK_BYTES = 1 << 24
 _HEAD_BYTES = 1 << 16
 _MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write
 _OTHER_COMMENTS = re.compile(rb"^([ \t]*)(?:%|//)", re.MULTILINE)
-_ANY_COMMENT = re.compile(rb"^[ \t]*(?:#|%|//).*$", re.MULTILINE)
-_COMMENT_AMONG_NAMES = re.compile(rb"^[ \t]*(?:#|%|//)(?:[ \t].*)?$", re.MULTILINE)
 _LATE_COMMENT = re.compile(rb" #.*$", re.MULTILINE)
 _BLANKS = re.compile(rb"[ \t]+")
 _OUTER_BLANKS = re.compile(rb"^[ \t]+|[ \t]+$", re.MULTILINE)
@@ -148,8 +144,7 @@ class _Text:
             line += num_lines
         self._compare(count)
         last = block[block.rfind(b"\n") + 1 :].decode(errors="replace")
-        comment = COMMENT_AMONG_NAMES if self.layout.named else COMMENT
-        if count and last.strip() and not comment.match(last) and self.path.suffix.lower() not in PACKED:
+        if count and last.strip() and not self.layout.comment.match(last) and self.path.suffix.lower() not in PACKED:
             raise InputError(  # compressed text that is cut cannot be read
                 f"{self.path}: the last line, {shown(last)}, has no end (newline), so its last cell may be cut; if the "
                 "file is whole, end the line"
@@ -255,7 +250,8 @@ class _Text:
 
     def _one_blank(self, block: bytes) -> bytes:
         """Make a block of text one that pyarrow reads, with as many lines."""
-        text = (_COMMENT_AMONG_NAMES if self.layout.named else _ANY_COMMENT).sub(b"", block.replace(b"\r\n", b"\n"))
+        comments = re.compile(b"^" + self.layout.comment.pattern.encode() + b".*$", re.MULTILINE)
+        text = comments.sub(b"", block.replace(b"\r\n", b"\n"))
         if self.layout.separator != " ":
             return _ONLY_BLANKS.sub(b"", text)
         text = _BLANKS.sub(b" ", text)

@@ -85,10 +85,10 @@ class Names:
         coded = pyarrow.concat_arrays(ends).take(pyarrow.array(in_turn)).dictionary_encode()
         number = self._number
         if self.fixed:
-            found = [number.get(name, -1) for name in coded.dictionary.to_pylist()]
+            of_names = [number.get(name, -1) for name in coded.dictionary.to_pylist()]
         else:
-            found = [number.setdefault(name, len(number)) for name in coded.dictionary.to_pylist()]
-        numbers = np.array(found, dtype=np.int64)[coded.indices.to_numpy(zero_copy_only=False)]
+            of_names = [number.setdefault(name, len(number)) for name in coded.dictionary.to_pylist()]
+        numbers = np.array(of_names, dtype=np.int64)[coded.indices.to_numpy(zero_copy_only=False)]
         return np.ascontiguousarray(numbers.reshape(count, 2).T)
 
 
@@ -143,31 +143,28 @@ def valued(
     Attributes stay integers if all are; other values are float32 where they were, else float64. An integer that these
     cannot hold is refused.
     """
-    found = []
+    by_place: dict[int, NDArray[Any]] = {}
     for place, array in zip(columns.values, arrays, strict=True):
         if array.null_count:
             row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             raise refuse(row, f"has nothing in column {columns.names[place]}, expected a number")
-        found.append(array.to_numpy(zero_copy_only=False))
-    are_whole = all(
-        values.dtype.kind in "biu"
-        for place, values in zip(columns.values, found, strict=True)
-        if place in columns.attributes
-    )
-    for number, (place, values) in enumerate(zip(columns.values, found, strict=True)):
+        by_place[place] = array.to_numpy(zero_copy_only=False)
+    are_whole = all(by_place[place].dtype.kind in "biu" for place in columns.attributes)
+    for place, values in by_place.items():
         name = columns.names[place]
         if values.dtype.kind in "biu" and not (are_whole and place in columns.attributes):
-            found[number] = values.astype(np.float64)
+            by_place[place] = values.astype(np.float64)
             if (rounded := first_rounded(values)) is not None:
                 raise refuse(rounded, rounded_in_column(values[rounded], name))
         elif values.dtype.kind == "u" and values.dtype.itemsize > 1:
             for large in np.flatnonzero(values > np.iinfo(np.int64).max)[:1].tolist():
                 raise refuse(large, f"has {values[large]} in column {name}, expected numbers below 2^63")
-            found[number] = values.astype(np.int64)
+            by_place[place] = values.astype(np.int64)
         elif values.dtype == np.float16:
-            found[number] = values.astype(np.float64)
-    by_field = {} if columns.weight is None else {"edge_weight": found.pop(0)}
-    return by_field | ({"edge_attr": np.stack(found, axis=1)} if found else {})
+            by_place[place] = values.astype(np.float64)
+    weight = {} if columns.weight is None else {"edge_weight": by_place[columns.weight]}
+    attributes = [by_place[place] for place in columns.attributes]
+    return weight | ({"edge_attr": np.stack(attributes, axis=1)} if attributes else {})
 
 
 def first_rounded(values: NDArray[Any]) -> int | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from pygdist.errors import InputError
 from pygdist.graph.streams.columns import Columns, Wanted, choose
 
-COMMENT = re.compile(r"[ \t]*(#|%|//)")
-COMMENT_AMONG_NAMES = re.compile(r"[ \t]*(#|%|//)([ \t]|$)")
+COMMENT = re.compile(r"[ \t]*(?:#|%|//)")
+COMMENT_AMONG_NAMES = re.compile(COMMENT.pattern + r"(?:[ \t]|$)")
 _WHOLE = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|")
 _KONECT = re.compile(r"%\s*(sym|asym|bip)\s+(\w+)")
@@ -57,6 +57,11 @@ class TextLayout:
     exact: bool = False
     size: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def comment(self) -> re.Pattern[str]:
+        """Matches a line that is a comment; among names only if a blank follows the mark."""
+        return COMMENT_AMONG_NAMES if self.named else COMMENT
 
     @property
     def needs_pyarrow(self) -> str:

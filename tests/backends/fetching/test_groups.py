@@ -32,11 +32,15 @@ LAYERS = [
     "GCNConv", "SAGEConv-mean", "SAGEConv-max", "SAGEConv-min", "GINConv", "GraphConv", "ARMAConv", "GATConv",
     "GATConv-edges", "GATv2Conv", "GATv2Conv-edges", "TransformerConv", "GINEConv", "SAGEConv-lstm",
 ]  # fmt: skip
+#: Each switch by itself, and both with --exhaustive.
+SWITCHES = pytest.mark.parametrize(
+    ("ring", "overlap"),
+    [(True, True), (True, False), (False, True), pytest.param(False, False, marks=pytest.mark.exhaustive)],
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@SWITCHES
 def test_every_switch_equals_one_process(ring: bool, overlap: bool, pool: RankPool) -> None:
     backend = CommBackend(ring=ring, overlap=overlap)
     assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)
@@ -101,8 +105,7 @@ def test_edges_are_cut_into_chunks_once(arguments: dict[str, Any], times: int, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@SWITCHES
 def test_rows_that_arrive_piece_by_piece(ring: bool, overlap: bool, pool: RankPool) -> None:
     backend = CommBackend(ring=ring, overlap=overlap, halo_gib=SMALL)
     assert_exact(backend, layers=LAYERS, world_sizes=[3], graphs=["power-law"], pool=pool)

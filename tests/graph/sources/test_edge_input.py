@@ -271,7 +271,7 @@ def test_merging_copies_mapped_values_in_blocks(
     monkeypatch.setattr(array_files, "_BLOCK_BYTES", 1 << 16)
     tracemalloc.start()
     try:
-        own = part_files._own("edge_weight", mapped, np.dtype(dtype), tmp_path)
+        own = part_files._changeable("edge_weight", mapped, np.dtype(dtype), tmp_path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,0 +1,358 @@
+"""Kills runs at every moment, and resumes them: who is gone, what is said, what is left, and where the run ends up.
+
+    python -m experiments.reliability.campaign --out figures
+    python -m experiments.reliability.campaign --kills 20 --out figures     # ten minutes
+
+Each case is drawn with a seed: a signal (SIGTERM, SIGINT, SIGKILL, SIGSTOP), whom it reaches (the process that started
+the others, one rank, or all at once), the phase (import, meeting, partitioning, first step, training, checkpoint,
+validation, test, end), the launcher, the system and the number of ranks. A callback, :class:`Phases`, marks the phases
+as ranks reach them. After the signal:
+
+- ``gone_s``: seconds until no process of the run is left; all must be within 30 s, or with a stopped rank within
+  ``lost_after_s`` and 15 s;
+- ``code``: the exit code of the process that started the others; 0 only if the work was done before;
+- ``said``: one line on standard error names the rank or the signal, and there is no traceback;
+- ``left``: processes that the campaign had to kill;
+- ``loss``: what ``pygdist fit --resume`` ends with; equal to the unbroken run's, bit for bit.
+
+Prints a table of counts and writes ``campaign.csv``, a line for each case. Exits with code 1 if a case is not as it
+must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.console import Console
+from rich.table import Table
+
+from experiments.machine import provenance
+
+PHASES = ("import", "meeting", "partitioning", "first step", "training", "checkpoint", "validation", "test", "end")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL", "SIGSTOP")
+SYSTEMS: Mapping[str, Sequence[str]] = {
+    "comm": (),
+    "cache": ("--model.backend=cache",),
+    "hybrid": ("--model.backend=hybrid",),
+    "tensor": ("--model.backend=tensor",),
+    "replica": ("--model.backend=replica",),
+    "averaging": ("--model.backend=replica", "--trainer.strategy=model_averaging"),
+}
+LOST_AFTER_S, EPOCHS = 20.0, 8
+MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
+_SLOW_S = 300.0  # a phase that is not reached by then fails the case
+
+
+class Phases(pl.Callback):
+    """Marks the phases that a rank reaches, in a file of its own."""
+
+    def __init__(self) -> None:
+        self._mark("meeting")  # the configuration is read, ranks have not met
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ranks have met, and the graph is cut."""
+        self._mark("set up")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Mark the first step, and one in mid-run."""
+        self._mark("first step" if trainer.current_epoch == 0 else "training" if trainer.current_epoch == 4 else "")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Mark a checkpoint that is about to be written."""
+        self._mark("checkpoint" if trainer.current_epoch >= 2 else "")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mark a validation of a model that has been trained."""
+        self._mark("validation" if trainer.current_epoch >= 2 else "")
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mark the test."""
+        self._mark("test")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mark the end of training."""
+        self._mark("end")
+
+    @staticmethod
+    def _mark(phase: str) -> None:
+        if phase:
+            rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+            with open(f"{os.environ[MARKS]}/{rank}", "a") as file:
+                file.write(f"{phase}\n")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kill.
+
+    Attributes:
+        number: Its number in the campaign.
+        signal: The name of the signal.
+        who: ``starter``, ``all``, or the number of a rank.
+        phase: The phase at whose beginning the signal is sent.
+        later_s: Seconds after the beginning of the phase.
+        launcher: ``ordinary`` or ``torchrun``.
+        system: A name of ``SYSTEMS``.
+        ranks: Number of ranks.
+    """
+
+    number: int
+    signal: str
+    who: str
+    phase: str
+    later_s: float
+    launcher: str
+    system: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a case; see the module."""
+
+    gone_s: float
+    code: int
+    said: str
+    left: int
+    loss: str = ""
+    expected: str = ""
+    wrong: str = ""
+
+
+def draw(number: int, seed: int) -> list[Case]:
+    """Return seeded cases; every phase and every signal is there equally often."""
+    cases, random_ = [], random.Random(seed)
+    for index in range(number):
+        ranks = random_.choice((2, 3))
+        name = SIGNALS[index % len(SIGNALS)]
+        phase = PHASES[index % len(PHASES)]
+        who = random_.choice(("starter", "all", *map(str, range(1, ranks))))
+        if name == "SIGSTOP" and who == "all":
+            who = "1"  # as after Ctrl-Z, they would only go on later
+        launcher = random_.choice(("ordinary", "torchrun"))
+        if name == "SIGSTOP" and launcher == "torchrun" and who == "starter":
+            who = "0"  # a stopped agent of torchrun's is no rank
+        later_s = random_.uniform(0.0, {"import": 4.0, "meeting": 1.0, "partitioning": 0.5}.get(phase, 0.05))
+        system = random_.choice([name for name in SYSTEMS if phase != "test" or name != "averaging"])
+        cases.append(Case(index, name, who, phase, round(later_s, 3), launcher, system, ranks))
+    return cases
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run of ``pygdist`` in a folder of its own, with every process that belongs to it."""
+
+    def __init__(self, case: Case, folder: Path, command: str, *options: str) -> None:
+        self.case, self.folder, self.id = case, folder, uuid.uuid4().hex
+        self._marks = folder / f"marks-{self.id}"
+        self._marks.mkdir()
+        self._told = folder / f"told-{self.id}"
+        program = [sys.executable, "-m", "pygdist.cli"]
+        if case.launcher == "torchrun":
+            program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
+            program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "pygdist.cli"]
+        arguments = [
+            command, "--data.dataset=sbm", "--data.dataset_args={num_nodes: 20000, avg_degree: 10}",
+            f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN",
+            "--model.model.in_channels=-1", "--model.model.hidden_channels=16", "--model.model.num_layers=2",
+            "--model.model.out_channels=10", f"--trainer.devices={case.ranks}", "--trainer.accelerator=cpu",
+            f"--trainer.default_root_dir={folder / 'runs'}", "--trainer.enable_progress_bar=false",
+            "--trainer.callbacks+=experiments.reliability.campaign.Phases", *SYSTEMS[case.system], *options,
+        ]  # fmt: skip
+        with self._told.open("wb") as told:
+            self.process = subprocess.Popen(
+                [*program, *arguments], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
+                env={**os.environ, MARKS: str(self._marks), _RUN: self.id}, start_new_session=True,
+                preexec_fn=_like_a_terminal,
+            )  # fmt: skip
+
+    @property
+    def errors(self) -> str:
+        """Standard error so far."""
+        return self._told.read_text(errors="replace")
+
+    def await_phase(self, phase: str, rank: str) -> bool:
+        """Wait until a rank has reached a phase; ``False`` if the run ended before."""
+        path, deadline = self._marks / rank, time.monotonic() + _SLOW_S
+        mark = {"import": "", "partitioning": "meeting"}.get(phase, phase)
+        while time.monotonic() < deadline and self.process.poll() is None:
+            reached = path.read_text().split("\n") if path.exists() else []
+            cut = phase != "partitioning" or any((self.folder / "cache").rglob("*"))
+            if not mark or (mark in reached and cut):
+                return True
+            time.sleep(0.002)
+        return False
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes that are left, by rank; the one that started the others is ``starter``."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                values = dict(one.partition("=")[::2] for one in (folder / "environ").read_text().split("\0"))
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if values.get(_RUN) == self.id and state not in "ZX":
+                pid = int(folder.name)
+                rank = values.get("RANK") or values.get("LOCAL_RANK") or f"process {pid}"
+                found["starter" if pid == self.process.pid else rank] = pid
+        return found
+
+    def send(self) -> None:
+        """Send the case's signal."""
+        number, who = signal.Signals[self.case.signal], self.case.who
+        if who == "all":
+            os.killpg(self.process.pid, number)
+            return
+        deadline = time.monotonic() + _SLOW_S
+        while (pid := self.process.pid if who == "starter" else self.pids().get(who)) is None:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                return
+            time.sleep(0.01)
+        os.kill(pid, number)
+
+    def wait(self, limit_s: float) -> tuple[float, int, int]:
+        """Return the seconds until all processes are gone, the exit code, and how many had to be killed."""
+        began, left = time.monotonic(), 0
+        while (self.process.poll() is None or self.pids()) and time.monotonic() - began < limit_s:
+            time.sleep(0.1)
+        took_s = time.monotonic() - began
+        for pid in self.pids().values():
+            left += 1
+            os.kill(pid, signal.SIGKILL)
+        return took_s, self.process.wait(), left
+
+
+def _like_a_terminal() -> None:
+    """Let Ctrl-C count, as for a program that a shell starts in the foreground."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# -- a case ------------------------------------------------------------------------------------------------------------
+
+
+def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcome:
+    """Run one case."""
+    fit = (f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01", f"--trainer.strategy.lost_after_s={LOST_AFTER_S}")
+    run = Run(case, folder, "test") if case.phase == "test" else Run(case, folder, "fit", *fit)
+    rank = case.who if case.who.isdigit() else "0"
+    reached = run.await_phase(case.phase, rank)
+    time.sleep(case.later_s)
+    run.send()
+    limit_s = LOST_AFTER_S + 15.0 if case.signal == "SIGSTOP" else 30.0
+    gone_s, code, left = run.wait(limit_s + 60.0)
+    outcome = Outcome(round(gone_s, 1), code, told(run.errors), left)
+    if reached:
+        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s))
+    else:
+        outcome = replace(outcome, wrong=f"'{case.phase}' was not reached: {run.errors[-500:]}")
+    if case.phase == "test" or outcome.wrong:
+        return outcome
+    again = Run(replace(case, signal="", who=""), folder, "fit", *fit, "--resume=true")
+    _, code, _ = again.wait(_SLOW_S)
+    loss, expected = last_loss(folder), unbroken(case)
+    wrong = "" if code == 0 and loss == expected else f"resumed: exit code {code}, loss {loss}: {again.errors[-500:]}"
+    return replace(outcome, loss=loss, expected=expected, wrong=wrong)
+
+
+def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float) -> str:
+    """Say what is not as it must be."""
+    faults = []
+    if outcome.gone_s > limit_s:
+        faults.append(f"gone after {outcome.gone_s:.0f} s")
+    if outcome.left:
+        faults.append(f"{outcome.left} left")
+    finished = "Trainer.fit` stopped" in errors  # a signal after the work is done ends nothing
+    expected = {"SIGTERM": 143, "SIGINT": 130}.get(case.signal)
+    if outcome.code == 0 and not finished:
+        faults.append("exit code 0")
+    if expected and case.launcher == "ordinary" and outcome.code not in (expected, 128 - expected, 0):
+        faults.append(f"exit code {outcome.code}")
+    if "Traceback" in errors and case.launcher == "ordinary":
+        faults.append("a traceback")
+    alone = case.who in ("starter", "all") and case.signal == "SIGKILL"  # nobody is left to say a word
+    if not outcome.said and not finished and not alone and case.phase != "import":
+        faults.append("nothing said")
+    return "; ".join(faults)
+
+
+def told(errors: str) -> str:
+    """Return the line that names a rank or a signal."""
+    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|done nothing|not answered)"
+    named += r"|which started rank \d|store does not"
+    lines = [line for line in errors.splitlines() if re.search(named, line)]
+    return lines[0][:300] if lines else ""
+
+
+def last_loss(folder: Path) -> str:
+    """Return the training loss of the last epoch, as the newest table of a run has it."""
+    tables = sorted((folder / "runs").glob("version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    rows = [row for table in tables[-1:] for row in csv.DictReader(table.open()) if row.get("train_loss")]
+    return next((row["train_loss"] for row in rows if row["epoch"] == str(EPOCHS - 1)), "none")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign."""
+    cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
+    cli.add_argument("--kills", type=int, default=100, help="number of cases (default: 100, about an hour)")
+    cli.add_argument("--seed", type=int, default=0, help="the cases are drawn with it (default: 0)")
+    cli.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these cases")
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for campaign.csv")
+    options = cli.parse_args(argv)
+    losses: dict[tuple[str, int], str] = {}
+
+    def unbroken(case: Case) -> str:
+        key = case.system, case.ranks
+        if key not in losses:
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(replace(case, launcher="ordinary"), Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}",
+                          "--model.lr=0.01")  # fmt: skip
+                run.wait(_SLOW_S)
+                losses[key] = last_loss(Path(folder))
+        return losses[key]
+
+    cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
+    rows = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = attempt(case, Path(folder), unbroken)
+        rows.append({**asdict(case), **asdict(outcome)})
+        print(*asdict(case).values(), "->", *asdict(outcome).values(), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "campaign.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
+        writer.writeheader()
+        writer.writerows({**row, **provenance(1)} for row in rows)
+    _print_counts(rows)
+    return int(any(row["wrong"] for row in rows))
+
+
+def _print_counts(rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("", "cases", "as they must be", "slowest to be gone, s")
+    for field in ("signal", "phase", "launcher", "system", "ranks"):
+        for value in sorted({row[field] for row in rows}, key=str):
+            chosen = [row for row in rows if row[field] == value]
+            right = sum(not row["wrong"] for row in chosen)
+            table.add_row(f"{field} {value}", str(len(chosen)), str(right), f"{max(r['gone_s'] for r in chosen):.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The ranks' reports in the job's rendezvous store: each rank posts its own, and reads those of the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from pygdist.comm.places import Report
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 10.0  # a store that takes longer will not answer
+
+
+class Board:
+    """The reports of all ranks.
+
+    A store that failed to answer once counts as gone: each further try would print a warning of torch's.
+
+    Args:
+        store: The job's key-value store; cloned, so that no other user of it is blocked.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
+        self._rank, self._world_size = rank, world_size
+        self._lock = threading.Lock()  # threads share the connection
+        self.is_gone, self.answered = False, time.monotonic()
+
+    def post(self, report: Report) -> bool:
+        """Write this rank's report; ``False`` if the store does not answer."""
+        self._ask(self._store.set, self._key(self._rank), report.encoded())
+        answered, _ = self._ask(self._store.check, [self._key(self._rank)])  # set() does not wait for an answer
+        if answered:
+            self.answered = time.monotonic()
+        return answered
+
+    def read(self) -> dict[int, Report] | None:
+        """Return the report of every rank; ``None`` if the store no longer answers."""
+        reports = {}
+        for rank in range(self._world_size):
+            raw = self.note(self._key(rank))
+            if raw is None:
+                return None
+            reports[rank] = Report.decoded(raw) if raw else Report()
+        return reports
+
+    def write(self, key: str, text: str) -> None:
+        """Leave a note under a key of its own."""
+        self._ask(self._store.set, key, text)
+
+    def note(self, key: str) -> bytes | None:
+        """Return a note, which is empty if there is none; ``None`` if the store does not answer."""
+        answered, exists = self._ask(self._store.check, [key])
+        raw = b""
+        if exists:  # get() of a missing key would block
+            answered, raw = self._ask(self._store.get, key)
+        return raw if answered else None
+
+    def _key(self, rank: int) -> str:
+        return f"beat/{rank}"
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+        """Return (True, result), or (False, None) if the store does not answer: then its host may be gone."""
+        if self.is_gone or not self._lock.acquire(timeout=ANSWER_S):  # another thread waits for an answer
+            return False, None
+        try:
+            return True, call(*args)
+        except RuntimeError as error:
+            log.debug("the rendezvous store does not answer: %s", error)
+            self.is_gone = True
+            return False, None
+        finally:
+            self._lock.release()

@@ -1,0 +1,76 @@
+"""Signals that reach a training: all ranks end, at once or after a checkpoint that they agree on.
+
+Lightning's handlers communicate, or save a checkpoint, wherever the signal finds a rank; other ranks may wait for that
+rank in an exchange, and all would wait for ever. Here a handler only notes the signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+
+from pygdist import signals
+from pygdist.comm import Communicator, Watchdog
+from pygdist.errors import SignalError
+
+_FILE = "on_signal.ckpt"
+
+
+class Stopping:
+    """The answer of a strategy to signals.
+
+    Args:
+        save: Save a checkpoint at the next step of a training before ranks end.
+    """
+
+    def __init__(self, save: bool) -> None:
+        self._save, self._defers = save, False
+        self._requeue: Callable[..., None] | None = None  # Lightning's handler, under SLURM
+        self._requeue_asked = False
+
+    def begin(self, trainer: pl.Trainer | None, watchdog: Watchdog | None) -> None:
+        """Handle the signals of a run, in place of Lightning."""
+        signals.install()
+        trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        self._defers = self._save and trains
+        signals.listen(None if watchdog is None or self._defers else watchdog.signalled, defer=self._defers)
+        if trainer is None:
+            return
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = _leave_it_to_the_handler_before
+        slurm = trainer._accelerator_connector.cluster_environment
+        if trains and isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue and self._requeue is None:
+            self._requeue, connector._slurm_sigusr_handler_fn = connector._slurm_sigusr_handler_fn, self._ask_to_requeue
+
+    def at_step(self, trainer: pl.Trainer, communicator: Communicator) -> None:
+        """Act on a signal that has reached any rank; all ranks make the call before each step of a training.
+
+        Raises:
+            SignalError: On all ranks, after the checkpoint.
+        """
+        if not self._defers and self._requeue is None:  # the same on all ranks
+            return
+        noted = communicator.gather([float(signals.received()), float(self._requeue_asked)]).int()
+        if self._requeue is not None and noted[:, 1].any():
+            self._requeue_asked = False
+            self._requeue(signal.SIGUSR1, None)  # saves, and asks SLURM for another job; training goes on until it ends
+        reached = noted[:, 0].nonzero().flatten().tolist()
+        if self._defers and reached:
+            folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+            path, signum = os.path.join(folder, _FILE), int(noted[reached[0], 0])
+            trainer.save_checkpoint(path)
+            ranks = "rank " + ", ".join(map(str, reached))
+            raise SignalError(f"{signals.name_of(signum)} reached {ranks}; the run was saved in {path}", signum)
+
+    def _ask_to_requeue(self, signum: int, frame: object) -> None:
+        self._requeue_asked = True
+
+
+def _leave_it_to_the_handler_before(signum: int, frame: object) -> None:
+    """Do nothing: Lightning calls the handler of before, ours, too."""

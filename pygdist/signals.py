@@ -1,0 +1,246 @@
+"""SIGTERM and SIGINT end a run: noted at once, in one line, with exit code 143 or 130.
+
+Python runs a signal's handler only between two steps of the main thread, which may wait for other ranks, or work in a
+native routine, for minutes. A thread therefore learns of a signal as it arrives: it tells a listener (the watchdog, so
+that the other ranks hear of it), and ends the process if the main thread cannot.
+
+The process that starts ranks names itself to them; a rank whose starter has died ends too (:func:`follow_parent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from pygdist.errors import SignalError
+
+PARENT = "PYGDIST_PARENT"
+"""Environment variable: the process that started this rank."""
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_LEAVE_S = 15.0  # the main thread has this long to end the process
+_AGAIN_S = 1.0  # a signal that comes later than this after the first one ends the process at once
+_POLL_S = 0.5
+_ORPHAN_S = 5.0  # within which a rank whose starter died finds by itself that the exchange fails, and says more
+
+
+class _State:
+    """The signals of this process."""
+
+    def __init__(self) -> None:
+        self.installed = False
+        self.before: dict[int, Any] = {}  # the handlers that ours replaced
+        self.received = 0
+        self.raised = False
+        self.defer = False
+        self.listener: Callable[[int], None] | None = None
+        self.fds = (-1, -1)
+        self.left = threading.Event()  # the block or run that the signal was to end
+        self.parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
+        self.in_command = False
+
+
+_state = _State()
+
+
+def received() -> int:
+    """Return the number of the signal that this process has received, or 0."""
+    return _state.received
+
+
+def name_of(signum: int) -> str:
+    """Return the name of a signal, such as ``SIGTERM``."""
+    return signal.Signals(signum).name
+
+
+def signal_of(exit_code: int) -> int:
+    """Return the signal that an exit code tells of, if one of ours ended the process; otherwise 0."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return number if number in _ENDING else 0
+
+
+def listen(listener: Callable[[int], None] | None, *, defer: bool = False) -> None:
+    """Call a function, from a thread, as soon as a signal arrives.
+
+    Args:
+        listener: The function; it gets the signal's number.
+        defer: The main thread asks for :func:`received` by itself: the first signal does not interrupt it.
+    """
+    _state.listener, _state.defer = listener, defer
+
+
+@contextlib.contextmanager
+def command() -> Iterator[None]:
+    """Handle signals within the block, a command of ours that tells the user of a :class:`SignalError` by itself."""
+    installed = install()
+    _state.in_command = installed
+    try:
+        yield
+    finally:
+        if installed:
+            _state.in_command = False
+            uninstall()
+
+
+def in_command() -> bool:
+    """Tell if this process runs a command of ours."""
+    return _state.in_command
+
+
+def install() -> bool:
+    """Handle SIGTERM and SIGINT from now on.
+
+    Returns:
+        ``False`` if they are handled already, or cannot be, as this is not the main thread.
+    """
+    if _state.installed or threading.current_thread() is not threading.main_thread():
+        return False
+    _state.installed, _state.received, _state.raised, _state.left = True, 0, False, threading.Event()
+    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules  # where Ctrl-C stops a cell, not the process
+    for number in _ENDING[: 1 if interactive else 2]:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _on_signal)
+            if before is not _on_signal:
+                _state.before[number] = before
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    other = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if other != -1:  # an event loop needs it; signals are then noted when the main thread runs
+        signal.set_wakeup_fd(other)
+    _state.fds = reading, writing
+    threading.Thread(target=_read, args=(reading,), daemon=True, name="pygdist-signals").start()
+    return True
+
+
+def uninstall() -> None:
+    """Put the handlers of before back."""
+    if not _state.installed:
+        return
+    fds, _state.fds, _state.installed = _state.fds, (-1, -1), False
+    _state.left.set()
+    for number, handler in _state.before.items():
+        signal.signal(number, handler)
+    _state.listener, _state.defer = None, False
+    if fds[1] != -1:
+        if (current := signal.set_wakeup_fd(-1)) not in (-1, fds[1]):
+            signal.set_wakeup_fd(current)
+        os.close(fds[1])  # the thread ends
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    if not _state.installed:  # Lightning has put this handler back, after ours were uninstalled
+        before = _state.before.get(signum, signal.SIG_DFL)
+        if callable(before):
+            before(signum, frame)
+            return
+        signal.signal(signum, before)
+        signal.raise_signal(signum)
+        return
+    first = _state.received in (0, signum) and not _state.raised
+    _state.received = _state.received or signum
+    if not first or _state.defer:
+        return
+    _state.raised = True
+    raise SignalError(f"{name_of(signum)} reached {_who()}", signum)
+
+
+def _read(fd: int) -> None:
+    """Note signals as they arrive; ends when the pipe is closed."""
+    began = 0.0
+    with os.fdopen(fd, "rb", buffering=0) as pipe:
+        while numbers := pipe.read(1):
+            signum = numbers[0]
+            if signum not in _ENDING:
+                continue
+            if began and time.monotonic() - began > _AGAIN_S:
+                end(signum, f"{name_of(signum)} reached {_who()} again")
+            if began:
+                continue
+            began = time.monotonic()
+            _state.received = _state.received or signum
+            if _state.listener is not None:
+                _state.listener(signum)
+            if not _state.defer:
+                arguments = signum, _state.left
+                threading.Thread(target=_end_later, args=arguments, daemon=True, name="pygdist-end").start()
+
+
+def _end_later(signum: int, left: threading.Event) -> None:
+    if left.wait(_LEAVE_S):
+        return
+    end(signum, f"{name_of(signum)} reached {_who()}, whose work could not be interrupted")
+
+
+def end(signum: int, text: str = "") -> NoReturn:
+    """End this process at once, after one line on standard error."""
+    if text:
+        sys.stderr.write(f"pygdist: error: {text}\n")
+        sys.stderr.flush()
+    os._exit(128 + signum)
+
+
+def _who() -> str:
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")
+    return f"process {os.getpid()}" if rank is None else f"rank {rank} (process {os.getpid()})"
+
+
+def _forget() -> None:
+    """Forget the parent's handlers, pipe and threads in a forked process."""
+    if _state.installed:
+        for number in _state.before:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        for fd in _state.fds:
+            os.close(fd)
+    _state.__init__()  # type: ignore[misc]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+# -- the process that started this one ---------------------------------------------------------------------------------
+
+
+def parent() -> int:
+    """Return the process that started this rank, if pygdist or ``torchrun`` did; otherwise 0."""
+    named = os.environ.get(PARENT, "")
+    if named.isdigit() and int(named) != os.getpid():
+        return int(named)
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def follow_parent() -> None:
+    """End this process within seconds after the one that started it as a rank has died, until :func:`outlive_parent`.
+
+    Ranks do so from their first import of ``pygdist`` on, and in each run.
+    """
+    starter = parent()
+    if starter and starter == os.getppid() and _state.parent_watch is None:
+        _state.parent_watch = stop = threading.Event()
+        threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
+
+
+def outlive_parent() -> None:
+    """Go on although the process that started this rank may end: the rank's run has ended."""
+    if _state.parent_watch is not None:
+        _state.parent_watch.set()
+        _state.parent_watch = None
+
+
+def _watch_parent(starter: int, stop: threading.Event) -> None:
+    while os.getppid() == starter:
+        if stop.wait(_POLL_S):
+            return
+    if not stop.wait(_ORPHAN_S):
+        sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
+        sys.stderr.flush()
+        os._exit(1)

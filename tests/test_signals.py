@@ -1,0 +1,132 @@
+"""A signal ends a process in one line with the exit code that shells give it, whatever the main thread does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pygdist import signals
+
+ROOT = Path(__file__).parents[1]
+COMMAND = """
+import os, signal, sys, time
+from pygdist import signals
+from pygdist.errors import SignalError
+
+try:
+    with signals.command():
+        print("ready", flush=True)
+        {work}
+except SignalError as error:
+    print(error.message, file=sys.stderr)
+    raise
+"""
+#: A mutex that is locked twice: no signal interrupts the wait.
+NATIVE = "import ctypes; mutex = ctypes.create_string_buffer(64); c = ctypes.CDLL(None); "
+NATIVE += "signals._LEAVE_S = 0.5; c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)"
+
+
+def _begin(code: str, **environment: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("work", ["time.sleep(60)", "while True: pass"])
+def test_a_signal_ends_a_command_in_one_line(signum: signal.Signals, code: int, work: str) -> None:
+    process = _begin(COMMAND.format(work=work), RANK="3")
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert errors == f"{signum.name} reached rank 3 (process {process.pid})\n"
+    assert process.returncode == code
+
+
+def test_a_native_routine_does_not_outlast_a_signal() -> None:
+    process = _begin(COMMAND.format(work=NATIVE))
+    time.sleep(1.0)  # it is in the routine
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    said = f"pygdist: error: SIGTERM reached process {process.pid}, whose work could not be interrupted\n"
+    assert (process.returncode, errors) == (143, said)
+
+
+def test_whoever_defers_is_told_and_a_second_signal_ends_the_process() -> None:
+    work = """
+        signals.listen(lambda number: print("noted", number, signals.received(), flush=True), defer=True)
+        print("listens", flush=True)
+        for _ in range(600):
+            time.sleep(0.1)"""
+    process = _begin(COMMAND.format(work=work))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "listens\n"
+    process.terminate()
+    assert process.stdout.readline() == "noted 15 15\n"
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, f"pygdist: error: SIGTERM reached process {process.pid} again\n")
+
+
+def test_a_forked_process_has_signals_of_its_own() -> None:
+    work = """
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.received(), flush=True)"""
+    process = _begin(COMMAND.format(work=work))
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (0, "-15 0\n", "")
+
+
+def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with signals.command():
+        ours = signal.getsignal(signal.SIGINT)
+        assert ours is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, ours)  # as Lightning does, which has kept it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(signals, "_LEAVE_S", 0.2)  # who catches the error lives on
+        with signals.command(), pytest.raises(SystemExit, match=f"SIGINT reached process {os.getpid()}"):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_ends_with_the_process_that_started_it(waits: bool, tmp_path: Path) -> None:
+    child = "import time, pygdist; " + ("" if waits else "from pygdist import signals; signals.outlive_parent(); ")
+    child += f"open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(9); open({str(tmp_path / 'went on')!r}, 'w')"
+    code = f"""
+import os, subprocess, sys, time
+os.environ["PYGDIST_PARENT"], os.environ["LOCAL_RANK"] = str(os.getpid()), "1"
+child = subprocess.Popen([sys.executable, "-c", {child!r}])
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = _begin(code)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    _, errors = process.communicate(timeout=30)  # until the child has closed its end, too
+    said = f"pygdist: error: process {process.pid}, which started rank 1 (process "
+    assert errors.startswith(said) if waits else errors == ""
+    assert (tmp_path / "went on").exists() is not waits
