@@ -15,6 +15,7 @@ ROOT = Path(pygdist.__file__).parent
 #: From the ground up; a room may import the ones before it.
 ROOMS = [
     "errors",
+    "bounded_yaml",
     "signals",
     "registry",
     "memory",
