@@ -176,7 +176,7 @@ class GraphDDPStrategy(DDPStrategy):
             signum = watchdog.signum or launched.signal()
             launched.end(within_s=0.0)  # one that hangs would stay behind
             if signum:
-                raise SignalError(str(watchdog.verdict or error), signum) from error
+                raise SignalError(watchdog.signalled_by or str(error), signum) from error
             raise
 
     @property
@@ -305,7 +305,7 @@ class GraphDDPStrategy(DDPStrategy):
         if self._watchdog is None:
             return
         if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
-            signum, text = self._watchdog.signum, str(self._watchdog.verdict)
+            signum, text = self._watchdog.signum, self._watchdog.signalled_by
             self._end_by_signal(text, signum)
             raise SignalError(text, signum) from exception
         if isinstance(exception, LostRankError):
@@ -313,8 +313,8 @@ class GraphDDPStrategy(DDPStrategy):
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
             diagnosis, place = self._watchdog.diagnose(), self._place
             if signum := self._watchdog.signum:
-                self._end_by_signal(diagnosis, signum)
-                raise SignalError(diagnosis, signum) from exception
+                self._end_by_signal(self._watchdog.signalled_by, signum)
+                raise SignalError(self._watchdog.signalled_by, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
@@ -328,7 +328,7 @@ class GraphDDPStrategy(DDPStrategy):
     def _end_by_signal(self, text: str, signum: int) -> None:
         _broken()
         if self._watchdog is not None:
-            self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
+            self._watchdog.signum, self._watchdog.signalled_by, self._watchdog.verdict = signum, text, text
         self._close(text)
         self._launched().end(within_s=_LEAVE_S)
         if self.global_rank == 0 and not signals.in_command():
