@@ -313,8 +313,9 @@ class GraphDDPStrategy(DDPStrategy):
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
             diagnosis, place = self._watchdog.diagnose(), self._place
             if signum := self._watchdog.signum:
-                self._end_by_signal(self._watchdog.signalled_by, signum)
-                raise SignalError(self._watchdog.signalled_by, signum) from exception
+                text = self._watchdog.signalled_by
+                self._end_by_signal(text, signum)
+                raise SignalError(text, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
