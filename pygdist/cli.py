@@ -5,15 +5,20 @@ Only the command that runs is imported, so that help and mistakes take no time.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from pygdist import signals
-from pygdist.errors import InputError, LostRankError, SignalError
+from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
+from pygdist.memory.limits import refusal_of
+from pygdist.memory.scratch import ScratchFolder
 
 _HELP = """\
 Train unmodified PyTorch Geometric models on graphs that are split across processes.
@@ -23,6 +28,7 @@ usage: pygdist COMMAND [options]
 Graphs:
   generate    write a synthetic graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
   partition   split a graph into parts, one for each process
+  check       read all files of a partitioned graph, and name one that is damaged
 
 Models:
   fit         train a model
@@ -43,11 +49,16 @@ Examples:
   pygdist fit --config run.yaml --trainer.devices=4
   pygdist fit --config run.yaml --print_config       print every option with its value, as YAML
   pygdist partition --dataset=reddit-like --parts=4
+
+A configuration names classes, which are imported and run: use only those that you would run as a script.
 """
+
+_folders: list[ScratchFolder] = []  # they go with the process, after all that has files in them
+_LONGEST = 660
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    **{name: name for name in ("generate", "partition", "verify", "export", "report")},
+    **{name: name for name in ("generate", "partition", "check", "verify", "export", "report")},
 }
 
 
@@ -55,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input, which
-        one line on standard error explains, 143 after SIGTERM, 130 after Ctrl-C.
+        The exit status: 0 after success, 1 if the run failed or numbers differ, 2 after a mistake in the input or if
+        the machine refuses what the command needs, which one line on standard error explains, 143 after SIGTERM, 130
+        after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
@@ -74,20 +86,35 @@ def _run(command: str, rest: list[str]) -> int:
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
             return 0
-        run = _load(command)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")  # not before Lightning is imported: it would echo
-        return run(command, rest)
+        with _scratch(), _threads() as of_threads:
+            run = _load(command)
+            logging.basicConfig(level=logging.INFO, format="%(message)s")  # before Lightning is imported, it would echo
+            code = run(command, rest)
+            if of_threads:
+                raise of_threads[0]
+            return code
     except InputError as error:
         if error.of_one_rank or _is_first_rank():
             _complain(str(error))
         return 2
     except LostRankError as error:
-        _complain(str(error))
-        return 1
+        _, _, refusal = str(error).partition(f"{RefusedError.__name__}: ")
+        if not refusal:
+            _complain(str(error))
+        return 2 if refusal else 1  # the rank that was refused something has said so
     except SignalError as error:
         if _is_first_rank():
             _complain(error.message)
         return 128 + error.signum
+    except Exception as error:
+        if (refused := refusal_of(error)) is not None:
+            _complain(str(refused))
+            return 2
+        if not isinstance(error, OSError) or not _is_named(error, rest):
+            raise
+        if _is_first_rank():
+            _complain(f"{str(error.filename)[:200]}: {error.strerror}; name another file or folder")
+        return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
@@ -102,6 +129,51 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
     return run
 
 
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Let temporary files of this process, and of those that it starts, go with it; libraries leave some behind."""
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    try:
+        _folders.append(folder := ScratchFolder())
+    except OSError:  # there is no room: a command that needs some says so
+        yield
+        return
+    # compiled models are kept for the next run
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path.parent}/torchinductor_{os.getuid()}")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder.path)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before[0]
+        del os.environ["TMPDIR"]
+        os.environ |= {} if before[1] is None else {"TMPDIR": before[1]}
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[list[RefusedError]]:
+    """Yield the list of what the machine refuses to other threads, which would each print a traceback."""
+    refused: list[RefusedError] = []
+    before = threading.excepthook
+
+    def note(failure: threading.ExceptHookArgs) -> None:
+        if failure.exc_value is not None and (refusal := refusal_of(failure.exc_value)) is not None:
+            refused.append(refusal)
+        else:
+            before(failure)
+
+    threading.excepthook = note
+    try:
+        yield refused
+    finally:
+        threading.excepthook = before
+
+
+def _is_named(error: OSError, arguments: list[str]) -> bool:
+    """Tell if an error of the system is about a file that the command line names, or one in a folder that it names."""
+    values = [argument.partition("=")[2] or argument for argument in arguments]
+    return isinstance(error.filename, str) and any(value and value in error.filename for value in values)
+
+
 def _is_first_rank() -> bool:
     """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -109,7 +181,10 @@ def _is_first_rank() -> bool:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write("pygdist: error: " + " ".join(message.split()) + "\n")
+    line = " ".join(message.split())
+    if len(line) > _LONGEST:  # an option of thousands of characters, say; advice is at the end
+        line = f"{line[: _LONGEST - 200]} … {line[-200:]}"
+    sys.stderr.write(f"pygdist: error: {line}\n")
     sys.stderr.flush()
 
 

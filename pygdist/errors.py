@@ -1,4 +1,4 @@
-"""The errors that pygdist raises on purpose: a mistake in the input, and a lost rank.
+"""The errors that pygdist raises on purpose: a mistake in the input, what the machine refuses, and a lost rank.
 
 The command line prints each as one line on standard error (:mod:`pygdist.cli`).
 """
@@ -21,6 +21,16 @@ class InputError(ValueError):
     def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
         super().__init__(message)
         self.of_one_rank = of_one_rank
+
+
+class RefusedError(InputError):
+    """The machine refuses what a command needs: room on a disk, a file, memory (:mod:`pygdist.memory.limits`).
+
+    It is of one rank: that rank prints the message, and the others, which lose it, end with the same exit code.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, of_one_rank=True)
 
 
 class UnequalRanksError(InputError, RuntimeError):

@@ -10,6 +10,7 @@ import importlib
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from experiments import pyg_examples, run
 from experiments.harness import Setting, settings_of
 from experiments.machine import SOME_FAILED
 from experiments.pyg_cases import Case
+from experiments.reliability import disks
 from pygdist.native import load
 from pygdist.report import read_description
 from pygdist.report.tables import rerun_command
@@ -385,3 +387,45 @@ def test_mistakes_are_told_in_one_line(
     error = capsys.readouterr().err
     assert complaint in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_disks(tmp_path: Path) -> None:
+    commands = ("--commands", "export", "partition", "--kinds", "file size", "space", "--sizes=2", "--seed=3")
+    outcome = script("experiments.reliability.disks", *commands, "--out", str(tmp_path), folder=tmp_path)
+    assert outcome.code == 0, outcome.out + outcome.err
+    with (tmp_path / "disks.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    kinds = ["file size", "space"] if disks.is_root() else ["file size"]
+    assert Counter((row["command"], row["kind"]) for row in rows) == Counter(
+        {(command, kind): 2 for command in ("export", "partition") for kind in kinds}
+    )
+    assert {row["outcome"] for row in rows} == {"refused", "success"}
+    assert all((row["outcome"] == "refused") == row["line"].startswith("pygdist: error: ") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "left", "words"),
+    [
+        ([2], "pygdist: error: full", "", ""),
+        ([0], "", "", ""),
+        ([-7], "", "", "exit codes [-7]"),
+        ([2], "", "", "0 lines of error"),
+        ([0], "pygdist: error: full", "", "1 lines of error"),
+        ([2, 0], "pygdist: error: full", "", "exit codes [2, 0]"),
+        ([2], "Traceback (most recent call last)\npygdist: error: full", "", "traceback"),
+        ([2], "pygdist: error: full", "work/y.npy", "work/y.npy looks whole: AssertionError: it differs"),
+        ([2], "pygdist: error: full", "work/.y.npy.0123456789ab.partial", ".partial is left"),
+        ([2], "pygdist: error: full", "work/model.pt", "work/model.pt looks whole"),
+    ],
+)
+def test_disks_tells_refusals_from_other_outcomes(
+    codes: list[int], said: str, left: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    if left:
+        (tmp_path / left).write_text("half")
+    made = disks.Run(codes, said, {})
+    found = disks.what_is_wrong(disks.Command("", ""), made, tmp_path, {"work/y.npy": b"whole"})
+    assert words in found
+    assert bool(words) == bool(found)

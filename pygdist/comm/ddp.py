@@ -34,8 +34,11 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     """
     parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
     sparse = any(getattr(one, "sparse", False) for one in model.module.modules() if isinstance(one, _EMBEDDINGS))
-    if model.find_unused_parameters or model.static_graph or sparse or not parameters:  # arranged otherwise, or never
-        return
+    hooked = any(
+        one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters
+    )  # of the user, who counts
+    if model.find_unused_parameters or model.static_graph or sparse or hooked or not parameters:
+        return  # arranged otherwise, or never, or in the first step
     kept = [one.grad for one in parameters]
     model.reducer.prepare_for_backward([])
     with torch.enable_grad():

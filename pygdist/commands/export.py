@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from torch import Tensor
 from pygdist import checkpoints
 from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
+from pygdist.memory.limits import reason_of
+from pygdist.memory.scratch import replacing
 
 _PREFIX = "model."
 
@@ -38,16 +38,12 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
         raise InputError(
             f"{checkpoint}: holds no parameters that start with '{_PREFIX}'; give a checkpoint that pygdist fit wrote"
         )
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _save(model, temporary, out.suffix)
-        temporary.replace(out)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot open a file
-        raise InputError(f"{out}: could not be written ({error})") from error
-    finally:
-        with contextlib.suppress(OSError):  # there may be no folder, and no file
-            temporary.unlink()
+        with replacing(out) as temporary:
+            _save(model, temporary, out.suffix)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot write a file
+        raise InputError(f"{out}: could not be written ({reason_of(error)})") from error
     return model
 
 

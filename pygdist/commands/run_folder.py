@@ -18,9 +18,9 @@ from typing import IO, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pygdist import checkpoints
+from pygdist.bounded_yaml import read_yaml
 from pygdist.errors import InputError
 from pygdist.lightning.resume import newest_checkpoint
-from pygdist.report.description import read_yaml
 
 _MARK = ".unfinished"
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone

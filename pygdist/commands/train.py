@@ -22,16 +22,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from pygdist.bounded_yaml import read_yaml
 from pygdist.checkpoints import TRAINING_PARTS, read
-from pygdist.commands.messages import Parser, one_line, options_of, shorten
+from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
+from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
 from pygdist.lightning.resume import Resume
 from pygdist.lightning.table import EpochLogger
-from pygdist.report.description import read_yaml
+from pygdist.memory.limits import refusal_of
 
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
@@ -181,6 +183,7 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
+        check_settings(self.config[subcommand])
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
@@ -205,10 +208,15 @@ class GraphCLI(LightningCLI):
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             log.debug("while instantiating the objects of the configuration", exc_info=True)
             raise InputError(shorten(str(error))) from error
+        except Exception as error:  # classes refuse their arguments in many ways
+            log.debug("while instantiating the objects of the configuration", exc_info=True)
+            made = refused_by(error) or "an object of the configuration"
+            raise InputError(f"{made} cannot be made: {described(error)}") from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
+        check_trainer(config)
         kwargs["strategy"] = _strategy_of(config["strategy"])
         self._logs = config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]
         if self._logs:
@@ -250,7 +258,7 @@ class GraphCLI(LightningCLI):
             super()._run_subcommand(str(self.subcommand))
             if self._folder is not None and not self.trainer.interrupted:
                 self._folder.finish()
-        except (ValueError, RuntimeError, MisconfigurationException, FileNotFoundError) as error:
+        except Exception as error:
             mistake = _mistake_of(error)
             if mistake is None:
                 raise
@@ -331,7 +339,7 @@ def _mistake_of(error: Exception) -> InputError | None:
         return InputError(f"EarlyStopping: {one_line(text)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
-    return None
+    return refusal_of(error)
 
 
 def _task_of(arguments: list[str]) -> str:

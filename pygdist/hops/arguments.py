@@ -49,6 +49,13 @@ def _changed(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
     return change(name, value)
 
 
+def copied(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same values in containers of their own: a model may write into the ``Data`` that it gets."""
+    return mapped(forward, args, kwargs, lambda _, value: value)
+
+
 def named_values(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:

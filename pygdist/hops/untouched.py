@@ -8,6 +8,7 @@ modules of Python and the insides of installed libraries' objects are out of rea
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dis
@@ -25,10 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch_geometric import EdgeIndex
+from torch_geometric.data.data import BaseData
+from torch_geometric.data.storage import BaseStorage
 
 from pygdist.graph.identity import identity_of
 
 _MISSING = object()
+_LIBRARIES = {"pygdist", "torch", "torch_geometric", "lightning", "lightning_fabric", "pytorch_lightning"}
+_RECORDS = (argparse.Namespace, types.SimpleNamespace, BaseData, BaseStorage)  # of libraries, but they hold the user's
 _OURS = "_pygdist"  # begins the names of attributes that pygdist itself keeps on a module
 
 
@@ -69,6 +74,8 @@ class Snapshot:
         self._storages: dict[int, torch.UntypedStorage] = {}  # likewise; many tensors may share one
         self._undo: list[tuple[str, Callable[[], bool]]] = []  # each returns True if there was something to undo
         self._random = list(_of_global_generators())
+        # a user's package may be installed, too
+        self._own = {_root(type(one).__module__) for one in model.modules()} - _LIBRARIES
         missing: list[tuple[str, Any]] = [(type(model).__name__, model)]
         while missing:
             name, one = missing.pop()
@@ -133,7 +140,7 @@ class Snapshot:
     def _remember_object(self, one: Any) -> Iterable[tuple[str, Any]]:
         """Note the attributes of a module, or of an object of the user's."""
         cls = type(one)
-        if not isinstance(one, nn.Module) and _of_library(cls):
+        if not isinstance(one, (nn.Module, *_RECORDS)) and self._of_library(cls):
             return []
         attributes = getattr(one, "__dict__", {})
         self._undo.append((cls.__name__, _of_attributes(attributes)))
@@ -149,7 +156,7 @@ class Snapshot:
         """Note the attributes of a class of the user's, and of those that it inherits from."""
         held = []
         for one in cls.__mro__:
-            if not _of_library(one):
+            if not self._of_library(one):
                 self._undo.append((one.__name__, _of_class(one)))
                 held += [(f"{one.__name__}.{name}", value) for name, value in vars(one).items()]
         return held
@@ -162,13 +169,19 @@ class Snapshot:
             with contextlib.suppress(ValueError):  # it is empty
                 self._undo.append((name, _of_name(cell, "cell_contents", cell.cell_contents)))
                 held.append((name, cell.cell_contents))
-        library = _is_library(str(function.__globals__.get("__name__")))
+        library = self._is_library(str(function.__globals__.get("__name__")))
         for name in () if library else globals_of(function.__code__):
             value = function.__globals__.get(name, _MISSING)
             self._undo.append((name, _of_global(function.__globals__, name, value)))
             if value is not _MISSING:
                 held.append((name, value))
         return held
+
+    def _of_library(self, cls: type) -> bool:
+        return self._is_library(cls.__module__ or "")
+
+    def _is_library(self, module: str) -> bool:
+        return _root(module) not in self._own and _is_library(_root(module))
 
 
 # -- one function for each kind of state: it copies the state, and returns what puts it back --------------------------
@@ -401,13 +414,12 @@ def globals_of(code: types.CodeType, operation: str = "_GLOBAL") -> frozenset[st
     return names.union(*(globals_of(one, operation) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
-def _of_library(cls: type) -> bool:
-    return _is_library(cls.__module__ or "")
+def _root(module: str) -> str:
+    return module.partition(".")[0]
 
 
 @functools.cache
-def _is_library(module: str) -> bool:
-    """True if a module is Python's, pygdist's, or was installed: what belongs to the user lies elsewhere."""
-    root = module.partition(".")[0]
+def _is_library(root: str) -> bool:
+    """True if a package is Python's, pygdist's, or was installed: what belongs to the user lies elsewhere."""
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     return root == "pygdist" or root in sys.stdlib_module_names or "-packages" in file

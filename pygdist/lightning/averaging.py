@@ -162,7 +162,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         states = {part: self._first_states(part) for part in shares}
         self._restored = None  # free the states of all parts
         self._models = PartModels(self.lightning_module, self.optimizers, shares, states)
-        self._seed = int(self.broadcast(torch.initial_seed()))
+        high, low = divmod(torch.initial_seed(), 1 << 32)  # a float64 rounds larger numbers
+        # numbers, as Lightning's broadcast would send a pickle
+        high, low = map(int, self.communicator.gather([float(high), float(low)])[0].tolist())
+        self._seed = (high << 32) + low
         devices = [self.root_device] if self.root_device.type == "cuda" else []
         self._random.enter_context(torch.random.fork_rng(devices))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,6 +22,8 @@ from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
 from pygdist.memory.machine import peak_rss_bytes
+from pygdist.memory.mapped import new_array
+from pygdist.memory.scratch import replacing
 
 _RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 
@@ -174,13 +174,9 @@ class PredictionWriter(BasePredictionWriter):
             self._collect(None, predictions, pl_module)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
+        with replacing(self.path) as temporary:
             self._collect(temporary, predictions, pl_module)
-            os.replace(temporary, self.path)
-            _tell_ids(self.path, getattr(getattr(trainer, "datamodule", None), "folder", None))
-        finally:
-            temporary.unlink(missing_ok=True)
+        _tell_ids(self.path, getattr(getattr(trainer, "datamodule", None), "folder", None))
 
     def _collect(self, path: Path | None, predictions: Sequence[Any], module: GraphModule) -> None:
         """Write the rows of all ranks to a file; all ranks make the call, and rank 0 alone has a path."""
@@ -195,7 +191,7 @@ class PredictionWriter(BasePredictionWriter):
                 if rows is None:
                     assert path is not None, "rank 0 writes"
                     shape = (module.shard.num_nodes, *array.shape[1:])
-                    rows = np.lib.format.open_memmap(path, mode="w+", dtype=array.dtype, shape=shape)
+                    rows = new_array(path, array.dtype, shape)
                 rows[ids.cpu().numpy()] = array
         if num_predicted != module.shard.num_nodes:
             raise InputError(

@@ -67,10 +67,13 @@ class NodeClassifier(GraphModule):
         exact_evaluation: bool = True,
         check: bool = True,
         class_weights: list[float] | None = None,
+        detect_nan: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation, check)
+        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation, check, detect_nan)
         if class_weights is not None and not all(0 <= weight < float("inf") for weight in class_weights):
             raise InputError(f"class_weights are {class_weights}, expected numbers from 0")
+        if class_weights is not None and not any(class_weights):
+            raise InputError(f"class_weights are {class_weights}, expected a number above 0 among them")
         self.class_weights = class_weights
         self._train_share: float | None = None  # of all ranks, in this run
 

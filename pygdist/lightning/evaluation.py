@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
 from pygdist.hops.arguments import each_tensor
 from pygdist.memory.overflow import in_file, writable
+from pygdist.memory.scratch import ScratchFolder
 from pygdist.routing import distribute, undistribute
 
 _PLAIN = (bool, int, float, str)
@@ -50,7 +49,7 @@ class WholeGraphEvaluation:
         distribute(self.model, backend=self._backend, savings=savings, check=check and not in_turns)
         self._contents = _contents(model)
         self._bound: Shard | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._outputs: dict[int, Any] = {}
 
     def is_of(self, model: nn.Module) -> bool:
@@ -68,8 +67,8 @@ class WholeGraphEvaluation:
     ) -> None:
         """Run ``call`` on the rank's parts in turn; ``open_part`` returns one, and may free the one before."""
         folder = writable(open_part(parts[0]).folder)
-        self._folder = tempfile.TemporaryDirectory(prefix="pygdist-evaluation-", dir=folder)
-        between, results = Path(self._folder.name) / "between", Path(self._folder.name) / "results"
+        self._folder = ScratchFolder(folder)
+        between, results = self._folder.path / "between", self._folder.path / "results"
         between.mkdir()
         results.mkdir()
 
@@ -99,7 +98,7 @@ class WholeGraphEvaluation:
         self._outputs.clear()
         folder, self._folder = self._folder, None
         if folder is not None:
-            folder.cleanup()
+            folder.close()
 
 
 def _contents(model: nn.Module) -> tuple[Any, ...]:

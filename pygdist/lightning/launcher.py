@@ -25,17 +25,18 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing,
     _GlobalStateSnapshot,
 )
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, get_context
 from typing_extensions import override
 
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.meeting import described, forget_own_port, host
+from pygdist.memory.limits import refusal_of
 from pygdist.signals import PARENT, signal_of
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
-_RAISED = re.compile(r"^pygdist\.errors\.(InputError|LostRankError): (.*)$", re.MULTILINE)
+_LOST = re.compile(r"^pygdist\.errors\.LostRankError: (.*)$", re.MULTILINE)
 
 
 class GraphLauncher(_SubprocessScriptLauncher):
@@ -71,18 +72,20 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         forget_own_port(self._strategy.cluster_environment)
+        self._mistakes = get_context(self._start_method).SimpleQueue()
         if self._start_method == "forkserver":
             function = partial(_restored, _GlobalStateSnapshot.capture(), function)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except ProcessRaisedException as error:
             # its message is the traceback of the process, whose last line is the error
-            raised = _RAISED.findall(str(error))
+            raised = _LOST.findall(str(error))
             if not raised:
                 raise
-            kind, message = raised[-1]
-            raise (InputError if kind == InputError.__name__ else LostRankError)(message) from error
+            raise LostRankError(raised[-1]) from error
         except ProcessExitedException as error:
+            if not self._mistakes.empty():
+                raise InputError(self._mistakes.get()) from error
             assert self._strategy.cluster_environment is not None
             rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
             hint = ""
@@ -113,7 +116,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if self._start_method == "forkserver":
             # ranks get parameters in shared memory, and would overwrite each other's; Lightning copies spawned ones
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
-        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+        except Exception as error:
+            # torch writes errors to a file, for which there may be no room
+            mistake = error if isinstance(error, InputError) else refusal_of(error)
+            if mistake is not None:
+                self._mistakes.put(str(mistake))
+            elif self._mistakes.empty():
+                raise
+            raise SystemExit(2) from error
 
 
 def _restored(snapshot: _GlobalStateSnapshot, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

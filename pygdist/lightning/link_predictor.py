@@ -20,6 +20,7 @@ from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
 from pygdist.graph.links import drawn
 from pygdist.kernels import CSR, sddmm
 from pygdist.kernels.csr import pointers
+from pygdist.lightning.checks import check_model
 from pygdist.lightning.module import GraphModule, Mean
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -88,7 +89,7 @@ class LinkPredictor(GraphModule):
         hits_at: K of Hits@K.
         seed: Seed of the pairs.
         savings: Shortcuts to take, and the memory for them.
-        check: As in :class:`~pygdist.lightning.GraphModule`.
+        check, detect_nan: As in :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
         InputError: If a number makes no sense; in ``fit``, on several ranks, if the decoder has a norm over all pairs.
@@ -113,8 +114,9 @@ class LinkPredictor(GraphModule):
         seed: int = 0,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
         check: bool = True,
+        detect_nan: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings, check=check)
+        super().__init__(model, backend, lr, weight_decay, savings, check=check, detect_nan=detect_nan)
         if not 0 < train_share <= 1:
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:
@@ -124,6 +126,8 @@ class LinkPredictor(GraphModule):
                 f"backend '{self.backend.name}' trains parts by themselves, but a pair has nodes in two parts; use "
                 f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
+        if decoder is not None:
+            check_model(decoder, "decoder")
         self.decoder = decoder
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None

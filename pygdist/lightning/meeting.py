@@ -58,6 +58,11 @@ def host(environment: ClusterEnvironment) -> None:
             environment._main_port = _hosted.port
 
 
+def hosts_store() -> bool:
+    """Tell if the job's store goes with this process."""
+    return _hosted is not None
+
+
 def forget_own_port(environment: ClusterEnvironment | None) -> None:
     """Forget a port that pygdist, not the user, chose for an earlier run, in this process or the one that started it.
 

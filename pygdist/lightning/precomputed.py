@@ -6,7 +6,6 @@ to compute. A rank that goes through several parts in every epoch can neither ho
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,17 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pygdist.memory.scratch import ScratchFolder
+
 
 class Precomputed:
     """Tensors of each part by name, in a temporary folder inside ``folder``, until :meth:`close`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pygdist-batches-", dir=folder)
+        self._folder = ScratchFolder(folder)
         self._names: dict[int, list[str]] = {}
 
     def of(self, part: int, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of a part, memory-mapped; ``compute`` makes them the first time, on the CPU."""
-        place = Path(self._folder.name)
+        place = self._folder.path
         if part not in self._names:
             tensors = compute()
             for name, value in tensors.items():
@@ -37,4 +38,4 @@ class Precomputed:
 
     def close(self) -> None:
         """Remove the files."""
-        self._folder.cleanup()
+        self._folder.close()

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -36,8 +37,9 @@ from pygdist.lightning import optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect
+from pygdist.lightning.meeting import Launched, connect, hosts_store
 from pygdist.lightning.stopping import Stopping
+from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
 _DESTROY_S = 3.0
+_ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 _LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
 _BROKEN = False  # a rank was lost
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
@@ -130,6 +133,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        require_files(self.num_processes * self.num_nodes)
         if self._start_method == "popen":
             assert self.cluster_environment is not None
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -172,7 +176,7 @@ class GraphDDPStrategy(DDPStrategy):
             signum = watchdog.signum or launched.signal()
             launched.end(within_s=0.0)  # one that hangs would stay behind
             if signum:
-                raise SignalError(str(watchdog.verdict or error), signum) from error
+                raise SignalError(watchdog.signalled_by or str(error), signum) from error
             raise
 
     @property
@@ -301,7 +305,7 @@ class GraphDDPStrategy(DDPStrategy):
         if self._watchdog is None:
             return
         if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
-            signum, text = self._watchdog.signum, str(self._watchdog.verdict)
+            signum, text = self._watchdog.signum, self._watchdog.signalled_by
             self._end_by_signal(text, signum)
             raise SignalError(text, signum) from exception
         if isinstance(exception, LostRankError):
@@ -309,17 +313,23 @@ class GraphDDPStrategy(DDPStrategy):
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
             diagnosis, place = self._watchdog.diagnose(), self._place
             if signum := self._watchdog.signum:
-                self._end_by_signal(diagnosis, signum)
-                raise SignalError(diagnosis, signum) from exception
+                text = self._watchdog.signalled_by
+                self._end_by_signal(text, signum)
+                raise SignalError(text, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
-            self._close(f"{type(exception).__name__}: {exception}")
+            told = refusal_of(exception) or exception
+            self._close(f"{type(told).__name__}: {told}")
+            if not of_all_ranks:
+                break_groups()  # the others find out now, and ask the store for the reason
+                if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
+                    time.sleep(_ASK_S)
 
     def _end_by_signal(self, text: str, signum: int) -> None:
         _broken()
         if self._watchdog is not None:
-            self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
+            self._watchdog.signum, self._watchdog.signalled_by, self._watchdog.verdict = signum, text, text
         self._close(text)
         self._launched().end(within_s=_LEAVE_S)
         if self.global_rank == 0 and not signals.in_command():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
+from pygdist.memory.mapped import new_tensor
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class Overflow:
             return torch.empty(shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix=".pygdist-", dir=self.folder) as file:
-                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # on a full disk a write kills the process
-                return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+                return new_tensor(file.name, dtype, shape)
         except (OSError, RuntimeError) as error:  # torch raises the latter if it cannot map a file
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
             raise InputError(
@@ -105,8 +105,7 @@ def in_file(tensor: Tensor, path: Path) -> Tensor:
     if not tensor.numel():
         return tensor
     path.unlink(missing_ok=True)  # somebody may still read what was there
-    view = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    return view.view(tensor.shape).copy_(tensor)
+    return new_tensor(path, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

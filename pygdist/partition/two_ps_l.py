@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from typing_extensions import override
 from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.graph.streams.arrays import forget_pages
+from pygdist.memory.mapped import take_room
 from pygdist.partition._native import PlaceEdges, call, require
 from pygdist.partition.base import check_number
 from pygdist.partition.clustering import cluster, spread
@@ -80,7 +80,7 @@ def _scratch(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.empty(count, dtype=dtype)
     try:
         with tempfile.TemporaryFile() as file:  # mapped, it outlives its closing
-            os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # or a write to a full disk kills the process
+            take_room(file.fileno(), count * dtype.itemsize, tempfile.gettempdir())
             return np.memmap(file, dtype=dtype, shape=(count,), mode="r+")
     except OSError as error:
         raise InputError(f"2ps-l: no room for {count} edges in {tempfile.gettempdir()} ({error})") from error

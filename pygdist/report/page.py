@@ -6,17 +6,17 @@ scripts; plots are data that the script draws.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pygdist.errors import InputError
+from pygdist.memory.limits import reason_of
+from pygdist.memory.scratch import replacing
 from pygdist.report.description import Experiment, Mean
 from pygdist.report.find import Outcome, Results, find_results
 from pygdist.report.means import RUNS, averaged
@@ -112,16 +112,12 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
             are not installed.
     """
     report = make_report(results, title=title)
-    temporary = out.parent / f".{out.name}.tmp-{uuid.uuid4().hex}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(report.html, encoding="utf-8")
-        temporary.replace(out)
+        with replacing(out) as temporary:
+            temporary.write_text(report.html, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        raise InputError(f"{out}: cannot be written: {reason_of(error)}") from error
     numbers = report.experiments, report.tables, report.plots, out.stat().st_size / 1e6
     log.info("%s: %d experiments, %d tables, %d plots, %.1f MB", out, *numbers)
     return out

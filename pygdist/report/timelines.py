@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pygdist.errors import InputError
+from pygdist.memory.limits import refusal_of
 from pygdist.report.plots import COLOURS, Figure, base_trace
 from pygdist.report.values import shown
 
@@ -51,7 +52,8 @@ def read_timeline(path: Path, setting: str) -> Timeline | None:
     try:
         spans, names = _spans(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: not a Chrome trace ({type(error).__name__}: {error})") from error
+        unreadable = InputError(f"{path}: not a Chrome trace ({type(error).__name__}: {error})")
+        raise refusal_of(error) or unreadable from error
     if not spans:
         return None
     drawn = sorted(sorted(spans, key=lambda span: -span.ms)[:_MOST_SPANS], key=lambda span: span.start_ms)

@@ -28,7 +28,7 @@ OF_GRADIENTS = (
 ELSEWHERE = (
     "A rank holds its own nodes with all their in-edges. Pass values of an edge's source to propagate: "
     "propagate(edge_index, x=x, deg=deg), and read deg_j in message. Out-degrees, and edges that are turned or added, "
-    "belong into the graph before it is partitioned (torch_geometric.transforms)"
+    "belong in the graph before it is partitioned (torch_geometric.transforms)"
 )
 
 

@@ -29,6 +29,7 @@ from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
+from pygdist.memory.limits import refusal_of
 from pygdist.routing.causes import (
     ELSEWHERE,
     OF_GRADIENTS,
@@ -216,7 +217,7 @@ class _Check:
         except Exception as error:  # whatever a model says of what it gets on a rank
             last = traceback.extract_tb(error.__traceback__)[-1]
             cause = f" {ELSEWHERE}" if reads_missing_rows(error) else ""
-            raise InputError(
+            raise refusal_of(error) or InputError(
                 f"{type(plain).__name__} runs on one process, but not on a part of a graph: {type(error).__name__}: "
                 f"{error} ({last.filename}:{last.lineno}).{cause} ({_SWITCH})",
                 of_one_rank=True,

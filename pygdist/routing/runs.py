@@ -18,7 +18,8 @@ from torch_geometric.nn import MessagePassing
 from pygdist.backends.base import Backend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
-from pygdist.hops.arguments import tensors_of
+from pygdist.hops.arguments import copied, tensors_of
+from pygdist.hops.untouched import IrreversibleError, Snapshot
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.miniature import Miniature, NotComparableError
@@ -86,16 +87,32 @@ class Run:
 
 def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     """Run a copy of a model that is not distributed on the whole graph."""
-    model, run = _prepared(model, setting), Run()
+    run = Run()
 
     def count(*_: Any) -> None:
         run.num_hops[-1] += 1
 
-    for module in model.modules():
-        if isinstance(module, MessagePassing):
-            module.register_propagate_forward_pre_hook(count)
-    _pass_by(model, small, None, None, run, setting)
+    with _outside_as_before(model):
+        copied_model = _prepared(model, setting)
+        for module in copied_model.modules():
+            if isinstance(module, MessagePassing):
+                module.register_propagate_forward_pre_hook(count)
+        _pass_by(copied_model, small, None, None, run, setting)
     return run
+
+
+@contextlib.contextmanager
+def _outside_as_before(model: nn.Module) -> Iterator[None]:
+    """Put back what copies of a model share with it: globals, classes, and what hooks close over."""
+    try:
+        snapshot = Snapshot(model)
+    except IrreversibleError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        snapshot.restore()
 
 
 def run_parts(
@@ -123,8 +140,9 @@ def run_parts(
     for shard in small.shards(parts, setting.dtype, backend.abilities):
         backend.bind(shard, communicator)
         try:
-            run, placed = Run(), route(_prepared(model, setting), backend)
-            _pass_by(placed, small, shard, whole, run, setting)
+            with _outside_as_before(model):
+                run, placed = Run(), route(_prepared(model, setting), backend)
+                _pass_by(placed, small, shard, whole, run, setting)
             runs.append((shard, run))
         finally:
             backend.unbind()
@@ -158,10 +176,11 @@ def _pass_by(
     model: nn.Module, small: Miniature, shard: Shard | None, whole: Run | None, run: Run, setting: Setting
 ) -> None:
     """Make the passes of a run on the whole graph, or on a part, and note their results."""
-    args, kwargs = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
+    given = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
     torch.manual_seed(setting.seed)
     for number, training in enumerate((setting.trains, setting.trains, False)):
         run.num_hops.append(0)
+        args, kwargs = copied(model.forward, *given)
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
         # whole numbers may be edges, which are of another class on a rank

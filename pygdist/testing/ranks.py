@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pygdist.memory.limits import require_files
+
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 
 
@@ -47,6 +49,7 @@ class RankPool:
     """
 
     def __init__(self, size: int, *, timeout_s: float = 300.0) -> None:
+        require_files(size)
         self.size, self.timeout_s = size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="pygdist-ranks-")
         self._calls = 0

@@ -44,6 +44,8 @@ class Net(nn.Module):
     def forward(self, graph: Any) -> Tensor:
         x, edges = self.take(graph)
         out: Tensor = self.last(self.first(x, edges).relu(), edges)
+        if isinstance(graph, Data):  # as many of PyG's examples do
+            graph.x = out
         return out
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import itertools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
 
 from pygdist.graph import Adjacency
 from pygdist.hops.untouched import IrreversibleError, untouched
@@ -53,6 +56,8 @@ class Model(nn.Module):
         self.latest: collections.deque[int] = collections.deque(maxlen=3)
         self.counts, self.names, self.array = {"a": {"b": 1}}, {"a"}, np.zeros(3)
         self.count, self.slotted = Count(), Slotted()
+        self.args, self.record = argparse.Namespace(tau=1.0), types.SimpleNamespace(tau=[1.0])
+        self.data = Data(x=torch.zeros(2), rounds=0)
         self.order = collections.OrderedDict(a=1, b=2)
         self.objects = np.array(["a", np.zeros(3)], dtype=object)
         self.expanded = torch.zeros(1).expand(4)
@@ -93,6 +98,10 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "array": lambda model: model.array.__setitem__(0, 1),
     "object": lambda model: setattr(model.count, "value", 1),
     "counter in an object": lambda model: model.count.by_name.update("a"),
+    "namespace": lambda model: setattr(model.args, "tau", 0.5),
+    "list in a namespace": lambda model: model.record.tau.append(0.5),
+    "graph": lambda model: setattr(model.data, "rounds", 1),
+    "tensor of a graph": lambda model: model.data.x.add_(1),
     "slots": lambda model: setattr(model.slotted, "value", 1),
     "buffer": lambda model: model.steps.add_(1),
     "buffer, replaced": lambda model: setattr(model, "steps", torch.ones(())),
@@ -126,8 +135,10 @@ def _state(one: Any) -> Any:
         return [(name, _state(value)) for name, value in one.items()]
     if isinstance(one, (list, collections.deque)):
         return [_state(value) for value in one]
-    if isinstance(one, Count):
+    if isinstance(one, (Count, argparse.Namespace, types.SimpleNamespace)):
         return _state(vars(one))
+    if isinstance(one, Data):
+        return _state(one.to_dict())
     if isinstance(one, Slotted):
         return one.value
     if isinstance(one, torch.Generator):

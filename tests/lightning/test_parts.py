@@ -118,7 +118,7 @@ def test_one_part_is_held_at_a_time(name: str, pool: RankPool, tmp_path: Path) -
         assert kept == 0, "sums over features that go with the part"
         assert read == 2, "once to train and once to test"
         assert len(looked) == (2 if name == "clusters" else 0), "once for each part, not in each epoch"
-    assert not list(tmp_path.glob("cache/*/pygdist-batches-*")), "files go with the run"
+    assert not list(tmp_path.glob("cache/*/pygdist-*")), "files go with the run"
 
 
 def test_what_is_kept_of_a_part_is_in_files(tmp_path: Path) -> None:

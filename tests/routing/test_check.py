@@ -229,8 +229,21 @@ def _right() -> dict[str, Callable[[], nn.Module]]:
     models["pool-mean"], models["pool-sum"] = lambda: Summary(Pooled), lambda: Summary(PooledSum)
     models["dropout"] = lambda: GCN(5, 6, num_layers=2, out_channels=3, dropout=0.5)
     models["noise-in-training"] = lambda: Noisy()
+    models["hook-that-counts"] = _counted
     models["float"] = lambda: Then(lambda x, _: x.float().tanh().to(x))
     return models
+
+
+def _counted() -> nn.Module:
+    """Return a model whose hook counts its calls, and whose output depends on the count."""
+    model, count = GCN(5, 6, num_layers=2, out_channels=3), [0]
+
+    def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        count[0] += 1
+        return out * count[0]
+
+    model.register_forward_hook(hook)
+    return model
 
 
 class Summary(nn.Module):
@@ -286,7 +299,7 @@ class Noisy(nn.Module):
 RIGHT = _right()
 #: Each kind of hop and of module that looks at all nodes; the rest with --exhaustive.
 FEW = ["GCNConv", "SAGEConv-lstm", "GATConv", "PNAConv", "RGCNConv", "GraphNorm", "GIN-lstm", "decoupled", "NGNN"]
-FEW += ["dropout", "noise-in-training", "float", "BatchNorm"]
+FEW += ["dropout", "noise-in-training", "hook-that-counts", "float", "BatchNorm"]
 
 
 #: The remedies that messages name for models that take a mean; a part that trains by itself knows no other.

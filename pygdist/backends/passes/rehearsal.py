@@ -19,7 +19,7 @@ from pygdist.backends.fetching.fetcher import check_rows
 from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
-from pygdist.hops.arguments import mapped, named_values, node_dim, tensors_of
+from pygdist.hops.arguments import copied, mapped, named_values, node_dim, tensors_of
 from pygdist.hops.fused_attention import defers_scores
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.kernels import CSR
@@ -252,9 +252,10 @@ def _on_loops(call: Call, edges: Adjacency, num_ids: int) -> Callable[[], Any]:
         one = value.new_ones(value.shape[1:]) if numbers else _common_integers(value)
         return one.repeat(edges.num_dst, *[1] * one.dim())
 
-    args, kwargs = call.changed(replaced)
+    given = call.changed(replaced)
 
     def run() -> Any:
+        args, kwargs = copied(call.model.forward, *given)
         # as in training, where a layer's weight may come before or after its sum for other reasons
         with torch.enable_grad():
             return call.model.forward(*args, **kwargs)

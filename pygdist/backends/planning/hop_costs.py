@@ -21,7 +21,7 @@ from pygdist.backends.passes.clock import Clock, running_s
 from pygdist.backends.passes.rehearsal import Call, Kind, Rehearsal, Rehearse, within
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
-from pygdist.hops.arguments import tensors_of
+from pygdist.hops.arguments import copied, tensors_of
 from pygdist.kernels import CSR, spmm
 
 _FEW_ROWS, _FEW_EDGES = 8, 64  # a pass on so few takes the fixed time of any pass
@@ -121,11 +121,12 @@ class _Trials:
         part = _part(self.adjacency, num_rows, num_edges)
         clock = Clock(part.device)
         rehearsal = Rehearsal(part.num_dst, clock)
-        args, kwargs = self.call.changed(partial(_cut, part=part))
+        cut = self.call.changed(partial(_cut, part=part))
 
         def step() -> Tensor:
             rehearsal.begin_pass()
             self.begin_pass()
+            args, kwargs = copied(self.call.model.forward, *cut)
             return _loss(self.call.model.forward(*args, **kwargs))
 
         runs = part.num_dst > 0 and part.size(1) > 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pygdist.comm import Communicator
+from pygdist.memory.scratch import replacing
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +54,9 @@ def save_plan(path: Path, rank: int, plan: Plan) -> None:
     """Write a rank's plan to ``path`` with suffixes; if that is not possible, log a warning and go on."""
     try:
         path.parent.mkdir(exist_ok=True)
-        with _replacing(f"{path}.{rank}.npz", rank) as written, written.open("wb") as file:
+        with replacing(Path(f"{path}.{rank}.npz")) as written, written.open("wb") as file:
             np.savez(file, bits=np.packbits(plan.chosen.numpy(), axis=1), num_rows=plan.chosen.size(1))
-        with _replacing(f"{path}.json", rank) as written:  # by each rank, as hosts need not share a folder
+        with replacing(Path(f"{path}.json")) as written:  # by each rank, as hosts need not share a folder
             written.write_text(json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("%s: cannot keep the plan for the next run: %s", path.parent, error.strerror or error)
@@ -94,14 +92,3 @@ def load_plan(
 def _similar(before: float, now: float) -> bool:
     """True if a network is as fast as it was, as far as a short measurement can tell."""
     return max(before, now) <= _SIMILAR * min(before, now) + _NEGLIGIBLE_S
-
-
-@contextlib.contextmanager
-def _replacing(path: str, rank: int) -> Iterator[Path]:
-    """A file to write, which then takes the place of ``path``: nobody ever reads half of a file."""
-    written = Path(f"{path}.{rank}.{os.getpid()}.tmp")
-    try:
-        yield written
-        written.replace(path)
-    finally:
-        written.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from torch_geometric.utils import index_to_mask
 
 from pygdist.errors import InputError
 from pygdist.graph.check import FIELDS, MASKS
+from pygdist.memory.limits import refusal_of
 
 _INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx"), "test_mask": ("test_idx",)}
 
@@ -79,6 +80,8 @@ def read_tensor(path: Path) -> Tensor:
     array = read_array(path)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
+    if array.ndim == 0:
+        raise InputError(f"{path}: a single number, expected one for each node or edge")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only
@@ -121,7 +124,8 @@ def read_array(path: Path, *, writable: bool = True) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c" if writable else "r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save") from error
+        unreadable = InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save")
+        raise refusal_of(error) or unreadable from error
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: an .npz archive, expected one .npy array; write it with numpy.save")
     return array

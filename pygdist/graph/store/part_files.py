@@ -17,6 +17,7 @@ from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
 from pygdist.graph.streams.arrays import checksum, flush, forget_pages, write_rows
+from pygdist.memory.limits import refusal_of
 
 PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
@@ -119,7 +120,7 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise InputError(f"{path}: is damaged ({error}){again}") from error
+        raise refusal_of(error) or InputError(f"{path}: is damaged ({error}){again}") from error
     if str(array.dtype) != expected["dtype"] or list(array.shape) != expected["shape"]:
         raise InputError(
             f"{path}: holds {array.dtype} of shape {array.shape}, but meta.json says {expected['dtype']} of shape "

@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.streams.arrays import ArrayWriter, forget_pages, write_rows
+from pygdist.memory.mapped import new_array
 
 _BLOCK_EDGES = 1 << 20
 _SUFFIX = ".extended"  # of files that replace those of nodes once every part has read these
@@ -101,7 +102,7 @@ def _write_in_degrees(
     The file must exist as long as the result is used. ``weight`` belongs to the edges of the whole graph.
     """
     width = 2 if weight is None else 5
-    in_degree = np.lib.format.open_memmap(path, "w+", np.float64, (len(parts.owner), width))
+    in_degree = new_array(path, np.float64, (len(parts.owner), width))
     for part, folder in enumerate(folders):
         indptr, src = _array(folder, "indptr"), _array(folder, "src")
         degree = np.diff(indptr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pygdist.errors import InputError
@@ -33,6 +33,7 @@ _ENDS = (
     ),
     (({"1", "a"}, {"2", "b"}), ({"0"}, {"1"})),
 )
+_TIMES = {"from", "to", "start", "end"}
 _REST = {
     "id", "ids", "idx", "index", "node", "nodes", "nodeid", "vertex", "vertexid", "user", "userid", "paper", "paperid",
     "person", "page", "account", "entity",
@@ -166,20 +167,25 @@ def ends_of(names: Sequence[str]) -> tuple[int, int] | None:
     ``u, v``; in any order.
     """
     words = [_words(name) for name in names]
-    for usual in _ENDS:
-        places = {
-            (source, target)
-            for sources, targets in usual
-            for source, first in enumerate(words)
-            for target, second in enumerate(words)
-            if source != target
-            and _is_end(first, sources)
-            and _is_end(second, targets)
-            and first - sources == second - targets
-        }
-        if places:
-            return places.pop() if len(places) == 1 else None
-    return None
+    found = [places for usual in _ENDS if (places := _pairs(words, usual))]
+    if not found or len(found[0]) > 1:
+        return None
+    source, target = found[0].pop()
+    # "id_1, id_2, start, end": those of a time, most likely
+    return None if len(found) > 1 and (words[source] | words[target]) & _TIMES else (source, target)
+
+
+def _pairs(words: list[frozenset[str]], usual: Iterable[tuple[set[str], set[str]]]) -> set[tuple[int, int]]:
+    return {
+        (source, target)
+        for sources, targets in usual
+        for source, first in enumerate(words)
+        for target, second in enumerate(words)
+        if source != target
+        and _is_end(first, sources)
+        and _is_end(second, targets)
+        and first - sources == second - targets
+    }
 
 
 def _words(name: str) -> frozenset[str]:

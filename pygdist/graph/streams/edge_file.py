@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import ArrayWriter
+from pygdist.memory.limits import refusal_of
 
 
 class EdgeFile:
@@ -93,4 +94,5 @@ def _header(path: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
             shape, fortran, dtype = readers[version](file)
             return shape, fortran, dtype, file.tell()
     except (ValueError, OSError) as error:
-        raise InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save") from error
+        unreadable = InputError(f"{path}: not a readable .npy array ({error}); write it with numpy.save")
+        raise refusal_of(error) or unreadable from error

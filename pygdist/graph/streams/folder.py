@@ -15,6 +15,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,11 +24,14 @@ from typing import Any
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.arrays import flush
+from pygdist.memory.limits import reason_of
 
 log = logging.getLogger(__name__)
 
 _LAST_FILES = ("meta.json", "graph.json")  # a folder that has one is finished
 _REPLACED = "-old"  # suffix of a folder that is being replaced
+# temporary folders of any writer, and the locks of stores in a cache, whose names are keys
+_REMNANT = re.compile(r"^\.(?:(.+)\.tmp-[0-9a-f]{32}(?:-old)?|([0-9a-f]{32})\.lock)$")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -67,30 +71,46 @@ def write_once(
         log.log(level, "%s exists already", folder)
         return content
     except OSError as error:
-        raise InputError(f"{folder}: could not be written ({error}); nothing was left behind") from error
+        raise InputError(f"{folder}: could not be written ({reason_of(error)}); nothing was left behind") from error
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Make this process the only writer of a folder, and remove what killed writers left beside it."""
+    """Make this process the only writer of a folder, and remove what killed writers left there, of this and others."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.parent / f".{folder.name}.lock"
-    descriptor = _lock(path, folder)
-    try:
-        if descriptor is not None:
-            # whoever wrote these held the lock, and is gone
-            for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
-                if stale.name.endswith(_REPLACED) and not folder.exists() and _is_finished(stale):
-                    log.info("restoring %s, whose replacement was not finished", folder)
-                    stale.rename(folder)
-                else:
-                    log.info("removing %s, left by a writer that did not finish", stale)
-                    _discard(stale)
+    with _held(folder, wait=True) as is_held:
+        if is_held:
+            _remove_remnants(folder)
+            remnants = [match for path in folder.parent.iterdir() if (match := _REMNANT.match(path.name))]
+            for name in {match[1] or match[2] for match in remnants} - {folder.name}:
+                with _held(other := folder.with_name(name), wait=False) as is_left:
+                    if is_left:
+                        _remove_remnants(other)
         yield
+
+
+@contextlib.contextmanager
+def _held(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a folder; false where there are no locks, or another process holds it and this one is not to."""
+    path = folder.parent / f".{folder.name}.lock"
+    descriptor = _lock(path, folder, wait=wait)
+    try:
+        yield descriptor is not None
     finally:
         if descriptor is not None:
             path.unlink(missing_ok=True)
             os.close(descriptor)
+
+
+def _remove_remnants(folder: Path) -> None:
+    """Remove what killed writers of a folder left; whoever wrote these held the lock that this process holds."""
+    for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
+        if stale.name.endswith(_REPLACED) and not folder.exists() and _is_finished(stale):
+            log.info("restoring %s, whose replacement was not finished", folder)
+            stale.rename(folder)
+        else:
+            log.info("removing %s, left by a writer that did not finish", stale)
+            _discard(stale)
 
 
 @contextlib.contextmanager
@@ -134,14 +154,17 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(path: Path, folder: Path) -> int | None:
-    """Take the lock of a folder, waiting for it; ``None`` where the file system has no locks."""
+def _lock(path: Path, folder: Path, *, wait: bool = True) -> int | None:
+    """Take the lock of a folder; ``None`` without locks, or if another process has it and this one does not wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if not wait:
+                    os.close(descriptor)
+                    return None
                 log.info("waiting for another process that is writing %s", folder)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:

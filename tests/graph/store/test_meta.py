@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import threading
@@ -239,12 +240,12 @@ def test_other_peoples_files_stay(tmp_path: Path) -> None:
 
 
 def test_a_finished_store_may_be_read_only(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(folder_module, "_lock", refuse)
     assert write(random_graph(20, 60), np.arange(20) % 2, store, 3) == read_meta(store)
-    with pytest.raises(InputError, match=r"could not be written \(.*Permission denied\)"):
+    with pytest.raises(InputError, match=r"could not be written \(.*Permission denied;"):
         write(random_graph(20, 60), np.arange(20) % 2, store.parent / "other", 3)
 
 
@@ -280,6 +281,20 @@ def test_what_a_killed_writer_left_is_cleared(store: Path) -> None:
     assert _beside(store) == []
 
 
+def test_what_killed_writers_of_other_folders_left_is_cleared(store: Path) -> None:
+    killed, alive, key = (store.parent / f".{name}.tmp-{'0' * 32}" for name in ("killed", "alive", "1" * 32))
+    for stale in (killed, alive, key):
+        shutil.copytree(store, stale)
+    (store.parent / f".{'2' * 32}.lock").touch()
+    (store.parent / ".program.lock").touch()  # of others
+    (store.parent / ".program.tmp-1").touch()
+    with (store.parent / ".alive.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(random_graph(20, 60), np.arange(20) % 2, store.with_name("new"), 3)
+    others = {".alive.lock", alive.name, ".program.lock", ".program.tmp-1", "new"}
+    assert set(_beside(store)) == others
+
+
 def test_two_writers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, part = random_graph(20, 60), np.arange(20) % 2
     written, plans = [], part_files_module._write_plans
@@ -298,7 +313,7 @@ def test_two_writers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_locks_the_first_writer_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "_lock", lambda *_: None)
+    monkeypatch.setattr(folder_module, "_lock", lambda *_, **__: None)
     data, part, place = random_graph(20, 60), np.arange(20) % 2, tmp_path / "store"
     plans = part_files_module._write_plans
 

@@ -51,6 +51,10 @@ needs_native = pytest.mark.skipif(load() is None, reason="text is read by the na
         ("source target source_id target_id", None),  # which?
         ("source weight", None),
         ("start_time end_time", None),
+        ("id_1 id_2 start end", None),  # of a time?
+        ("node1 node2 from to", None),
+        ("from to 1 2", None),
+        ("from to weight", (0, 1)),
     ],
 )
 def test_ends_are_found_by_their_names(names: str, places: tuple[int, int] | None) -> None:

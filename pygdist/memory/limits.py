@@ -1,0 +1,133 @@
+"""What the machine refuses, in one line: full disks, read-only folders, too large or too many files, no memory.
+
+Python, torch and other libraries tell of these in errors of many types, often without the name of the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import resource
+from types import TracebackType
+
+from pygdist.errors import InputError, LostRankError, RefusedError
+
+_ELSEWHERE = "choose another folder"
+# the system says what is wrong, and this what to do
+_ADVICE = {
+    errno.ENOSPC: f"make room there, or {_ELSEWHERE}",
+    errno.EDQUOT: f"make room there, or {_ELSEWHERE}",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use another disk",
+    errno.EROFS: _ELSEWHERE,
+    errno.EIO: f"check the disk, or {_ELSEWHERE}",
+    errno.EMFILE: "raise the limit (ulimit -n)",
+    errno.ENFILE: "close other programs",
+    errno.ENOMEM: "use more or smaller parts, a smaller model, or a machine with more memory",
+    errno.EAGAIN: "raise the limit on threads and processes (ulimit -u), or close other programs",
+    errno.EACCES: f"change the permissions, or {_ELSEWHERE}",
+    errno.EPERM: f"change the permissions, or {_ELSEWHERE}",
+    errno.ENOTDIR: "choose another path",
+    errno.EISDIR: "choose another path",
+    errno.ENAMETOOLONG: "choose another path",
+    errno.ELOOP: "choose another path",
+}
+_FILES, _FILES_PER_RANK, _MOST_FILES = 64, 8, 1 << 14
+_OF_PATHS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_WITHOUT_PATH = {errno.ENOMEM, errno.EAGAIN, errno.ENFILE}
+# libraries word it otherwise, or pass the system's words on
+_WORDS = {
+    "can't allocate memory": errno.ENOMEM,
+    "out of memory": errno.ENOMEM,
+    "bad_alloc": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+    **{os.strerror(code): code for code in _ADVICE if code not in _OF_PATHS and code != errno.EAGAIN},
+}
+_FILE = re.compile(r"(?:\[Errno \d+\] [^:\n]*: |file ?)['<]([^'>\n]+)['>]")
+_STREAM = re.compile(r"PytorchStreamWriter failed[^\n]*|unexpected pos \d+ vs \d+")
+_NO_SCRATCH = "No usable temporary directory"
+
+
+def refusal_of(error: BaseException) -> RefusedError | None:
+    """Return the error that tells in one line what the machine has refused; ``None`` if ``error`` is of another kind.
+
+    The line names the file, if any is known, the reason, and what to do.
+    """
+    if isinstance(error, (InputError, LostRankError)):  # the latter tells what another rank was refused
+        return error if isinstance(error, RefusedError) else None
+    text = str(error)
+    if _NO_SCRATCH in text:
+        return RefusedError(f"no folder for temporary files can be written to; set TMPDIR ({text.partition('] ')[2]})")
+    code = _code_of(error, text)
+    file = None if code in _WITHOUT_PATH else _file_of(error, text)
+    if code is None and (stream := _STREAM.search(text)):  # torch keeps the reason to itself
+        return RefusedError(f"{file or 'a file'}: could not be written ({stream[0]}); is its disk full?")
+    if code is None or (code in _OF_PATHS and file is None):
+        return None
+    reason = _reason(code)
+    asked = re.search(r"(?:tried to allocate|Unable to allocate) [\d.,]+ \w+", text, re.IGNORECASE)
+    more = asked[0] if asked else text if isinstance(error, MemoryError) else ""
+    return RefusedError(f"{file}: {reason}" if file else f"{reason} ({more})" if more else reason)
+
+
+def told(error: Exception) -> str | None:
+    """Return what the ranks tell each other of an error that each may have alone; ``None`` if it is a fault of ours."""
+    return str(error) if isinstance(error, InputError) else None if (one := refusal_of(error)) is None else str(one)
+
+
+def require_files(num_ranks: int) -> None:
+    """Raise the limit on open files, within what the system allows; refuse one with which ranks cannot meet.
+
+    Connections for which there is no file wait for minutes, or end the process without a word.
+
+    Raises:
+        RefusedError: If this process may open too few files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _MOST_FILES and (hard == resource.RLIM_INFINITY or soft < hard):
+        soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    needed = _FILES + _FILES_PER_RANK * num_ranks
+    if soft < needed:
+        raise RefusedError(f"a process may open {soft} files, but ranks need about {needed}; {_ADVICE[errno.EMFILE]}")
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason for which something failed, and what to do, for a message that names the file itself."""
+    code = _code_of(error, str(error))
+    return str(error) if code is None else _reason(code)
+
+
+def _reason(code: int) -> str:
+    return f"{os.strerror(code)}; {_ADVICE[code]}"
+
+
+def _code_of(error: BaseException, text: str) -> int | None:
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in _ADVICE and error.errno != errno.EAGAIN else None
+    if not isinstance(error, (RuntimeError, OSError)):
+        return None
+    return next((code for words, code in _WORDS.items() if words in text), None)
+
+
+def _file_of(error: BaseException, text: str) -> str | None:
+    """Return the file that an error is about: a write to an open file does not say."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return os.fsdecode(error.filename) if not isinstance(error.filename, int) else None
+    if named := _FILE.findall(text):
+        return str(named[-1])
+    frames: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        for value in frame.tb_frame.f_locals.values():
+            file = value.file if type(value).__name__ == "_TemporaryFileWrapper" else value
+            writes = isinstance(file, io.IOBase) and set(str(getattr(file, "mode", ""))) & set("wax+")
+            if writes and isinstance(name := getattr(value, "name", None), str):
+                return name
+    return None

@@ -1,0 +1,124 @@
+"""What the machine refuses is told in one line that names the file, whatever the type of the error."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pygdist.errors import InputError, RefusedError
+from pygdist.memory.limits import refusal_of, told
+
+
+def _write_to_full_file(folder: Path) -> None:
+    with (folder / "given.csv").open() as read, open("/dev/full", "w") as file:
+        file.write(read.name)
+
+
+def _save_to_full_file(folder: Path) -> None:
+    with open("/dev/full", "wb") as file:
+        torch.save(torch.zeros(100_000), file)
+
+
+def _allocate(folder: Path) -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def _allocate_array(folder: Path) -> None:
+    np.zeros(1 << 56, dtype=np.uint8)
+
+
+def _open_many(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
+    try:
+        files = [(folder / "given.csv").open() for _ in range(1000)]
+        assert not files
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "disk": (_write_to_full_file, r"^/dev/full: No space left on device; make room there"),
+    "torch's disk": (_save_to_full_file, r"^/dev/full: "),
+    "memory of torch": (_allocate, r"^Cannot allocate memory; use more or smaller parts.*tried to allocate"),
+    "memory of numpy": (_allocate_array, r"^Cannot allocate memory; .*Unable to allocate"),
+    "files": (_open_many, r"given\.csv: Too many open files; raise the limit \(ulimit -n\)"),
+    "folder": (lambda folder: (folder / "given.csv" / "x").touch(), r"given\.csv/x: Not a directory; choose another"),
+}
+
+
+@pytest.mark.parametrize(("refuse", "words"), REFUSED.values(), ids=REFUSED)
+def test_errors_as_they_come(refuse: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    (tmp_path / "given.csv").touch()
+    with pytest.raises((OSError, MemoryError, RuntimeError)) as caught:
+        refuse(tmp_path)
+    refusal = refusal_of(caught.value)
+    assert isinstance(refusal, RefusedError)
+    assert refusal.of_one_rank
+    with pytest.raises(RefusedError, match=words):
+        raise refusal
+
+
+SHAPES = {
+    "shared memory": "unable to allocate shared memory(shm) for file </torch_17_4>: No space left on device (28)",
+    "mapping": "unable to mmap 80000 bytes from file </tmp/rows>: Cannot allocate memory (12)",
+    "thread": "can't start new thread",
+    "device": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB",
+    "allocator": "std::bad_alloc",
+}
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
+def test_errors_of_libraries(text: str) -> None:
+    refusal = str(refusal_of(RuntimeError(text)))
+    assert ("/torch_17_4: " in refusal) == ("torch_17" in text)
+    assert len(refusal.splitlines()) == 1
+
+
+def test_what_there_was_no_memory_for_is_told() -> None:
+    assert str(refusal_of(MemoryError("not enough memory for a mini-batch"))).endswith(
+        "(not enough memory for a mini-batch)"
+    )
+    assert str(refusal_of(MemoryError())).endswith("a machine with more memory")
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EIO])
+def test_errors_that_name_their_file(code: int) -> None:
+    assert str(refusal_of(OSError(code, "", "here"))).startswith(f"here: {os.strerror(code)}; ")
+
+
+def test_ranks_need_files() -> None:
+    code = """
+import resource
+from pygdist.errors import RefusedError
+from pygdist.memory.limits import require_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
+require_files(4)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    require_files(8)
+except RefusedError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = "a process may open 100 files, but ranks need about 128; raise the limit (ulimit -n)"
+    assert done.stdout.splitlines() == ["(100, 100)", said]
+
+
+def test_other_errors_are_faults() -> None:
+    others = (ValueError("no"), RuntimeError("size mismatch"), OSError("odd"), FileNotFoundError(2, "", "x"))
+    for error in (*others, PermissionError(errno.EACCES, "a port"), io.UnsupportedOperation("seek"), KeyError(1)):
+        assert refusal_of(error) is None
+        assert told(error) is None
+    assert told(InputError("mistake")) == "mistake"
+    assert refusal_of(InputError("mistake: No space left on device")) is None
