@@ -156,6 +156,23 @@ class Cluster:
         """Return the address of a host inside the cluster."""
         return f"{_NETWORK}.{host + 1}" if self.shaped else "127.0.0.1"
 
+    def cut(self, host: int) -> None:
+        """Take the link of a host down: what is under way is lost, and no side is told."""
+        _ip(self._holders[host + 1].pid, f"link set {INTERFACE} down")
+
+    def mend(self, host: int) -> None:
+        """Bring the link of a host up again."""
+        _ip(self._holders[host + 1].pid, f"link set {INTERFACE} up")
+
+    def kill(self, host: int) -> None:
+        """Kill all processes that run on a host, at once, as if it lost its power."""
+        holder = self._holders[host + 1]
+        inside = os.readlink(f"/proc/{holder.pid}/ns/net")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if int(folder.name) != holder.pid and os.readlink(folder / "ns" / "net") == inside:
+                    os.kill(int(folder.name), signal.SIGKILL)
+
     def traffic(self) -> list[LinkBytes]:
         """Return the bytes that crossed each host's link since the cluster was made.
 
@@ -180,17 +197,17 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         threads: int = 1,
         timeout: float | None = None,
+        grace_s: float = 10.0,
         show: bool = False,
     ) -> list[Outcome]:
         """Run a command once on each host and wait until all have ended.
-
-        If one fails, the others get 10 seconds to end by themselves.
 
         Args:
             command: The program and its arguments.
             env: Environment variables beside those of this process.
             threads: ``OMP_NUM_THREADS`` of each process.
             timeout: Seconds until all are killed.
+            grace_s: Seconds that the others get to end by themselves, if one fails.
             show: Let host 0 write to this terminal; its outcome then holds no text.
 
         Returns:
@@ -210,7 +227,7 @@ class Cluster:
                 processes.append(
                     _started([*self._enter(host), *command], env=variables, start_new_session=True, **pipes)
                 )
-            in_time = _wait(processes, timeout)
+            in_time = _wait(processes, timeout, grace_s)
             waited = [process.poll() is None for process in processes]
             _kill(processes)
             ended, processes[:] = list(processes), []  # the system may reuse their process ids
@@ -332,8 +349,8 @@ def _in(pid: int, command: list[str]) -> None:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> bool:
-    """Wait until all have ended, or until 10 seconds after one failed. Return False if the time ran out."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None, grace_s: float) -> bool:
+    """Wait until all have ended, or for a while after one failed. Return False if the time ran out."""
     end = None if timeout is None else time.monotonic() + timeout
     failed_at = None
     while any(process.poll() is None for process in processes):
@@ -342,7 +359,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -
             return False
         if failed_at is None and any(process.poll() for process in processes):
             failed_at = now
-        if failed_at is not None and now > failed_at + 10:
+        if failed_at is not None and now > failed_at + grace_s:
             return True
         time.sleep(0.02)
     return True

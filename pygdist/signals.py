@@ -28,6 +28,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _LEAVE_S = 15.0  # the main thread has this long to end the process
 _AGAIN_S = 1.0  # a signal that comes later than this after the first one ends the process at once
 _POLL_S = 0.5
+_ORPHAN_S = 5.0  # within which a rank whose starter died finds by itself that the exchange fails, and says more
 
 
 class _State:
@@ -41,6 +42,7 @@ class _State:
         self.defer = False
         self.listener: Callable[[int], None] | None = None
         self.fds = (-1, -1)
+        self.left = threading.Event()  # the block or run that the signal was to end
         self.parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
         self.in_command = False
 
@@ -100,7 +102,7 @@ def install() -> bool:
     """
     if _state.installed or threading.current_thread() is not threading.main_thread():
         return False
-    _state.installed, _state.received, _state.raised = True, 0, False
+    _state.installed, _state.received, _state.raised, _state.left = True, 0, False, threading.Event()
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules  # where Ctrl-C stops a cell, not the process
     for number in _ENDING[: 1 if interactive else 2]:
         before = signal.getsignal(number)
@@ -123,6 +125,7 @@ def uninstall() -> None:
     if not _state.installed:
         return
     fds, _state.fds, _state.installed = _state.fds, (-1, -1), False
+    _state.left.set()
     for number, handler in _state.before.items():
         signal.signal(number, handler)
     _state.listener, _state.defer = None, False
@@ -166,11 +169,13 @@ def _read(fd: int) -> None:
             if _state.listener is not None:
                 _state.listener(signum)
             if not _state.defer:
-                threading.Thread(target=_end_later, args=(signum,), daemon=True, name="pygdist-end").start()
+                arguments = signum, _state.left
+                threading.Thread(target=_end_later, args=arguments, daemon=True, name="pygdist-end").start()
 
 
-def _end_later(signum: int) -> None:
-    time.sleep(_LEAVE_S)
+def _end_later(signum: int, left: threading.Event) -> None:
+    if left.wait(_LEAVE_S):
+        return
     end(signum, f"{name_of(signum)} reached {_who()}, whose work could not be interrupted")
 
 
@@ -235,7 +240,7 @@ def _watch_parent(starter: int, stop: threading.Event) -> None:
     while os.getppid() == starter:
         if stop.wait(_POLL_S):
             return
-    if not stop.wait(_POLL_S):  # this one may be ending too
+    if not stop.wait(_ORPHAN_S):
         sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
         sys.stderr.flush()
         os._exit(1)

@@ -64,11 +64,13 @@ def test_a_native_routine_does_not_outlast_a_signal() -> None:
 def test_whoever_defers_is_told_and_a_second_signal_ends_the_process() -> None:
     work = """
         signals.listen(lambda number: print("noted", number, signals.received(), flush=True), defer=True)
+        print("listens", flush=True)
         for _ in range(600):
             time.sleep(0.1)"""
     process = _begin(COMMAND.format(work=work))
-    process.terminate()
     assert process.stdout is not None
+    assert process.stdout.readline() == "listens\n"
+    process.terminate()
     assert process.stdout.readline() == "noted 15 15\n"
     time.sleep(1.2)
     assert process.poll() is None
@@ -100,8 +102,10 @@ def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(signals, "_LEAVE_S", 0.2)  # who catches the error lives on
         with signals.command(), pytest.raises(SystemExit, match=f"SIGINT reached process {os.getpid()}"):
             signal.raise_signal(signal.SIGINT)
+        time.sleep(0.5)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -109,7 +113,7 @@ def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_ends_with_the_process_that_started_it(waits: bool, tmp_path: Path) -> None:
     child = "import time, pygdist; " + ("" if waits else "from pygdist import signals; signals.outlive_parent(); ")
-    child += f"open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(4); open({str(tmp_path / 'went on')!r}, 'w')"
+    child += f"open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(9); open({str(tmp_path / 'went on')!r}, 'w')"
     code = f"""
 import os, subprocess, sys, time
 os.environ["PYGDIST_PARENT"], os.environ["LOCAL_RANK"] = str(os.getpid()), "1"

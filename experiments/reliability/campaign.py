@@ -54,7 +54,7 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
     "averaging": ("--model.backend=replica", "--trainer.strategy=model_averaging"),
 }
 LOST_AFTER_S, EPOCHS = 20.0, 8
-_MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
+MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
 _SLOW_S = 300.0  # a phase that is not reached by then fails the case
 
 
@@ -92,7 +92,7 @@ class Phases(pl.Callback):
     def _mark(phase: str) -> None:
         if phase:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-            with open(f"{os.environ[_MARKS]}/{rank}", "a") as file:
+            with open(f"{os.environ[MARKS]}/{rank}", "a") as file:
                 file.write(f"{phase}\n")
 
 
@@ -179,7 +179,7 @@ class Run:
         with self._told.open("wb") as told:
             self.process = subprocess.Popen(
                 [*program, *arguments], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
-                env={**os.environ, _MARKS: str(self._marks), _RUN: self.id}, start_new_session=True,
+                env={**os.environ, MARKS: str(self._marks), _RUN: self.id}, start_new_session=True,
                 preexec_fn=_like_a_terminal,
             )  # fmt: skip
 
@@ -258,7 +258,7 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     run.send()
     limit_s = LOST_AFTER_S + 15.0 if case.signal == "SIGSTOP" else 30.0
     gone_s, code, left = run.wait(limit_s + 60.0)
-    outcome = Outcome(round(gone_s, 1), code, _line(run.errors), left)
+    outcome = Outcome(round(gone_s, 1), code, told(run.errors), left)
     if reached:
         outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s))
     else:
@@ -293,9 +293,11 @@ def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float) -> str:
     return "; ".join(faults)
 
 
-def _line(errors: str) -> str:
+def told(errors: str) -> str:
     """Return the line that names a rank or a signal."""
-    lines = [line for line in errors.splitlines() if re.search(r"SIG(TERM|INT|KILL)|rank \d.* (is lost|was|has)", line)]
+    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|done nothing|not answered)"
+    named += r"|which started rank \d|store does not"
+    lines = [line for line in errors.splitlines() if re.search(named, line)]
     return lines[0][:300] if lines else ""
 
 

@@ -6,6 +6,7 @@ thread are looked up; a rank that says nothing, on this machine, by its process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -272,16 +273,17 @@ def busy_ticks(pid: int) -> int | None:
     return None if state in "TtZX" else int(numbers[10]) + int(numbers[11])
 
 
-def kill_stopped(process: tuple[str, int]) -> bool:
-    """Kill a process of this machine that is stopped; ``False`` if it is not, or elsewhere.
-
-    A stopped rank that the others have given up would stay behind for ever.
-    """
+def is_stopped(process: tuple[str, int]) -> bool:
+    """Tell if a process of this machine is stopped, as by SIGSTOP."""
     host, pid = process
     try:
-        if host != machine() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "tT":
-            return False
-        os.kill(pid, signal.SIGKILL)
+        return host == machine() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except (OSError, IndexError):
         return False
-    return True
+
+
+def kill_stopped(process: tuple[str, int]) -> None:
+    """Kill a process of this machine if it is stopped: one that the others have given up would stay behind for ever."""
+    if is_stopped(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)

@@ -187,7 +187,8 @@ class Watchdog:
                 self._stop.wait(_POLL_S)
         finally:
             self._call = ""
-        stages = [(self._board.note(f"{key}/{rank}") or b"?").decode() for rank in range(self.world_size)]
+        notes = [self._board.note(f"{key}/{rank}") or b"?" for rank in range(self.world_size)]
+        stages = [note.decode(errors="replace") for note in notes]
         if len(set(stages)) > 1:
             calls = ", ".join(f"rank {rank} calls {one}" for rank, one in enumerate(stages))
             raise InputError(f"{calls}; all ranks must make the same calls of the trainer, in the same order")

@@ -12,7 +12,6 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeGuard, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch_geometric
 from torch import Tensor, nn
@@ -262,8 +261,8 @@ def rebound(cls: type, replacements: Replacements) -> tuple[type, ...]:
     return tuple(bases)
 
 
-#: By function of a library: which functions were looked for, its globals by id, and if one of them was found.
-_USES: WeakKeyDictionary[types.FunctionType, tuple[frozenset[Any], list[int], bool]] = WeakKeyDictionary()
+#: By function of a library: which functions were looked for, its globals, and if one of them was found.
+_USES: dict[types.FunctionType, tuple[frozenset[Any], list[Any], bool]] = {}
 
 
 def _uses(
@@ -272,10 +271,10 @@ def _uses(
     """True if a function calls one of PyG's in ``replacements``; a library's is read once for the same globals."""
     if _is_helper(function):
         return _calls(function, replacements, callers)
-    sought, seen = frozenset(replacements), [id(function.__globals__.get(name)) for name in _names(function.__code__)]
+    sought, values = frozenset(replacements), [function.__globals__.get(name) for name in _names(function.__code__)]
     known = _USES.get(function)
-    if known is None or known[:2] != (sought, seen):
-        known = _USES[function] = sought, seen, _calls(function, replacements, callers)
+    if known is None or known[0] != sought or any(a is not b for a, b in zip(known[1], values, strict=True)):
+        known = _USES[function] = sought, values, _calls(function, replacements, callers)
     return known[2]
 
 
@@ -380,9 +379,9 @@ def _view(module: types.ModuleType, names: frozenset[str], replacements: Replace
 
 
 def _is_helper(value: Any) -> TypeGuard[types.FunctionType]:
-    """True for a function that is no library's."""
+    """True for a function that is no library's; one that was made from text has no module."""
     libraries = ("torch", "torch_geometric", "pygdist")
-    return isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] not in libraries
+    return isinstance(value, types.FunctionType) and (value.__module__ or "").partition(".")[0] not in libraries
 
 
 # -- facts about layers ------------------------------------------------------------------------------------------------

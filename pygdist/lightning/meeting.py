@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from pygdist.comm.places import busy_ticks, kill_stopped, machine
+from pygdist.comm.places import busy_ticks, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
 from pygdist.signals import name_of, parent, signal_of
 
@@ -178,6 +178,16 @@ class Launched:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def end_stopped(self) -> None:
+        """Kill those that are stopped and stay so: nobody will look after them once this process has ended."""
+        deadline = time.monotonic() + self._lost_after_s
+        while stopped := {rank: pid for rank, pid in self._pids.items() if is_stopped((machine(), pid))}:
+            if time.monotonic() > deadline:
+                for rank, pid in stopped.items():
+                    log.error("rank %d (process %d) was stopped as the run ended: killed", rank, pid)
+                    kill_stopped((machine(), pid))
+            time.sleep(_POLL_S)
 
     def _exit_code(self, rank: int) -> int | None:
         process = self._processes.get(rank)

@@ -11,6 +11,7 @@ import datetime
 import gc
 import logging
 import os
+import threading
 import time
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
@@ -43,6 +44,9 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
+_DESTROY_S = 3.0
+_LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
+_BROKEN = False  # a rank was lost
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
@@ -137,7 +141,10 @@ class GraphDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
-        super().setup_distributed()
+        try:
+            super().setup_distributed()
+        except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+            raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {first_line(str(error))}") from error
         if _OURS:
             atexit.unregister(_end_process_group)
             atexit.register(_end_process_group)
@@ -155,7 +162,8 @@ class GraphDDPStrategy(DDPStrategy):
         watchdog.begin("a run" if state is None else str(state.value))
         signals.follow_parent()
         self._stopping.begin(self._current_trainer, self._watchdog)
-        launched = self._launched()
+        global _LAUNCHED
+        launched = _LAUNCHED = self._launched()
         try:
             watchdog.meet(self._timeout_s, launched.fate)
         except LostRankError as error:
@@ -222,7 +230,7 @@ class GraphDDPStrategy(DDPStrategy):
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
         of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
         if not of_all_ranks:
-            atexit.unregister(_end_process_group)  # it would wait for a lost rank
+            _broken()
         if unused:
             self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
             raise InputError(
@@ -256,7 +264,7 @@ class GraphDDPStrategy(DDPStrategy):
                     time.sleep(_ASK_S)
 
     def _end_by_signal(self, text: str, signum: int) -> None:
-        atexit.unregister(_end_process_group)
+        _broken()
         if self._watchdog is not None:
             self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
         self._close(text)
@@ -318,16 +326,29 @@ class GraphDDPStrategy(DDPStrategy):
                 )
 
 
+def _broken() -> None:
+    """Note that ranks were lost: the process groups are broken before they are destroyed, or that would wait."""
+    global _BROKEN
+    _BROKEN = True
+
+
 def _end_process_group() -> None:
-    """Destroy the default process group while Python still runs; Lightning leaves gloo's to the end of the process.
+    """Destroy the process groups while Python still runs; Lightning leaves gloo's to the end of the process.
 
     A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
     they can no longer be freed and the process aborts: "terminate called without an active exception".
     """
     close_watchdog()
     gc.collect()  # any reference to the group would keep its threads
-    if dist.is_initialized():
+    if dist.is_initialized() and not _BROKEN:
         dist.destroy_process_group()
+    elif dist.is_initialized():
+        break_groups()
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
+    if _LAUNCHED is not None:
+        _LAUNCHED.end_stopped()
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,13 @@ def partition_graph(
     wanted = job.identity() | {"fingerprint": fingerprint or graph.fingerprint()}
     if isinstance(graph, WholeGraph):
         wanted["num_classes"] = graph.num_classes
-    return build_store(folder, wanted, partial(job.run, graph), overwrite=overwrite)
+
+    def build(place: Path) -> dict[str, Any]:
+        entries = job.run(graph, place)
+        log.info("wrote %d parts to %s", (wanted | entries)["num_parts"], folder)
+        return entries
+
+    return build_store(folder, wanted, build, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphConv, MessagePassing, SAGEConv, aggr
+from torch_geometric.utils import degree
 
 from pygdist import InputError, Shard, distribute, undistribute
 from pygdist.backends import Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
-from pygdist.hops.layer import _HOOKED
+from pygdist.hops.layer import _HOOKED, calls_by_name
 from pygdist.testing import random_graph
 
 
@@ -258,3 +259,14 @@ def test_the_private_names_of_pyg_are_those_of_known_versions() -> None:
     assert {name for name in names if not hasattr(layer, name)} == set()
     assert {"_orig_propagate", "_jinja_propagate"} <= vars(GATConv).keys()
     assert hasattr(torch_geometric.backend, "use_segment_matmul")
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_functions_that_were_made_from_text_have_no_module(calls: bool) -> None:
+    text = (
+        f"def help(index): return {'degree' if calls else 'len'}(index)\ndef forward(self, index): return help(index)"
+    )
+    namespace: dict[str, Any] = {"degree": degree, "__name__": None}
+    exec(text, namespace)
+    cls = type("Made", (nn.Module,), {"forward": namespace["forward"]})
+    assert calls_by_name(cls, {degree: len}) is calls

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pygdist.comm import Watchdog
+from pygdist.comm.places import busy_ticks
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning import launcher, meeting
 from pygdist.testing import RankPool
@@ -92,6 +93,22 @@ def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
         assert said[1].startswith(f"(process {frozen.pid}) has done nothing for ")
     finally:
         for process in (busy, frozen):
+            process.kill()
+            process.wait()
+
+
+def test_a_rank_that_is_stopped_as_the_run_ends_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
+    stopped, runs_on = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2))
+    try:
+        stopped.send_signal(signal.SIGSTOP)
+        while busy_ticks(stopped.pid) is not None:
+            time.sleep(0.01)
+        meeting.Launched([stopped, runs_on], 1, 0.2).end_stopped()
+        assert stopped.wait(timeout=30) == -signal.SIGKILL
+        assert runs_on.poll() is None
+        assert caplog.messages == [f"rank 1 (process {stopped.pid}) was stopped as the run ended: killed"]
+    finally:
+        for process in (stopped, runs_on):
             process.kill()
             process.wait()
 

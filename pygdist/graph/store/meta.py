@@ -146,7 +146,6 @@ def build_store(
     def write(place: Path) -> dict[str, Any]:
         meta: dict[str, Any] = {**build(place), "format_version": FORMAT_VERSION, **wanted}
         meta["peak_rss_bytes"] = peak_rss_bytes()
-        log.info("wrote %d parts to %s", meta["num_parts"], folder)
         return meta | {"crc32": _checksum(meta)}
 
     existing = partial(_existing, folder, wanted)
