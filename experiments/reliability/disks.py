@@ -10,7 +10,7 @@ succeed.
 
 Prints a table of outcomes by command and kind, and writes a CSV with a row for each run. *Refused* is exit code 2, one
 line on standard error (of each rank that is refused something), no traceback, nothing that looks whole and is not, and
-no temporary file. *Other* is all else; the exit code is 1 if there is any.
+no temporary file. *Other* is all else; the exit code is 3 if there is any.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import pygdist.commands.partition
 import pygdist.commands.report
 import pygdist.commands.train
 import pygdist.commands.verify  # noqa: F401  (all of them: forked processes need not)
-from experiments.machine import provenance
+from experiments.machine import SOME_FAILED, provenance
 from pygdist import cli
 from pygdist.commands.export import read_checkpoint
 from pygdist.graph import degree_corrected_sbm, read_description, read_meta, save_npy
@@ -406,7 +406,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the campaign; 1 if there is any other outcome than success and refusal."""
+    """Run the campaign; the exit code tells if there is any other outcome than success and refusal."""
     options = parser().parse_args()
     torch.set_num_threads(1)  # no thread may exist where processes are forked
     kinds = [kind for kind in options.kinds if is_root() or kind not in MOUNTED]
@@ -427,7 +427,7 @@ def main() -> int:
             writer.writerow(rows[-1])
             file.flush()  # forked processes would write it once more
     _show(rows)
-    return int(any(row["outcome"] == "other" for row in rows))
+    return SOME_FAILED if any(row["outcome"] == "other" for row in rows) else 0
 
 
 def _trials(options: argparse.Namespace, kinds: Sequence[str], scratch: Path) -> Iterator[dict[str, object]]:
