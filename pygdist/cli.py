@@ -28,6 +28,7 @@ usage: pygdist COMMAND [options]
 Graphs:
   generate    write a synthetic graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
   partition   split a graph into parts, one for each process
+  check       read all files of a partitioned graph, and name one that is damaged
 
 Models:
   fit         train a model
@@ -48,14 +49,17 @@ Examples:
   pygdist fit --config run.yaml --trainer.devices=4
   pygdist fit --config run.yaml --print_config       print every option with its value, as YAML
   pygdist partition --dataset=reddit-like --parts=4
+
+A configuration names classes, which are imported and run: use only those that you would run as a script.
 """
 
 _LONGEST_PLACE = 56  # names of sockets in a folder of multiprocessing, in ours, have at most 107 characters
 _folders: list[ScratchFolder] = []  # they go with the process, after all that has files in them
+_LONGEST = 660
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    **{name: name for name in ("generate", "partition", "verify", "export", "report")},
+    **{name: name for name in ("generate", "partition", "check", "verify", "export", "report")},
 }
 
 
@@ -104,9 +108,13 @@ def _run(command: str, rest: list[str]) -> int:
             _complain(error.message)
         return 128 + error.signum
     except Exception as error:
-        if (refused := refusal_of(error)) is None:
+        if (refused := refusal_of(error)) is not None:
+            _complain(str(refused))
+            return 2
+        if not isinstance(error, OSError) or not _is_named(error, rest):
             raise
-        _complain(str(refused))
+        if _is_first_rank():
+            _complain(f"{str(error.filename)[:200]}: {error.strerror}; name another file or folder")
         return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -169,6 +177,12 @@ def _threads() -> Iterator[list[RefusedError]]:
         threading.excepthook = before
 
 
+def _is_named(error: OSError, arguments: list[str]) -> bool:
+    """Tell if an error of the system is about a file that the command line names, or one in a folder that it names."""
+    values = [argument.partition("=")[2] or argument for argument in arguments]
+    return isinstance(error.filename, str) and any(value and value in error.filename for value in values)
+
+
 def _is_first_rank() -> bool:
     """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -176,7 +190,10 @@ def _is_first_rank() -> bool:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write("pygdist: error: " + " ".join(message.split()) + "\n")
+    line = " ".join(message.split())
+    if len(line) > _LONGEST:  # an option of thousands of characters, say; advice is at the end
+        line = f"{line[: _LONGEST - 200]} … {line[-200:]}"
+    sys.stderr.write(f"pygdist: error: {line}\n")
     sys.stderr.flush()
 
 

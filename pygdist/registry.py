@@ -78,9 +78,13 @@ def import_path(path: str, kind: str) -> Any:
         InputError: If it cannot be imported; names the part that is missing.
     """
     module, _, name = path.rpartition(".")
+    if not (module and all(part.isidentifier() for part in path.split("."))):
+        raise InputError(f"{kind} '{path[:200]}': expected a class path, such as my_package.MyClass")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise InputError(f"{kind} '{path}': there is no module named '{error.name}'") from error
+    except ImportError as error:
+        raise InputError(f"{kind} '{path}': cannot be imported ({error})") from error
     except AttributeError as error:
         raise InputError(f"{kind} '{path}': module {module} has no '{name}'") from error

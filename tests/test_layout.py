@@ -15,9 +15,11 @@ ROOT = Path(pygdist.__file__).parent
 #: From the ground up; a room may import the ones before it.
 ROOMS = [
     "errors",
+    "bounded_yaml",
     "signals",
     "registry",
     "memory",
+    "checkpoints",
     "comm",
     "native",
     "kernels",

@@ -9,6 +9,7 @@ is memory (Eq. 3).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -71,7 +72,7 @@ class HybridBackend(RecomputingBackend):
         super().__init__(FetchOptions(**fetching))
         if cache_ratio is not None and not 0 <= cache_ratio <= 1:
             raise InputError(f"cache_ratio is {cache_ratio}, expected a number from 0 (fetch all) to 1 (compute all)")
-        if memory_gib is not None and memory_gib < 0:
+        if memory_gib is not None and not 0 <= memory_gib < math.inf:
             raise InputError(f"memory_gib is {memory_gib}, expected a number of GiB, 0 or more")
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None

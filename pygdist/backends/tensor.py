@@ -41,6 +41,7 @@ any other                                             messages of all edges, on 
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -124,7 +125,7 @@ class TensorBackend(Backend):
         super().__init__()
         if num_chunks is not None and num_chunks < 1:
             raise InputError(f"num_chunks is {num_chunks}, expected at least 1")
-        if memory_gib is not None and memory_gib <= 0:
+        if memory_gib is not None and not 0 < memory_gib < math.inf:
             raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
         self.num_chunks, self.overlap, self.memory_gib, self.device = num_chunks, overlap, memory_gib, device
         self._sizes = ModelSizes()

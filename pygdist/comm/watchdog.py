@@ -82,7 +82,7 @@ class Watchdog:
         self.warn_after_s, self.beat_s, self.lost_after_s = warn_after_s, beat_s, lost_after_s
         self.on_lost, self._lives = on_lost, lives
         self.verdict: str | None = None  # the finding for which the process groups were broken
-        self.signum = 0  # the signal that ends the run, on whichever rank
+        self.signum, self.signalled_by = 0, ""  # the signal that ends the run, and which rank it has reached
         self._heard: dict[int, tuple[int, float, int | None]] = {}  # by rank: heartbeats, since when, processor time
         self._processes: dict[int, tuple[str, int]] = {}  # of the other ranks
         self.place = Place()
@@ -249,8 +249,11 @@ class Watchdog:
 
     def signalled(self, signum: int) -> None:
         """Tell the others that a signal ends this rank, and let the call fail that the main thread waits in."""
-        self.signum = signum
-        self._give_up(f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})")
+        self.signum, self.signalled_by = (
+            signum,
+            f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})",
+        )
+        self._give_up(self.signalled_by)
 
     def _run(self) -> None:
         looked = woke = time.monotonic()
@@ -331,7 +334,8 @@ class Watchdog:
         """Return what another rank of this run has found, or the signal that has ended a rank."""
         for one in reports.values():
             if one.verdict and (one.run == self._run_number or one.signum):
-                self.signum = self.signum or one.signum
+                if one.signum and not self.signum:
+                    self.signum, self.signalled_by = one.signum, one.verdict
                 return one.verdict
         return None
 

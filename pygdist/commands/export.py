@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pygdist import checkpoints
 from pygdist.commands.messages import ArgumentParser
 from pygdist.errors import InputError
-from pygdist.memory.limits import reason_of, refusal_of
+from pygdist.memory.limits import reason_of
 from pygdist.memory.scratch import replacing
 
 _PREFIX = "model."
-# torch.load raises any of these for a file of another kind
-_UNREADABLE = (LookupError, AttributeError, RuntimeError, EOFError, ValueError, TypeError, OSError, pickle.PickleError)
 
 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
@@ -35,7 +32,7 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     out = Path(out)
     if out.suffix not in (".pt", ".pth", ".safetensors"):
         raise InputError(f"{out}: unknown format '{out.suffix}'; end the name in .pt or .safetensors")
-    state = read_checkpoint(checkpoint)["state_dict"]
+    state = checkpoints.read(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:
         raise InputError(
@@ -48,25 +45,6 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot write a file
         raise InputError(f"{out}: could not be written ({reason_of(error)})") from error
     return model
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the content of a Lightning checkpoint; no code in it is run.
-
-    Raises:
-        InputError: If there is no such file, or it is no Lightning checkpoint.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: there is no such checkpoint")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["state_dict"].items()
-    except _UNREADABLE as error:
-        damaged = InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})")
-        raise refusal_of(error) or damaged from error
-    assert isinstance(checkpoint, dict)
-    return checkpoint
 
 
 def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import traceback
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jsonargparse
+import yaml
+from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
+from pygdist.bounded_yaml import check_yaml, read_text
 from pygdist.errors import InputError
 
+_LONGEST_PATH = 4000  # of Linux
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
@@ -50,8 +56,76 @@ class Parser(jsonargparse.ArgumentParser):
     """jsonargparse's parser, which takes options from signatures; it reports mistakes likewise."""
 
     @override
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *rest: Any, **options: Any
+    ) -> jsonargparse.Namespace:
+        for option, value in options_of(args or []):
+            check_value(option, value)
+        try:
+            return super().parse_args(args, *rest, **options)
+        except (InputError, argparse.ArgumentError):
+            raise
+        except Exception as error:  # jsonargparse fails in many ways on values of odd types
+            raise InputError(f"the options cannot be read: {described(error)}") from error
+
+    @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise InputError(shorten(message)) from ex
+
+
+def check_value(option: str, value: str) -> None:
+    """Refuse a value of an option, or the file that it names, if it is YAML out of bounds.
+
+    Raises:
+        InputError: As :func:`~pygdist.bounded_yaml.check_yaml`.
+    """
+    name, text = option, value
+    if option in ("-c", "--config") or value.endswith((".yaml", ".yml")):
+        path = Path(value)
+        if "\0" in value or len(value) > _LONGEST_PATH or not path.is_file():
+            return
+        name, text = value, read_text(path)
+    elif not value.lstrip().startswith(("[", "{", "-", "!", "&", "*")) and "\n" not in value:
+        return
+    try:
+        check_yaml(text, name)
+    except yaml.YAMLError:
+        return  # jsonargparse explains
+
+
+def _load_bounded(text: str) -> Any:
+    """Load YAML for jsonargparse, which also reads files that files name."""
+    try:
+        check_yaml(text, "YAML")
+    except InputError as error:
+        raise yaml.YAMLError(str(error)) from error
+    return _load_yaml(text)
+
+
+_load_yaml = jsonargparse.get_loader("yaml")
+set_loader("yaml", _load_bounded, (yaml.YAMLError,))
+# a value of any type is no object: else {class_path: os.system, ...} would run among the arguments of a dataset
+set_parsing_settings(instantiate_subclass_spec_in_any=False)
+
+
+def described(error: BaseException) -> str:
+    """Return the type, the message and the place of an error, on one line: for errors of other people's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return one_line(f"{type(error).__name__}: {error}", 500) + place
+
+
+def refused_by(error: BaseException) -> str:
+    """Return the outermost call of a class's ``__init__`` in which an error came up, with its arguments, or nothing."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, made = frame.f_code, frame.f_locals.get("self")
+        if code.co_name == "__init__" and not frame.f_globals.get("__name__", "").startswith(
+            ("jsonargparse", "pygdist")
+        ):
+            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            values = ", ".join(f"{name}={repr(frame.f_locals[name])[:40]}" for name in names if name in frame.f_locals)
+            return one_line(f"{type(made).__name__}({values})", 300)
+    return ""
 
 
 def one_line(message: str, limit: int = 600) -> str:
@@ -111,6 +185,6 @@ def _names(expected: str) -> list[str]:
 
 def options_of(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each option, written as ``--name=value`` or as ``--name value``."""
-    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = option.partition("=")
         yield name, value if equals else following

@@ -16,18 +16,24 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from pygdist.commands.export import read_checkpoint
-from pygdist.commands.messages import Parser, one_line, options_of, shorten
+from pygdist.bounded_yaml import read_yaml
+from pygdist.checkpoints import TRAINING_PARTS, read
+from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
+from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
+from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
+from pygdist.lightning.checkpoint_io import is_remote
+from pygdist.lightning.resume import Resume
+from pygdist.lightning.table import EpochLogger
 from pygdist.memory.limits import refusal_of
-from pygdist.report.description import read_yaml
 
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
@@ -35,8 +41,8 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line
 
 _TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
 _SCORE = "val_acc"
+_NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
-_NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")  # values of --ckpt_path that Lightning resolves itself
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
     "LightningCLI's args parameter",  # wherever sys.argv is not empty
@@ -82,7 +88,29 @@ class BestCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was best and last, also if the folder has moved, or ``last.ckpt`` was passed over."""
+        super().load_state_dict({**state_dict, **self._here(state_dict)})
+
+    def _here(self, state: dict[str, Any]) -> dict[str, Any]:
+        folder = Path(self.dirpath or ".")
+        names = {one: folder / Path(one).name for one in (*state["best_k_models"], state["best_model_path"]) if one}
+        if is_remote(folder) or not all(path.exists() for path in names.values()):
+            return {}  # files of another run
+        last = folder / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
+        return {
+            "dirpath": self.dirpath,
+            "best_k_models": {str(names[one]): score for one, score in state["best_k_models"].items()},
+            "last_model_path": str(last) if os.path.lexists(last) else "",
+            **{one: str(names.get(state[one], "")) for one in ("best_model_path", "kth_best_model_path")},
+        }
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["log"].items()}  # all ranks
+        for logger in trainer.loggers:
+            if isinstance(logger, EpochLogger):
+                logger.write_now(trainer, metrics)  # an epoch is in the table before its checkpoint is there
         super().on_train_epoch_end(trainer, pl_module)
         dry = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
@@ -104,6 +132,7 @@ class GraphCLI(LightningCLI):
 
     def __init__(self, arguments: list[str]) -> None:
         self._new_folders: list[Path] = []  # folders that this run creates, innermost first
+        self._folder: RunFolder | None = None
         self._disabled: set[type[Callback]] = set()  # our callbacks that the trainer's options switch off
         for message in _IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -128,6 +157,11 @@ class GraphCLI(LightningCLI):
             "--task", choices=list(_TASKS), default="nodes",
             help="learn the classes of nodes, or edges (--data.edge_split holds some out for evaluation)",
         )  # fmt: skip
+        parser.add_argument(
+            "--resume", type=bool | None, default=None, nargs="?", const=True,
+            help="for fit: go on with the newest run of this configuration that has a checkpoint; begin if there is"
+            " none. By default when torchrun or SLURM starts the same job again",
+        )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
         parser.add_lightning_class_args(ExchangeMonitor, "exchange")
@@ -137,13 +171,21 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
+        check_settings(self.config[subcommand])
         checkpoint = self.config[subcommand].get("ckpt_path")
+        if self.config[subcommand].resume and subcommand != "fit":
+            raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
-        elif checkpoint == "best" and subcommand != "fit":
-            raise InputError("--ckpt_path=best works only after fit in the same run; give the file, under checkpoints/")
-        elif checkpoint is not None and checkpoint not in _NAMES_OF_CHECKPOINTS:
-            read_checkpoint(checkpoint)  # a mistake is found before any rank starts, and is the same on all
+        elif checkpoint in _NAMES_OF_CHECKPOINTS:
+            config = self.config[subcommand]
+            folder = config.checkpoint.dirpath or config.trainer.default_root_dir or "runs"
+            path = named_checkpoint(checkpoint, Path(folder), Path(config.trainer.default_root_dir or "."))
+            rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
+            checkpoint = config["ckpt_path"] = str(path)
+        if checkpoint is not None and not is_remote(checkpoint):
+            # a mistake is found before any rank starts, and is the same on all
+            read(checkpoint, needs=TRAINING_PARTS if subcommand == "fit" else ("state_dict",))
 
     @override
     def instantiate_classes(self) -> None:
@@ -154,17 +196,22 @@ class GraphCLI(LightningCLI):
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             log.debug("while instantiating the objects of the configuration", exc_info=True)
             raise InputError(shorten(str(error))) from error
+        except Exception as error:  # classes refuse their arguments in many ways
+            log.debug("while instantiating the objects of the configuration", exc_info=True)
+            made = refused_by(error) or "an object of the configuration"
+            raise InputError(f"{made} cannot be made: {described(error)}") from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
+        check_trainer(config)
         kwargs["strategy"] = _strategy_of(config["strategy"])
-        if config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]:
-            root = config["default_root_dir"] or "runs"
-            tensorboard = TensorBoardLogger(root, name="")  # in a new folder, where all results of the run go
-            kwargs["logger"] = [tensorboard, CSVLogger(root, name="", version=tensorboard.version)]
-            folder = Path(tensorboard.log_dir)
-            self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._logs = config["logger"] in (None, True) and not config["fast_dev_run"] and not config["barebones"]
+        if self._logs:
+            kwargs["logger"] = False  # until it is known who is rank 0, which makes the folder
+        here = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+        if here is not None and str(config["devices"]) == here and config["num_nodes"] == 1:
+            kwargs["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(here)  # torchrun may form anew with fewer
         if config["enable_checkpointing"] is False or config["barebones"]:
             self._disabled |= {BestCheckpoint}
         if config["barebones"]:
@@ -195,7 +242,10 @@ class GraphCLI(LightningCLI):
                 the run is removed if it holds no result.
         """
         try:
+            self._open_folder()
             super()._run_subcommand(str(self.subcommand))
+            if self._folder is not None and not self.trainer.interrupted:
+                self._folder.finish()
         except Exception as error:
             mistake = _mistake_of(error)
             if mistake is None:
@@ -204,6 +254,30 @@ class GraphCLI(LightningCLI):
             if mistake is error:
                 raise
             raise mistake from error
+
+    def _open_folder(self) -> None:
+        """Take a folder for logs and checkpoints, on rank 0: that of a run which goes on, or a new one."""
+        trainer: Any = self.trainer  # Lightning's types lack some of its attributes
+        config = self.config[self.subcommand]
+        resume, config["resume"] = config.resume, None  # the saved configuration repeats the run
+        root, saved = Path(config.trainer.default_root_dir or "runs"), config.checkpoint.dirpath
+        if not self._logs and resume and saved is None:
+            raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
+        goes_on = bool(resume) and not self._logs
+        if self._logs and trainer.is_global_zero:
+            if self.subcommand == "fit":
+                ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
+                self._folder = folder_to_go_on(root, ours, resume, saved and Path(saved))
+            goes_on = self._folder is not None
+            if self._folder is None:
+                self._new_folders = [path for path in (root, *root.parents) if not path.exists()]
+                self._folder = new_folder(root)
+                self._new_folders.insert(0, self._folder.path)
+            saved = saved or self._folder.path
+        if self._logs:
+            trainer.loggers = _loggers(root, self._folder)
+        if self.subcommand == "fit":
+            trainer.callbacks.insert(0, Resume(saved if goes_on else None))  # on all ranks: it agrees on one file
 
     def _clean_up(self) -> None:
         # the other ranks fail for the same reason, which is reported once
@@ -323,6 +397,15 @@ def _strategy_of(strategy: Any) -> Any:
                 return cls()
     ours = ", ".join(name for name in names if name.startswith(("graph_", "model_averaging")) and "unused" not in name)
     raise InputError(f"--trainer.strategy: unknown strategy '{strategy}'; on a graph in parts use one of {ours}")
+
+
+def _loggers(root: Path, folder: RunFolder | None) -> list[Any]:
+    """Return loggers to TensorBoard and CSV in the run's folder, which also gets the checkpoints and the configuration.
+
+    Rank 0 has a folder, and tells the others its name; they write nothing.
+    """
+    version = 0 if folder is None else int(folder.path.name.removeprefix("version_"))
+    return [TensorBoardLogger(root, name="", version=version), EpochLogger(root, name="", version=version)]
 
 
 def run(command: str, arguments: list[str]) -> int:

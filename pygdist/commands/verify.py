@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -117,6 +118,8 @@ def run(command: str, arguments: list[str]) -> int:
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
     options, rest = parser.parse_known_args(arguments)
+    if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
+        raise InputError(f"--tolerance is {options.tolerance}, expected a finite number from 0")
     cli = GraphCLI(["fit", *rest])
     named = {name: getattr(options, name) for name in ("world_size", "reference", "double")}
     differences, used = verify(cli.model.model, cli.model.backend, cli.datamodule, **named)

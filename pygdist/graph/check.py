@@ -28,6 +28,7 @@ _NUMBERS = frozenset(
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 )
 _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch computes with signed integers only
+_LARGEST = torch.finfo(torch.float32).max  # models compute in float32, unless asked for more
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
@@ -40,9 +41,9 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
 
     Raises:
         InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
-            attributes have another length or are not finite; edge types are not integers from 0; labels are neither
-            classes (integers from 0, -1 = unlabelled, also as floats) nor a label matrix (0 to 1, a row of NaN =
-            unlabelled); or masks have another length or type.
+            attributes have another length, or hold a value that is not finite or beyond float32; edge types are not
+            integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats) nor a label
+            matrix (0 to 1, a row of NaN = unlabelled); or masks have another length or type.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -133,6 +134,8 @@ def as_field(name: str, value: Any, where: str = "") -> Tensor:
     if tensor.layout is not torch.strided and (name != "x" or tensor.is_nested):
         advice = "; pass a sparse adjacency matrix as adj_t" if name == "edge_index" else ""
         raise InputError(f"{where}{name}: a tensor of layout {tensor.layout}, expected a dense one{advice}")
+    if tensor.dim() == 0:
+        raise InputError(f"{where}{name}: a single number, expected one for each node or edge")
     if tensor.device.type == "meta":
         raise InputError(f"{where}{name}: a tensor without numbers (device 'meta')")
     if tensor.dtype is torch.uint64:
@@ -214,18 +217,19 @@ def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[st
         _check_uint64(name, value, after_block)
     if not value.dtype.is_floating_point:
         return
-    count, first = 0, -1
+    count, first, largest = 0, -1, _LARGEST if value.dtype is torch.float64 else torch.finfo(value.dtype).max
     for start, block in rows_of(value):
-        wrong = (~torch.isfinite(block)).reshape(block.size(0), -1).any(dim=1).nonzero()
+        wrong = (~(block.abs() <= largest)).reshape(block.size(0), -1).any(dim=1).nonzero()  # NaN is not below either
         if first < 0 and len(wrong):
             first = start + int(wrong[0])
         count += len(wrong)
         after_block(name)
-    if count:
-        raise InputError(
-            f"{name}: {count} of {value.size(0)} {what}s hold NaN or infinite values, the first is {what} {first}; "
-            "replace them"
-        )
+    if not count:
+        return
+    finite = bool(torch.isfinite(value[first]).all())
+    held = "values that float32 cannot hold (above 3.4e38)" if finite else "NaN or infinite values"
+    advice = "scale or replace them" if finite else "replace them"
+    raise InputError(f"{name}: {count} of {value.size(0)} {what}s hold {held}, the first is {what} {first}; {advice}")
 
 
 def _check_uint64(name: str, value: Tensor, after_block: Callable[[str], None]) -> None:

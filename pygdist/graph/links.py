@@ -40,7 +40,7 @@ def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
     Raises:
         InputError: If ``shares`` are not two shares with a sum below 1.
     """
-    if len(shares) != 2 or min(shares) < 0 or sum(shares) >= 1:
+    if len(shares) != 2 or not (min(shares) >= 0 and sum(shares) < 1):  # NaN is neither
         raise InputError(
             f"edge_split: {tuple(shares)}, expected two shares of the edges (validation, test) with a sum below 1"
         )

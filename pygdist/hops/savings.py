@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import psutil
@@ -31,7 +32,7 @@ class Savings:
             ``None``: 256 MiB, or a quarter of the free memory (on a CPU, divided by the ranks) if less; 0: no blocks.
 
     Raises:
-        InputError: If a limit is negative.
+        InputError: If a limit is negative or not finite.
     """
 
     first_hop: bool = True
@@ -44,8 +45,8 @@ class Savings:
     def __post_init__(self) -> None:
         for name in ("first_hop_mib", "block_mib"):
             limit = getattr(self, name)
-            if limit is not None and limit < 0:
-                raise InputError(f"savings.{name} is {limit}, expected a number of MiB, 0 or more")
+            if limit is not None and not 0 <= limit < math.inf:
+                raise InputError(f"savings.{name} is {limit}, expected a finite number of MiB, 0 or more")
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
         """Bytes of results that one of ``ranks`` ranks may keep on ``device``."""

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.lightning import optimizer_states
 from pygdist.lightning.checks import check_averaging, check_limits, say_what_is_sent
 from pygdist.lightning.optimizer_states import State, by_parameter, copied, gathered
 from pygdist.lightning.part_models import OptimizerState, PartModels
@@ -161,7 +162,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         states = {part: self._first_states(part) for part in shares}
         self._restored = None  # free the states of all parts
         self._models = PartModels(self.lightning_module, self.optimizers, shares, states)
-        self._seed = int(self.broadcast(torch.initial_seed()))
+        high, low = divmod(torch.initial_seed(), 1 << 32)  # a float64 rounds larger numbers
+        # numbers, as Lightning's broadcast would send a pickle
+        high, low = map(int, self.communicator.gather([float(high), float(low)])[0].tolist())
+        self._seed = (high << 32) + low
         devices = [self.root_device] if self.root_device.type == "cuda" else []
         self._random.enter_context(torch.random.fork_rng(devices))
 
@@ -302,6 +306,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         weights = getattr(getattr(self._trainer, "datamodule", None), "part_weights", None)
         if saved is None or weights is None:
             return
+        for part, states in saved["states"].items():
+            optimizer_states.check(self.optimizers, states, f"states of part {part}")
         if saved["num_parts"] != len(weights):
             rank_zero_info(
                 f"the checkpoint has optimiser states of {saved['num_parts']} parts, but there are {len(weights)} now: "

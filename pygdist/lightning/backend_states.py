@@ -52,11 +52,17 @@ def scatter(saved: Mapping[str, Any] | None, backend: Backend, shard: Shard) -> 
         ``False`` if there is nothing to load: no state was saved, or that of another backend.
 
     Raises:
-        InputError: If the checkpoint is of a graph with another number of nodes.
+        InputError: If the checkpoint is of a graph with another number of nodes, or the backend keeps other rows.
     """
     if saved is None or saved["backend"] != _name(backend):
         return False
     rows: dict[str, Tensor] = saved["rows"]
+    for name, own in backend.state_dict().items():
+        if name not in rows or (rows[name].dtype, rows[name].shape[1:]) != (own.dtype, own.shape[1:]):
+            raise InputError(
+                f"the checkpoint's backend_state must have rows of {name}, {own.dtype} of shape "
+                f"{('N', *own.shape[1:])}, for {_name(backend)}"
+            )
     for name, value in rows.items():
         if value.size(0) != shard.num_nodes:
             raise InputError(

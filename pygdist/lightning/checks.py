@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from pygdist.backends import Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
+
+RESERVE = 2 / 3  # of a rank's memory, by default left to training
 
 
 def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
@@ -67,6 +72,69 @@ def check_strategy(
             f"{num_parts} parts on {world_size} ranks are models that must be averaged: use strategy "
             "'model_averaging', or one part for each rank"
         )
+
+
+def check_graph_options(
+    preprocessing: Mapping[str, Any],
+    *,
+    store: str | Path | None,
+    num_parts: int | str | None,
+    memory_gib: float | None,
+    reserve: float,
+    batches: Any,
+    num_workers: int,
+    batch_seed: int,
+) -> None:
+    """Refuse options of :class:`~pygdist.lightning.GraphDataModule` that are out of range, or would have no effect."""
+    if isinstance(num_parts, str) and num_parts != "auto":
+        raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
+    if isinstance(num_parts, int) and num_parts < 1:
+        raise InputError(f"num_parts is {num_parts}, expected at least 1")
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise InputError(f"memory_gib is {memory_gib}, expected a finite number of GiB above 0")
+    if not 0 <= reserve < 1:
+        raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
+    if not 0 <= preprocessing["split_seed"] < 1 << 64:
+        raise InputError(f"split_seed is {preprocessing['split_seed']}, expected 0 to 2**64 - 1")
+    if not 0 <= batch_seed < 1 << 63:
+        raise InputError(f"batch_seed is {batch_seed}, expected 0 to 2**63 - 1")
+    if num_workers < 0:
+        raise InputError(f"num_workers is {num_workers}, expected at least 0")
+    if memory_gib is not None and num_parts != "auto":
+        raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
+    if reserve != RESERVE and num_parts != "auto":
+        raise InputError(f"reserve={reserve} is for num_parts=auto; num_parts is {num_parts}")
+    if store is not None and num_parts == "auto":
+        raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
+    for name, value in preprocessing.items():
+        if store is not None and value not in (None, False) and name != "split_seed":  # which also draws edges
+            raise InputError(f"{name}: {store} is partitioned already; give it to pygdist partition instead")
+    if num_workers and batches is None:
+        raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
+
+
+def check_model(model: nn.Module, name: str = "model") -> None:
+    """Refuse a module without a ``forward``, with fewer than one layer, or with a dropout that is no probability."""
+    if getattr(type(model), "forward", None) is nn.Module.forward and "forward" not in vars(model):
+        raise InputError(f"{name}: {type(model).__name__} has no forward(); name the class of a whole model")
+    for path, module in model.named_modules():
+        num_layers = getattr(module, "num_layers", None)
+        if isinstance(num_layers, int) and num_layers < 1:
+            where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+            raise InputError(f"{name}: num_layers of {where} is {num_layers}, expected at least 1")
+        dropout = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", None)
+        if isinstance(dropout, float) and not 0 <= dropout <= 1:
+            raise InputError(f"{name}: dropout of {path or type(module).__name__} is {dropout}, expected 0 to 1")
+
+
+def check_sizes(model: nn.Module) -> None:
+    """Refuse weights without numbers, from a width of 0; the model would train and learn nothing."""
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter) and parameter.dim() > 1 and parameter.numel() == 0:
+            raise InputError(
+                f"model: '{name}' has shape {tuple(parameter.shape)}: a width is 0; set the model's widths (such as "
+                "hidden_channels, out_channels) to at least 1"
+            )
 
 
 def read_only_folder(trainer: pl.Trainer) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import MultilabelF1Score
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import each_tensor
-from pygdist.lightning.module import GraphModule
+from pygdist.lightning.module import GraphModule, Mean
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import checked_columns, checked_rows, outputs_of
 from pygdist.nn.loss import labelled, node_losses, summed_loss
@@ -67,10 +67,13 @@ class NodeClassifier(GraphModule):
         exact_evaluation: bool = True,
         check: bool = True,
         class_weights: list[float] | None = None,
+        detect_nan: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation, check)
+        super().__init__(model, backend, lr, weight_decay, savings, exact_evaluation, check, detect_nan)
         if class_weights is not None and not all(0 <= weight < float("inf") for weight in class_weights):
             raise InputError(f"class_weights are {class_weights}, expected numbers from 0")
+        if class_weights is not None and not any(class_weights):
+            raise InputError(f"class_weights are {class_weights}, expected a number above 0 among them")
         self.class_weights = class_weights
         self._train_share: float | None = None  # of all ranks, in this run
 
@@ -86,7 +89,7 @@ class NodeClassifier(GraphModule):
                 f"class_weights has {len(weights)} numbers for {shard.num_classes} classes, but one for each is needed"
             )
         for name in ("train", "val", "test"):
-            self.metrics.update({f"{name}_loss": MeanMetric(), f"{name}_score": _score(shard)})
+            self.metrics.update({f"{name}_loss": Mean(), f"{name}_score": _score(shard)})
         self._score_name = "f1" if shard.multi_label else "acc"
 
     @override
@@ -249,4 +252,4 @@ class NodeClassifier(GraphModule):
 
 def _score(shard: Shard) -> Metric:
     """Return a metric: micro-averaged accuracy, or F1 for several labels per node."""
-    return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else MeanMetric()
+    return MultilabelF1Score(num_labels=shard.num_classes, average="micro") if shard.multi_label else Mean()

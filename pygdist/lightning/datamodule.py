@@ -21,9 +21,10 @@ from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, rea
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.checks import read_only_folder
+from pygdist.lightning.checks import RESERVE, check_graph_options, read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
+from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
@@ -87,7 +88,7 @@ class GraphDataModule(pl.LightningDataModule):
         partitioner_args: dict[str, Any] | None = None,
         num_parts: int | Literal["auto"] | None = None,
         memory_gib: float | None = None,
-        reserve: float = 2 / 3,
+        reserve: float = RESERVE,
         symmetrize: bool = False,
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
@@ -105,16 +106,6 @@ class GraphDataModule(pl.LightningDataModule):
         super().__init__()
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
-        if isinstance(num_parts, str) and num_parts != "auto":
-            raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
-        if memory_gib is not None and num_parts != "auto":
-            raise InputError(f"memory_gib={memory_gib} is for num_parts=auto; num_parts is {num_parts}")
-        if store is not None and num_parts == "auto":
-            raise InputError(f"num_parts=auto: {store} is partitioned already; leave num_parts out")
-        if store is not None and float_features:
-            raise InputError(f"float_features: {store} is partitioned already; give it to pygdist partition instead")
-        if num_workers and batches is None:
-            raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
         self.preprocessing: dict[str, Any] = {
             "symmetrize": symmetrize,
@@ -125,6 +116,10 @@ class GraphDataModule(pl.LightningDataModule):
             "split_seed": split_seed,
             "num_classes": num_classes,
         }
+        check_graph_options(
+            self.preprocessing, store=store, num_parts=num_parts, memory_gib=memory_gib, reserve=reserve,
+            batches=batches, num_workers=num_workers, batch_seed=batch_seed,
+        )  # fmt: skip
         self.edge_split = edge_split
         self.batches, self.batch_seed, self.num_workers = batches, batch_seed, num_workers
         self.store = None if store is None else Path(store)
@@ -223,7 +218,7 @@ class GraphDataModule(pl.LightningDataModule):
         """Map this rank's part; raises the same :class:`~pygdist.errors.InputError` on all ranks, or none."""
         self._agree(self._error)
         if self._strategy is not None:
-            self._folder = Path(self._strategy.broadcast(str(self._folder)))
+            self._folder = Path(from_rank_zero(str(self._folder), self._strategy))
         self._meta = error = None
         try:
             self._open_store()
@@ -262,6 +257,11 @@ class GraphDataModule(pl.LightningDataModule):
                 f"{names_of(lambda abilities: abilities.mini_batches)}, or leave batches out"
             )
         if self.edge_split is not None:
+            if getattr(self._module, "learns_edges", None) is False:
+                raise InputError(
+                    f"edge_split: edges are held out for a LinkPredictor (--task=links), but "
+                    f"{type(self._module).__name__} learns the classes of nodes; leave edge_split out"
+                )
             if several:
                 raise InputError(
                     "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "

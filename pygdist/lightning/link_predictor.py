@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
@@ -20,7 +20,8 @@ from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
 from pygdist.graph.links import drawn
 from pygdist.kernels import CSR, sddmm
 from pygdist.kernels.csr import pointers
-from pygdist.lightning.module import GraphModule
+from pygdist.lightning.checks import check_model
+from pygdist.lightning.module import GraphModule, Mean
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -88,7 +89,7 @@ class LinkPredictor(GraphModule):
         hits_at: K of Hits@K.
         seed: Seed of the pairs.
         savings: Shortcuts to take, and the memory for them.
-        check: As in :class:`~pygdist.lightning.GraphModule`.
+        check, detect_nan: As in :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
         InputError: If a number makes no sense; in ``fit``, on several ranks, if the decoder has a norm over all pairs.
@@ -113,8 +114,9 @@ class LinkPredictor(GraphModule):
         seed: int = 0,
         savings: Savings = Savings(),  # noqa: B008 (frozen)
         check: bool = True,
+        detect_nan: bool = True,
     ) -> None:
-        super().__init__(model, backend, lr, weight_decay, savings, check=check)
+        super().__init__(model, backend, lr, weight_decay, savings, check=check, detect_nan=detect_nan)
         if not 0 < train_share <= 1:
             raise InputError(f"train_share is {train_share}, expected a share above 0, up to 1")
         if hits_at < 1:
@@ -124,6 +126,8 @@ class LinkPredictor(GraphModule):
                 f"backend '{self.backend.name}' trains parts by themselves, but a pair has nodes in two parts; use "
                 f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
+        if decoder is not None:
+            check_model(decoder, "decoder")
         self.decoder = decoder
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None
@@ -140,10 +144,10 @@ class LinkPredictor(GraphModule):
         with torch.inference_mode(False):
             owned_id = shard.owned_id.to(self.communicator.device)
             self._directory = NodeDirectory(owned_id, shard.num_nodes, self.communicator)
-        self.metrics["train_loss"] = MeanMetric()
+        self.metrics["train_loss"] = Mean()
         for name in ("val", "test"):
             scores = {f"{name}_auc": BinaryAUROC(), f"{name}_hits": HitsAtK(self.hits_at)}
-            self.metrics.update({f"{name}_loss": MeanMetric(), **scores})
+            self.metrics.update({f"{name}_loss": Mean(), **scores})
 
     @override
     def forward(self, shard: Shard) -> Tensor:

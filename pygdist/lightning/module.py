@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
@@ -17,7 +19,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import backend_states
-from pygdist.lightning.checks import check_accumulation, check_strategy
+from pygdist.lightning.checks import check_accumulation, check_model, check_sizes, check_strategy
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
@@ -42,6 +44,7 @@ class GraphModule(pl.LightningModule):
             predict on all of it nevertheless.
         check: Before anything is trained or evaluated, compare the model with one process on a small graph, and refuse
             it if a number differs (:func:`~pygdist.distribute`).
+        detect_nan: Stop at the end of an epoch whose training or validation loss is NaN or infinite.
     """
 
     #: It is evaluated on held-out edges, or else on nodes; ``None``: on edges if the data module holds some out.
@@ -56,13 +59,16 @@ class GraphModule(pl.LightningModule):
         savings: Savings = Savings(),  # noqa: B008 (frozen)
         exact_evaluation: bool = True,
         check: bool = True,
+        detect_nan: bool = True,
     ) -> None:
         super().__init__()
-        if lr < 0 or weight_decay < 0:
-            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected no negative numbers")
+        if not (0 <= lr < math.inf and 0 <= weight_decay < math.inf):
+            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected finite numbers from 0")
+        check_model(model)
         self.model, self.backend = model, resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
         self.savings, self.exact_evaluation, self.check = savings, exact_evaluation, check
+        self.detect_nan = detect_nan
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
@@ -77,6 +83,7 @@ class GraphModule(pl.LightningModule):
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
         fill_in_sizes(self.model, data.shard)
+        check_sizes(self.model)
         self.place(data.here(data.shard))
         # some results do not last while a rank goes from part to part
         savings = replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
@@ -217,6 +224,35 @@ class GraphModule(pl.LightningModule):
             agree_on_model(self.model, self.communicator)
 
     @override
+    def on_train_epoch_end(self) -> None:
+        self._refuse_nan("train")
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_nan("val")
+
+    def _refuse_nan(self, stage: str) -> None:
+        """Raise on all ranks if the loss of a stage, the mean over all ranks that is logged anyway, is not finite.
+
+        Raises:
+            InputError: Names the epoch and the ranks that found it.
+        """
+        loss = dict(self.metrics.items()).get(f"{stage}_loss")
+        if not self.detect_nan or not isinstance(loss, MeanMetric) or not loss.update_called:
+            return
+        value = float(loss.compute())  # kept until Lightning asks for it
+        if math.isfinite(value):
+            return
+        found = self.communicator.gather([float(torch.isfinite(loss.mean_value).all())])[:, 0].tolist()
+        if ranks := [str(rank) for rank, finite in enumerate(found) if not finite]:  # none: a mean over no node
+            raise InputError(
+                f"epoch {self.current_epoch}: {stage}_loss is {value} (rank {', '.join(ranks)} of {len(found)}); lower "
+                "the learning rate, or look for features, edge weights or labels that overflow. detect_nan=False "
+                "(--model.detect_nan=false) goes on with it"
+            )
+
+    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
@@ -257,3 +293,20 @@ class GraphModule(pl.LightningModule):
                 "its own; a partitioned graph needs strategy='graph_ddp'"
             )
         return Communicator()
+
+
+class Mean(MeanMetric):
+    """A mean in double precision, in which NaN stays NaN: torchmetrics would leave it out.
+
+    torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(nan_strategy=math.nan)
+        self.set_dtype(torch.float64)
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        """Type of the sums."""
+        return torch.float64

@@ -25,6 +25,17 @@ from pygdist.errors import InputError
 from pygdist.lightning.to_rank_zero import to_rank_zero
 
 State: TypeAlias = Any  # a defaultdict, which torch's optimisers make and expect: tensors and numbers by parameter
+# of torch's optimisers; they have an entry for each of the parameter's
+_LIKE_PARAMETER = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "sum",
+)
 StateByNumber: TypeAlias = dict[int, dict[str, Any]]  # parameters are named by their places in the optimiser
 
 
@@ -71,6 +82,27 @@ def _changed(value: Any, change: Callable[[Tensor, str | None], Tensor], name: s
     if isinstance(value, (list, tuple)):
         return type(value)(_changed(one, change) for one in value)
     return value
+
+
+def check(optimizers: Sequence[Optimizer], states: Sequence[StateByNumber], of: str = "optimizer_states") -> None:
+    """Refuse states out of a checkpoint that are not those of these optimisers.
+
+    Raises:
+        InputError: If there are other numbers of optimisers or parameters, or a parameter's state is of another shape.
+    """
+    if len(states) != len(optimizers):
+        raise InputError(f"the checkpoint has {of} of {len(states)} optimisers, but this run has {len(optimizers)}")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        parameters = _parameters(optimizer)
+        for number, entry in state.items():
+            if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(entry, dict):
+                raise InputError(f"the checkpoint's {of}: parameter {number!r} is none of this run's {len(parameters)}")
+            for name, value in entry.items():
+                shape, numbers = parameters[number].shape, isinstance(value, (Tensor, int, float))
+                if name in _LIKE_PARAMETER and (not isinstance(value, Tensor) or value.shape != shape):
+                    raise InputError(f"the checkpoint's {of}: {name} of parameter {number} must be a tensor {[*shape]}")
+                if name == "step" and (not numbers or (isinstance(value, Tensor) and value.numel() != 1)):
+                    raise InputError(f"the checkpoint's {of}: step of parameter {number} must be a number")
 
 
 def average(

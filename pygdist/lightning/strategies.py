@@ -13,22 +13,28 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
-from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
+from pygdist.lightning import optimizer_states
+from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, connect, hosts_store
@@ -43,8 +49,8 @@ _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "tim
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
-_ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 _DESTROY_S = 3.0
+_ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 _LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
 _BROKEN = False  # a rank was lost
 _OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
@@ -170,7 +176,7 @@ class GraphDDPStrategy(DDPStrategy):
             signum = watchdog.signum or launched.signal()
             launched.end(within_s=0.0)  # one that hangs would stay behind
             if signum:
-                raise SignalError(str(watchdog.verdict or error), signum) from error
+                raise SignalError(watchdog.signalled_by or str(error), signum) from error
             raise
 
     @property
@@ -211,6 +217,12 @@ class GraphDDPStrategy(DDPStrategy):
         super().setup(trainer)
 
     @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
+            settle_buckets(self.model)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._epochs_begun = 0
@@ -224,9 +236,59 @@ class GraphDDPStrategy(DDPStrategy):
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
 
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads files; by default files that cannot tear."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a file on rank 0; all ranks make the call, and raise if it cannot be written."""
+        error = None
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except InputError as mistake:
+            error = str(mistake)
+        if self._communicator is not None:
+            self._communicator.agree(error)
+        elif error is not None:
+            raise InputError(error)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Read a file on all ranks, which raise alike if it is damaged, lacks a part, or is not the same on all."""
+        content: Any
+        try:
+            content = super().load_checkpoint(checkpoint_path, *args, **options)
+        except (InputError, OSError) as error:
+            content = error
+        assert self.lightning_module is not None
+        check_alike(checkpoint_path, self.lightning_module.trainer, content, self.communicator)
+        checkpoint: dict[str, Any] = content
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizer_states.check(self.optimizers, [state["state"] for state in checkpoint["optimizer_states"]])
+        super().load_optimizer_state_dict(checkpoint)
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if damaged := mistake_in(exception, self._checkpoint_path):
+            self._close(str(damaged))
+            raise damaged from exception
         unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
         of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
         if not of_all_ranks:
@@ -243,7 +305,7 @@ class GraphDDPStrategy(DDPStrategy):
         if self._watchdog is None:
             return
         if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
-            signum, text = self._watchdog.signum, str(self._watchdog.verdict)
+            signum, text = self._watchdog.signum, self._watchdog.signalled_by
             self._end_by_signal(text, signum)
             raise SignalError(text, signum) from exception
         if isinstance(exception, LostRankError):
@@ -251,8 +313,9 @@ class GraphDDPStrategy(DDPStrategy):
         elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
             diagnosis, place = self._watchdog.diagnose(), self._place
             if signum := self._watchdog.signum:
-                self._end_by_signal(diagnosis, signum)
-                raise SignalError(diagnosis, signum) from exception
+                text = self._watchdog.signalled_by
+                self._end_by_signal(text, signum)
+                raise SignalError(text, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
             raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
         else:
@@ -266,11 +329,16 @@ class GraphDDPStrategy(DDPStrategy):
     def _end_by_signal(self, text: str, signum: int) -> None:
         _broken()
         if self._watchdog is not None:
-            self._watchdog.signum, self._watchdog.verdict = signum, text  # for the others
+            self._watchdog.signum, self._watchdog.signalled_by, self._watchdog.verdict = signum, text, text
         self._close(text)
         self._launched().end(within_s=_LEAVE_S)
         if self.global_rank == 0 and not signals.in_command():
             log.error("%s", text)
+
+    @property
+    def _checkpoint_path(self) -> Any:
+        module = self.lightning_module
+        return None if module is None or module._trainer is None else module._trainer.ckpt_path
 
     @property
     def _unused_name(self) -> str:

@@ -1,12 +1,15 @@
-"""Tensors of all ranks are brought to rank 0, one rank's after another's."""
+"""Tensors of all ranks are brought to rank 0, one rank's after another's; a text of rank 0 to all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from pygdist.comm import Communicator
+
+_PIECE = 1000  # bytes of a text that travel at once
 
 
 def to_rank_zero(
@@ -26,6 +29,18 @@ def to_rank_zero(
         communicator.send_to(0, [value.to(communicator.device) for value in tensors], label=label)
         return counts, iter(())
     return counts, _arriving(tensors, counts, communicator, label)
+
+
+def from_rank_zero(text: str, strategy: Any) -> str:
+    """Return the text of rank 0 on all ranks, which all make the call; plain bytes travel, no pickle."""
+    communicator: Communicator | None = getattr(strategy, "communicator", None)
+    if communicator is None:  # one process, or a strategy that is refused as soon as the model is set up
+        return str(strategy.broadcast(text))
+    escaped = text.encode("unicode_escape").decode()  # so that a piece is as many bytes as characters
+    length = int(communicator.gather([float(len(escaped))])[0, 0])
+    starts = range(0, length, _PIECE)
+    pieces = [communicator.gather_text(f"'{escaped[start : start + _PIECE]}'")[0][1:-1] for start in starts]
+    return "".join(pieces).encode().decode("unicode_escape")
 
 
 def _arriving(

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import yaml
-
+from pygdist.bounded_yaml import read_yaml
 from pygdist.errors import InputError
-from pygdist.memory.limits import refusal_of
 
 Kind = Literal["bar", "line", "scatter"]
 Axis = Literal["x", "y"]
@@ -124,22 +122,6 @@ def is_description(path: Path) -> bool:
     """
     content = read_yaml(path)
     return isinstance(content, dict) and bool({"title", "paper"} & content.keys())
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file.
-
-    Raises:
-        InputError: If it is not valid YAML; names the file, the line and the column.
-    """
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise InputError(f"{path}{place}: not valid YAML: {error.problem}") from error
-    except (yaml.YAMLError, OSError, ValueError) as error:
-        raise refusal_of(error) or InputError(f"{path}: cannot be read as YAML: {error}") from error
 
 
 def _fields(

@@ -50,12 +50,10 @@ from pygdist.hops.hop import Hop, each_end, with_passed_rows
 from pygdist.hops.kept import Kept
 from pygdist.hops.layer import (
     BASE,
-    calls_by_name,
     forget_local_state,
     layer_name,
     modules_of_messages,
     put_local_propagate_back,
-    rebound,
     relations_in_turn,
     routed_names,
     stood_in_for,
@@ -63,6 +61,7 @@ from pygdist.hops.layer import (
     writes_hops,
     written_hop,
 )
+from pygdist.hops.rebinding import calls_by_name, rebound
 from pygdist.hops.savings import Savings
 from pygdist.nn.aggregation import padded_aggregation, pads, quantile_aggregation
 from pygdist.nn.degrees import WHOLE_GRAPH

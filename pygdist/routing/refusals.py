@@ -14,7 +14,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend, names_of
-from pygdist.hops.layer import methods_of
+from pygdist.hops.rebinding import methods_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pygdist.errors import InputError
 from pygdist.graph import Shard
-from pygdist.hops.layer import methods_of, own_class
+from pygdist.hops.layer import own_class
+from pygdist.hops.rebinding import methods_of
 from pygdist.hops.untouched import globals_of
 
 

@@ -102,7 +102,7 @@ def test_what_is_interrupted_leaves_nothing_whole_looking(number: signal.Signals
     if number == signal.SIGINT:
         assert process.exitcode == 130
         assert {path.name for path in tmp_path.iterdir()} == {"out", "err"}
-        assert (tmp_path / "err").read_text() == "pygdist: error: interrupted\n"
+        assert (tmp_path / "err").read_text() == f"pygdist: error: SIGINT reached process {process.pid}\n"
     else:
         outcome = pygdist(*SMALL, "--out=graph", folder=tmp_path)  # clears away what was left
         assert outcome.code == 0, outcome.err

@@ -83,9 +83,10 @@ OPTIONS = {
     ),
     "argument of another type": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: many}"],
-        ["dataset 'sbm'", "TypeError", "'num_nodes': 'many'"],
+        ["dataset 'sbm'", "num_nodes is 'many'", "a whole number"],
     ),
     "negative rate": ([*FIT, "--model.lr=-1"], ["lr is -1.0"]),
+    "resume what": (["test", "--config=run.yaml", "--resume"], ["--resume is for fit; test takes --ckpt_path=last"]),
     "best of what": (["test", "--config=run.yaml", "--ckpt_path=best"], ["--ckpt_path=best"]),
     "no predictions": (
         ["predict", "--config=run.yaml", "--trainer.limit_predict_batches=0"],

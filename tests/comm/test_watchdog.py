@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -97,11 +96,11 @@ def test_silence_before_the_first_exchange_counts_later_where_the_process_is_not
     loading._thread.join()
     gone.enter(2, "rows")
     gone.close()
-    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=1.0, on_lost=found)
+    began = time.monotonic()
+    watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=0.2, on_lost=found)
     assert found.heard.wait(30)
-    silent = re.match(r"rank 1 is lost \(silent for (\d+) s", found[0])
-    assert silent is not None
-    assert int(silent[1]) >= (3 if far else 1)
+    assert time.monotonic() - began >= (0.6 if far else 0.2)
+    assert found[0].startswith("rank 1 is lost (silent for ")
     watching.close()
 
 

@@ -21,7 +21,8 @@ from pygdist import InputError, Shard, distribute, undistribute
 from pygdist.backends import Savings, SingleBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
-from pygdist.hops.layer import _HOOKED, calls_by_name
+from pygdist.hops.layer import _HOOKED
+from pygdist.hops.rebinding import calls_by_name, rebound
 from pygdist.testing import random_graph
 
 
@@ -270,3 +271,36 @@ def test_functions_that_were_made_from_text_have_no_module(calls: bool) -> None:
     exec(text, namespace)
     cls = type("Made", (nn.Module,), {"forward": namespace["forward"]})
     assert calls_by_name(cls, {degree: len}) is calls
+
+
+_TEXT = """
+import torch_geometric.utils as utils
+from torch_geometric.utils import degree
+SCALE, CALLS = 1.0, 0
+
+def help(index):
+    return utils.degree(index) * SCALE
+
+def forward(self, index):
+    global CALLS
+    CALLS += 1
+    return degree(index), help(index), SCALE, utils.EXTRA
+"""
+
+
+def test_replaced_functions_see_globals_as_they_are_and_what_they_write_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_geometric.utils, "EXTRA", 1, raising=False)
+    namespace: dict[str, Any] = {"__name__": "made"}
+    exec(_TEXT, namespace)
+    cls = type("Made", (nn.Module,), {"forward": namespace["forward"]})
+    other = rebound(cls, {degree: lambda index: 10})[0]()
+    assert other.forward(None) == (10, 10.0, 1.0, 1)
+    namespace["SCALE"] = 3.0
+    monkeypatch.setattr(torch_geometric.utils, "EXTRA", 2)
+    assert other.forward(None) == (10, 30.0, 3.0, 2)
+    assert namespace["CALLS"] == 2
+    namespace["CALLS"], namespace["degree"] = 7, len
+    assert other.forward("four")[0] == 4
+    assert namespace["CALLS"] == 8

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from pygdist import InputError, checkpoints
 from pygdist.commands.export import export
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -32,19 +36,35 @@ def _fit(
 
 
 @pytest.mark.slow
-def test_resuming_is_going_on(pool: RankPool, tmp_path: Path) -> None:
-    whole, parameters = pool.run(_fit, 2, str(tmp_path / "whole"), 8, None)[0]
-    first, _ = pool.run(_fit, 2, str(tmp_path / "half"), 4, None)[0]
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_resuming_is_going_on(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    whole, parameters = pool.run(_fit, world_size, str(tmp_path / "whole"), 8, None)[0]
+    first, _ = pool.run(_fit, world_size, str(tmp_path / "half"), 4, None)[0]
     last = str(tmp_path / "half" / "last.ckpt")
-    for losses, state in pool.run(_fit, 2, str(tmp_path / "again"), 8, last):
-        assert first + losses == pytest.approx(whole, rel=1e-6)  # the metric's own sums are single precision
+    for losses, state in pool.run(_fit, world_size, str(tmp_path / "again"), 8, last):
+        assert first + losses == whole, "bit for bit with the same number of ranks"
         for name, value in parameters.items():
             assert torch.equal(state[name], value), f"{name}: bit for bit with the same number of ranks"
-    for world_size, backend in ((1, "single"), (1, "comm"), (3, "comm")):
-        for losses, state in pool.run(_fit, world_size, str(tmp_path / f"{backend}-{world_size}"), 8, last, backend):
+    if world_size != 2:
+        return
+    for number, backend in ((1, "single"), (1, "comm"), (3, "comm")):
+        for losses, state in pool.run(_fit, number, str(tmp_path / f"{backend}-{number}"), 8, last, backend):
             assert len(losses) == 4, "it goes on at the epoch where it stopped"
             for name, value in parameters.items():
-                assert torch.allclose(state[name], value, rtol=0, atol=1e-5), (name, world_size, backend)
+                assert torch.allclose(state[name], value, rtol=0, atol=1e-5), (name, number, backend)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_ranks_and_with_fewer(pool: RankPool, tmp_path: Path) -> None:
+    whole, parameters = pool.run(_fit, 2, str(tmp_path / "whole"), 6, None)[0]
+    losses, resume = list[float](), None
+    for epochs, world_size in ((2, 2), (4, 3), (6, 1)):
+        folder = tmp_path / str(world_size)
+        made, state = pool.run(_fit, world_size, str(folder), epochs, resume)[0]
+        losses, resume = losses + made, str(folder / "last.ckpt")
+    assert losses == pytest.approx(whole, rel=1e-5)
+    for name, value in parameters.items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-5), name
 
 
 _WITHOUT = """
@@ -86,3 +106,100 @@ def test_all_ranks_stop_early_at_the_same_epoch(pool: RankPool, tmp_path: Path) 
     answers: list[Any] = pool.run(_stop_early, 3, str(tmp_path))
     assert {epoch for epoch, _ in answers} == {2}
     assert len({path for _, path in answers}) == 1
+
+
+def _refused(rank: int, world_size: int, folder: str, fault: str, epochs: int, resume: str | None) -> str:
+    """What a fit says; ``fault`` is a function of the system that fails where rank 0 writes a file."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, fault, side_effect=error) if fault else mock.patch.dict(os.environ):  # noqa: SIM117
+        with pytest.raises(InputError) as said:
+            _fit(rank, world_size, folder, epochs, resume)
+    return str(said.value)
+
+
+def test_all_ranks_say_what_cannot_be_saved_or_read(pool: RankPool, tmp_path: Path) -> None:
+    _, last = pool.run(_fit, 2, str(tmp_path), 1, None), tmp_path / "last.ckpt"
+    whole = last.read_bytes()
+    for said in pool.run(_refused, 2, str(tmp_path), "replace", 2, None):
+        assert "the checkpoint could not be written (No space left on device)" in said
+    assert checkpoints.read(last)
+    last.write_bytes(whole[:1000] + b"x" + whole[1001:])
+    for said in pool.run(_refused, 2, str(tmp_path), "", 2, str(last)):
+        assert "last.ckpt: is damaged, its checksum differs" in said
+    last.unlink()
+    for said in pool.run(_refused, 2, str(tmp_path), "", 2, str(last)):
+        assert "last.ckpt: there is no such checkpoint" in said
+
+
+def _of_each_rank(rank: int, world_size: int, folder: str, lacking: bool) -> str:
+    """What a fit says that resumes from a file of the rank's own; that of rank 1 is older, or not there."""
+    path = Path(folder) / ("0.ckpt" if rank == 0 else "none.ckpt" if lacking else "1.ckpt")
+    identity, read = checkpoints.identity, checkpoints.read
+    with (
+        mock.patch.object(checkpoints, "read", lambda _, **options: read(path, **options)),
+        mock.patch.object(checkpoints, "identity", return_value=identity(path) if path.exists() else []),
+    ):
+        return _refused(rank, world_size, folder, "", 9, str(Path(folder) / "last.ckpt"))
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_share_a_file_are_told(pool: RankPool, tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        pool.run(_fit, 2, str(tmp_path / str(epochs)), epochs, None)
+        (tmp_path / str(epochs) / "last.ckpt").rename(tmp_path / f"{2 - epochs}.ckpt")
+    for said in pool.run(_of_each_rank, 2, str(tmp_path), False):
+        assert "is another file on some ranks, as their machines do not share it" in said
+    said, _ = pool.run(_of_each_rank, 2, str(tmp_path), True)
+    assert "none.ckpt: there is no such checkpoint (found by rank 1)" in said
+
+
+def _change(checkpoint: dict[str, Any], place: str, value: Any) -> None:
+    *path, last = place.split("/")
+    for key in path:
+        checkpoint = checkpoint[int(key) if isinstance(checkpoint, list) or key.isdigit() else key]
+    key = int(last) if isinstance(checkpoint, list) or last.isdigit() else last
+    if value is None:
+        del checkpoint[key]
+    else:
+        checkpoint[key] = value
+
+
+# the place of a part, what stands there (nothing if None), and what is said
+INNER: dict[str, tuple[Any, str]] = {
+    "optimizer_states": ([], "optimizer_states of 0 optimisers, but this run has 1"),
+    "optimizer_states/0/state/0/exp_avg": (torch.ones(2, 2), "exp_avg of parameter 0 must be a tensor [8]"),
+    "optimizer_states/0/state/0/exp_avg_sq": ("text", "exp_avg_sq of parameter 0 must be a tensor"),
+    "optimizer_states/0/state/0/step": ("one", "step of parameter 0 must be a number"),
+    "optimizer_states/0/state/99": ({}, "parameter 99 is none of this run's 4"),
+    "optimizer_states/0/state/1": ([], "parameter 1 is none of"),
+    "optimizer_states/0/param_groups": ([], "optimizer_states in it is not what this run needs"),
+    "optimizer_states/0/param_groups/0/params": ([0], "optimizer_states in it is not what this run needs"),
+    "loops/fit_loop/epoch_progress": (None, "'loops.fit_loop.epoch_progress' must be there"),
+    "loops/fit_loop/epoch_progress/current/processed": ("two", "'loops.fit_loop.epoch_progress.current.processed'"),
+    "loops/fit_loop/epoch_progress/total/ready": (-1, "'loops.fit_loop.epoch_progress.total.ready'"),
+    "loops/fit_loop/epoch_loop.state_dict/_batches_that_stepped": (1.5, "_batches_that_stepped"),
+    "loops/fit_loop/epoch_loop.batch_progress/is_last_batch": (3, "is_last_batch"),
+    "loops/fit_loop/state_dict": (3, "'loops.fit_loop.state_dict' must hold a list of loaders"),
+    "loops/fit_loop/state_dict/combined_loader": ([3], "must hold a list of loaders"),
+    "pytorch-lightning_version": (None, "its version in it is not what this run needs"),
+}
+
+
+def _say_of_each(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    return {
+        place: _refused(rank, world_size, folder, "", 4, f"{folder}/{number}.ckpt")
+        for number, place in enumerate(INNER)
+    }
+
+
+@pytest.mark.slow
+def test_what_is_wrong_inside_a_part_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_fit, 2, str(tmp_path), 2, None)
+    for number, (place, (value, _)) in enumerate(INNER.items()):
+        checkpoint = checkpoints.read(tmp_path / "last.ckpt")
+        _change(checkpoint, place, value)
+        checkpoints.write(checkpoint, tmp_path / f"{number}.ckpt")
+    for said in pool.run(_say_of_each, 2, str(tmp_path)):
+        for place, (_, words) in INNER.items():
+            assert words in said[place], place
+            assert "\n" not in said[place]

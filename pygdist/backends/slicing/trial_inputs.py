@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.hops.layer import CACHES, methods_of, own_class
+from pygdist.hops.layer import CACHES, own_class
+from pygdist.hops.rebinding import methods_of
 
 ANY_WIDTH = 7  # of rows, for a layer that takes any
 _POSITIONS = 3  # coordinates of a node

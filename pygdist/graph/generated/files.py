@@ -107,10 +107,13 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         complete = description["nodes"] and description["edges"]
     except FileNotFoundError as error:
         raise InputError(f"{folder}: has no graph.json; write such a folder with: pygdist generate") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise refusal_of(error) or InputError(f"{path}: is damaged ({error!r}); generate the graph again") from error
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        damaged = InputError(f"{path}: is damaged ({repr(error)[:200]}); generate the graph again")
+        raise refusal_of(error) or damaged from error
     if version != FORMAT_VERSION or not complete:
-        raise InputError(f"{path}: format version {version}, expected {FORMAT_VERSION}; generate the graph again")
+        raise InputError(
+            f"{path}: format version {repr(version)[:40]}, expected {FORMAT_VERSION}; generate the graph again"
+        )
     assert isinstance(description, dict)
     return description
 

@@ -6,6 +6,8 @@ it; use :func:`pygdist.graph.degree_corrected_sbm` for that.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from pygdist.errors import InputError
 from pygdist.graph.check import MASKS
 
 _DRAWS = 400_000  # pairs per round; part of the graph's definition, since it fixes the order of random numbers
+_MOST_ROUNDS = 200  # and more in proportion; graphs with room for the pairs need a few dozen
 
 
 def power_law(
@@ -51,6 +54,11 @@ def power_law(
             f"power-law: num_edges is {num_edges} for {num_nodes} nodes; expected an even number, at most half of all "
             "pairs of nodes"
         )
+    if not 0 <= exponent < math.inf or num_features < 1 or num_classes < 1 or seed < 0:
+        raise InputError(
+            f"power-law: exponent is {exponent}, num_features {num_features}, num_classes {num_classes}, seed {seed}; "
+            "expected a finite exponent from 0, at least 1 feature and class, and a seed from 0"
+        )
     rng = np.random.default_rng(seed)
     pairs = _draw_pairs(rng, num_nodes, num_edges // 2, exponent)
     fold = _split(rng, num_nodes)
@@ -82,7 +90,11 @@ def _draw_pairs(rng: np.random.Generator, num_nodes: int, num_pairs: int, expone
         return node_of_rank[np.minimum(ranks, num_nodes - 1)]  # the last sum may round to just below 1
 
     pairs = np.empty(0, dtype=np.int64)
+    most_rounds = _MOST_ROUNDS + 8 * num_pairs // _DRAWS
     while len(pairs) < num_pairs:
+        most_rounds -= 1
+        if most_rounds < 0:
+            raise InputError(f"power-law: exponent {exponent} leaves too few pairs to draw {num_pairs} of; lower it")
         one, other = draw(), draw()
         low, high = np.minimum(one, other), np.maximum(one, other)
         pairs = np.unique(np.concatenate([pairs, (low * num_nodes + high)[low != high]]))

@@ -6,6 +6,8 @@ on the communication between ranks.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import Data
@@ -14,6 +16,7 @@ from pygdist.errors import InputError
 from pygdist.graph.generated.power_law import undirected
 
 _MAX_ROUNDS = 200  # each round draws as many pairs as are still missing; graphs with room for them need a handful
+_TOO_MANY = "sbm: {} edges do not fit among {} nodes; lower avg_degree or add nodes"
 
 
 def degree_corrected_sbm(
@@ -61,15 +64,24 @@ def degree_corrected_sbm(
         InputError: If an argument is out of range, or there are too few pairs of nodes for so many edges.
     """
     _require(1 <= num_classes <= num_nodes, f"num_classes is {num_classes}, expected 1 to num_nodes = {num_nodes}")
-    _require(avg_degree >= 0, f"avg_degree is {avg_degree}, expected at least 0")
+    _require(0 <= avg_degree < math.inf, f"avg_degree is {avg_degree}, expected a finite number from 0")
+    _require(num_features >= 1, f"num_features is {num_features}, expected at least 1")
+    _require(0 <= feature_noise < math.inf, f"feature_noise is {feature_noise}, expected a finite number from 0")
+    _require(
+        labels_per_class is None or labels_per_class >= 0, f"labels_per_class is {labels_per_class}, expected 0 up"
+    )
+    _require(seed >= 0, f"seed is {seed}, expected at least 0")
     _require(0 <= homophily <= 1, f"homophily is {homophily}, expected a share from 0 to 1")
-    _require(power_law > 2, f"power_law is {power_law}, expected an exponent above 2")
+    _require(2 < power_law < math.inf, f"power_law is {power_law}, expected a finite exponent above 2")
     are_shares = len(split) == 3 and min(split) >= 0 and sum(split) <= 1 + 1e-9
     _require(are_shares, f"split is {split}, expected three shares that sum to at most 1")
+    num_pairs = round(num_nodes * avg_degree / 2)
+    if num_pairs > num_nodes * (num_nodes - 1) // 2:
+        raise InputError(_TOO_MANY.format(num_pairs, num_nodes))
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.arange(num_nodes) % num_classes)
     theta = (np.arange(num_nodes) + 10.0) ** (-1.0 / (power_law - 1.0))  # the offset limits the few largest hubs
-    pairs = _draw_pairs(rng, y, rng.permutation(theta), round(num_nodes * avg_degree / 2), homophily)
+    pairs = _draw_pairs(rng, y, rng.permutation(theta), num_pairs, homophily)
     x = _features(rng, y, num_classes, num_features, feature_noise)
     return undirected(pairs, x, y, _folds(rng, y, split, labels_per_class))
 
@@ -125,7 +137,7 @@ def _draw_pairs(
         pairs = np.unique(np.concatenate([pairs, keys[one != other]]))
         if len(pairs) > num_pairs:
             pairs = rng.permutation(pairs)[:num_pairs]
-    raise InputError(f"sbm: {num_pairs} edges do not fit among {num_nodes} nodes; lower avg_degree or add nodes")
+    raise InputError(_TOO_MANY.format(num_pairs, num_nodes))
 
 
 def _folds(

@@ -215,8 +215,6 @@ class GraphFiles(EdgeOptions):
             )
         if "y" in paths:
             fields["y"] = read_tensor(paths["y"]).numpy()
-            if fields["y"].ndim == 0:
-                raise InputError(f"{paths['y']}: a single number, expected one label for each node")
         lengths = [len(fields[name]) for name in ("x", "y") if name in fields]
         num_nodes = next(iter(lengths), None) if self.num_nodes is None else self.num_nodes
         masks = [name for name in MASKS if name in paths]
@@ -224,8 +222,6 @@ class GraphFiles(EdgeOptions):
             if num_nodes is None and not paths[name].stem.endswith("_mask"):
                 raise InputError(f"{paths[name]}: holds ids, which do not tell the number of nodes; set num_nodes")
             mask = read_mask(paths[name], num_nodes or 0)
-            if mask.dim() == 0:
-                raise InputError(f"{paths[name]}: a single value, expected one for each node")
             num_nodes = len(mask) if num_nodes is None else num_nodes
             fields[name] = pick_split(name, mask, self.split_index).numpy()
         for name in ("x", "y", *MASKS):

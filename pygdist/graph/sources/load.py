@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
 import sys
 import traceback
@@ -27,6 +26,7 @@ from pygdist.graph.check import MASKS, NOTES, with_tensors
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.generated.power_law import power_law
 from pygdist.graph.generated.sbm import degree_corrected_sbm
+from pygdist.graph.sources.arguments import made_arguments
 from pygdist.graph.sources.fields import edges_from_adjacency, masks_from_ids, pick_split
 from pygdist.graph.sources.hetero import is_hetero_folder, load_hetero
 from pygdist.graph.sources.homogeneous import as_homogeneous
@@ -82,8 +82,9 @@ def load_graph(
             A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
             :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
         split_index: Column to use of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object, such as
-            a transform, may be written ``{"class_path": ..., "init_args": {...}}``, as in a file.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object may be
+            written ``{"class_path": ..., "init_args": {...}}``, as in a file, where the signature asks for one: a
+            transform, or a subclass of the class in the annotation.
 
     Returns:
         A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if something was done.
@@ -137,6 +138,8 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
             f"dataset '{name}' is a file; partition it with pygdist partition --input={name}, and train on the store"
         )
     if "." in name and os.sep not in name:
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            raise InputError(f"dataset '{name}': Python's own modules hold no dataset; use the path of one")
         return _call(import_path(name, "dataset"), args, name)
     raise InputError(
         f"dataset '{name}': neither a folder, nor a generator ({', '.join(GENERATORS)}), nor a class in "
@@ -152,29 +155,18 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
     """Return ``factory(**args)``; arguments that do not fit and missing files become an ``InputError``."""
     if not callable(factory):
         raise InputError(f"dataset '{name}': a {type(factory).__name__}, expected a class or a function")
-    args = {key: _made(value) for key, value in args.items()}
+    made = made_arguments(factory, args, name)
     try:
-        inspect.signature(factory).bind(**args)
-    except TypeError as error:
-        parameters = ", ".join(inspect.signature(factory).parameters) or "none"
-        raise InputError(f"dataset '{name}': {error}; its arguments are: {parameters}") from None
-    try:
-        return factory(**args)
+        return factory(**made)
     except OSError as error:  # includes failed downloads
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
     except InputError:
         raise
-    except (TypeError, ValueError, AssertionError, KeyError) as error:  # datasets refuse arguments with these
+    except MemoryError as error:
+        raise InputError(f"dataset '{name}': not enough memory: {error} (with {dict(args)})") from error
+    except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError) as error:  # of refused arguments
         line = traceback.extract_tb(error.__traceback__)[-1].line
         raise InputError(f"dataset '{name}': {type(error).__name__}: {error or line} (with {dict(args)})") from error
-
-
-def _made(value: Any) -> Any:
-    """Create the object of a ``class_path`` in a configuration; return anything else as it is."""
-    if not (isinstance(value, Mapping) and "class_path" in value and set(value) <= {"class_path", "init_args"}):
-        return value
-    path, args = value["class_path"], value.get("init_args") or {}
-    return _call(import_path(path, "argument"), args, path)
 
 
 def _no_arguments(args: Mapping[str, Any], source: str) -> None:

@@ -80,6 +80,8 @@ def read_tensor(path: Path) -> Tensor:
     array = read_array(path)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise InputError(f"{path}: an array of {array.dtype}, expected numbers; save it as int64 or float32")
+    if array.ndim == 0:
+        raise InputError(f"{path}: a single number, expected one for each node or edge")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # torch computes with signed integers only

@@ -63,7 +63,7 @@ def prepare(
         each.
 
     Raises:
-        InputError: If :func:`check` raises it, or ``split`` is not three shares.
+        InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
     """
     data = with_tensors(data)
     check(data, num_classes=num_classes)
@@ -106,6 +106,8 @@ def prepare_nodes(
     ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended. Returns the
     number of classes.
     """
+    if not 0 <= split_seed < 1 << 64:
+        raise InputError(f"split_seed is {split_seed}, expected 0 to 2**64 - 1")
     num_classes = 0
     for name in MASKS:
         if name in fields:

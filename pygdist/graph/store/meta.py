@@ -56,6 +56,7 @@ from pygdist.graph.sources.edges import note_on_merged
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
+from pygdist.graph.store.structure import check_arrays, check_meta
 from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
 
@@ -206,7 +207,8 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     """Read ``meta.json`` of a store.
 
     Raises:
-        InputError: If there is no finished store, or it has another format version.
+        InputError: If there is no finished store, it has another format version, or an entry cannot be right
+            (:func:`~pygdist.graph.store.structure.check_meta`).
     """
     path = Path(folder) / "meta.json"
     if not path.parent.is_dir():
@@ -216,16 +218,18 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         version = meta["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: is corrupted ({error!r}); partition the graph again") from error
+        checksum = _checksum(meta)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: is corrupted ({repr(error)[:200]}); partition the graph again") from error
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{path}: format version {version}, but this pygdist reads version {FORMAT_VERSION}; "
+            f"{path}: format version {repr(version)[:40]}, but this pygdist reads version {FORMAT_VERSION}; "
             "partition the graph again"
         )
     assert isinstance(meta, dict)
-    if meta.get("crc32") != _checksum(meta):
+    if meta.get("crc32") != checksum:
         raise InputError(f"{path}: is corrupted (its checksum does not match); partition the graph again")
+    check_meta(meta, path)
     return meta
 
 
@@ -243,8 +247,9 @@ def open_part(
         folder: The store.
         part: Number of the part.
         num_parts: World size of the run, to check that the store has as many parts.
-        verify: Read the files once and compare their checksums; not needed when a part is opened again. Sizes, types
-            and shapes are always compared.
+        verify: Read the files once, compare their checksums, and check their structure
+            (:func:`~pygdist.graph.store.structure.check_arrays`); not needed when a part is opened again. Sizes, types
+            and shapes are always compared with ``meta.json``.
         meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
@@ -263,11 +268,11 @@ def open_part(
         )
     if not 0 <= part < meta["num_parts"]:
         raise InputError(f"{folder}: has no part {part}, only parts 0 to {meta['num_parts'] - 1}")
-    files = meta["parts"][part]["files"]
-    return {
-        name: open_array(folder / f"part_{part}" / f"{name}.npy", expected, verify=verify)
-        for name, expected in files.items()
-    }
+    place, files = folder / f"part_{part}", meta["parts"][part]["files"]
+    arrays = {name: open_array(place / f"{name}.npy", expected, verify=verify) for name, expected in files.items()}
+    if verify:
+        check_arrays(arrays, meta, part, place)
+    return arrays
 
 
 def store_key(fingerprint: str, arguments: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -554,7 +555,8 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_an_interrupted_run_cleans_up(tmp_path: Path) -> None:
     code, said = _stopped_while_writing(tmp_path, signal.SIGINT)
-    assert (code, said.splitlines()[-1]) == (130, "pygdist: error: interrupted")
+    assert code == 130
+    assert re.fullmatch(r"pygdist: error: SIGINT reached process \d+", said.splitlines()[-1])
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["edges.npy"]
 

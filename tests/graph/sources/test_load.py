@@ -316,3 +316,79 @@ def test_an_argument_that_is_an_object_is_written_as_its_class_path() -> None:
     assert load_graph(_ring, num_nodes=5, transform=transform).x.tolist() == [[0.0, 1.0]] * 5
     with pytest.raises(InputError, match=r"module torch_geometric.transforms has no 'Nope'"):
         load_graph(_ring, num_nodes=5, transform={"class_path": "torch_geometric.transforms.Nope"})
+
+
+class _Width:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class _Wide(_Width):
+    """A subclass of what a signature asks for."""
+
+
+def _made_of(width: _Width | None, many: list[Callable[[Data], Data]] | None = None, share: float = 1.0) -> Data:
+    return Data(x=torch.ones(3, 1 if width is None else width.value), edge_index=torch.zeros(2, 0, dtype=torch.long))
+
+
+def _bare(num_nodes, transform=None):  # type: ignore[no-untyped-def]
+    return _ring(num_nodes, transform)
+
+
+_SYSTEM = {"class_path": "os.system", "init_args": {"command": "touch OWNED"}}
+_CONSTANT = {"class_path": "torch_geometric.transforms.Constant", "init_args": {"value": 2.0}}
+
+
+def test_objects_are_made_where_a_signature_asks_for_them() -> None:
+    path = f"{__name__}._Wide"
+    assert load_graph(_made_of, width={"class_path": path, "init_args": {"value": 4}}).x.shape == (3, 4)
+    assert load_graph(_made_of, width=None, many=[_CONSTANT], share=1).x.shape == (3, 1)
+    assert load_graph(_bare, num_nodes=4, transform=_CONSTANT).x.shape == (4, 3)
+    nested = {"class_path": "torch_geometric.transforms.Compose", "init_args": {"transforms": [_CONSTANT, _CONSTANT]}}
+    assert load_graph(_ring, num_nodes=4, transform=nested).x.shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "args", "said"),
+    [
+        (_ring, {"num_nodes": _SYSTEM}, "num_nodes takes no object, but class_path 'os.system'"),
+        (_bare, {"num_nodes": _SYSTEM}, "num_nodes takes no object"),
+        (_bare, {"num_nodes": 3, "transform": _SYSTEM}, "transform: os.system is no subclass of .*BaseTransform"),
+        (_ring, {"num_nodes": 3, "transform": _SYSTEM}, "transform: os.system is no subclass of .*BaseTransform"),
+        (_ring, {"num_nodes": 3, "transform": [_SYSTEM]}, "transform: os.system is no subclass"),
+        (_ring, {"num_nodes": 3, "transform": {"a": _SYSTEM}}, "transform: os.system is no subclass"),
+        (_made_of, {"width": _SYSTEM}, "width: os.system is no subclass of .*_Width"),
+        (_made_of, {"width": {"class_path": [], "init_args": {}}}, "width: expected class_path with the path"),
+        (_made_of, {"width": {"class_path": "torch_geometric.data.Data"}}, "width: .*Data is no subclass"),
+        (_made_of, {"width": None, "share": float("nan")}, "share is nan, expected a finite number"),
+        (_made_of, {"width": None, "share": "half"}, "share is 'half', expected a finite number"),
+        (_ring, {"num_nodes": [3]}, "num_nodes is '.3.', expected a whole number"),
+        (_ring, {"num_nodes": True}, "num_nodes is 'True', expected a whole number"),
+        ("sbm", {"num_nodes": 50, "seed": 1.5}, "seed is '1.5', expected a whole number"),
+        ("sbm", {"num_nodes": 50, "seed": -1}, "seed is -1"),
+        ("sbm", {"num_nodes": 50, "feature_noise": float("inf")}, "feature_noise is inf"),
+        ("sbm", {"num_nodes": 50, "num_classes": 4, "avg_degree": 1e300}, "edges do not fit among 50 nodes"),
+        ("sbm", {"num_nodes": 10**13, "num_classes": 4}, "not enough memory|edges do not fit"),
+        ("power-law", {"num_nodes": 100, "num_edges": 1000, "exponent": 60.0}, "exponent 60.0 leaves too few pairs"),
+        ("power-law", {"num_nodes": 100, "num_edges": 100, "exponent": -1.0}, "exponent is -1.0"),
+        ("os.system", {"command": "touch OWNED"}, "dataset 'os.system': Python's own modules hold no dataset"),
+        ("..", {}, "expected a class path|neither a folder"),
+        (".os", {}, "expected a class path"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_signature_are_named(dataset: Any, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_graph(dataset, **args)
+
+
+@pytest.mark.parametrize("value", [1e300, -1e39, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["x", "edge_weight", "edge_attr"])
+def test_values_beyond_float32_are_refused(name: str, value: float) -> None:
+    fields = {"x": torch.ones(4, 2), "edge_weight": torch.ones(6), "edge_attr": torch.ones(6, 2)}
+    data = Data(edge_index=torch.randint(4, (2, 6)), **{**fields, name: fields[name].double()})
+    data[name].view(-1)[3] = value
+    row = 1 if data[name].dim() == 2 else 3
+    held = "values that float32 cannot hold" if abs(value) < float("inf") else "NaN or infinite values"
+    with pytest.raises(InputError, match=f"^{name}: 1 of . (node|edge)s hold {held}.* the first is (node|edge) {row};"):
+        prepare(data)
+    prepare(Data(x=torch.full((2, 2), 3e38, dtype=torch.float64), edge_index=data.edge_index[:, :0]))

@@ -1,0 +1,26 @@
+"""``pygdist check``: read a partitioned graph whole, and say if all of it can be used."""
+
+from __future__ import annotations
+
+import sys
+
+from pygdist.commands.messages import ArgumentParser
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line: open every part of a store, which checks sizes, checksums and structure of its files."""
+    parser = ArgumentParser(
+        prog="pygdist check",
+        description="Read all files of a partitioned graph. The exit status is 2 if one is missing or damaged, or "
+        "holds what cannot be right; a line names the file.",
+    )
+    parser.add_argument("store", help="a folder that pygdist partition wrote")
+    options = parser.parse_args(arguments)
+    from pygdist.graph import open_part, read_meta  # imports torch: not before the options are read
+
+    meta = read_meta(options.store)
+    for part in range(meta["num_parts"]):
+        open_part(options.store, part, meta=meta)
+    counts = f"{meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges in {meta['num_parts']} parts"
+    sys.stdout.write(f"{options.store}: {counts}, all files are as they were written\n")
+    return 0

@@ -1,0 +1,195 @@
+"""The folder of a run: a new one for each, or that of a run which goes on; ``--ckpt_path=last`` looks there too.
+
+A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it,
+and torchrun's or SLURM's number of the job is in it, by which a run that is started again finds its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from pygdist import checkpoints
+from pygdist.bounded_yaml import read_yaml
+from pygdist.errors import InputError
+from pygdist.lightning.resume import newest_checkpoint
+
+_MARK = ".unfinished"
+_WAIT_S = 30.0  # within which processes of a run that was lost are gone
+# a run is the same one with other values of these
+_MAY_DIFFER = {
+    "data": ("cache_dir", "num_workers", "num_parts", "memory_gib", "reserve"),
+    "model": ("check", "savings"),
+}
+_COMPARED = ("task", "seed_everything", "model", "data", "optimizer", "lr_scheduler")
+
+
+class RunFolder:
+    """A folder that this process alone writes to, until it ends.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path, launch: str) -> None:
+        self.path = path
+        self._mark = _locked(path / _MARK)
+        self._mark.truncate(0)
+        self._mark.write(launch + "\n")
+        self._mark.flush()
+
+    def finish(self) -> None:
+        """Note that the run has ended by itself."""
+        (self.path / _MARK).unlink(missing_ok=True)
+        self._mark.close()
+
+
+def new_folder(root: Path) -> RunFolder:
+    """Make the next ``version_N``. Several processes may do so at once; each gets its own."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        number = max((number for number, _ in _versions(root)), default=-1) + 1
+        while True:
+            with contextlib.suppress(FileExistsError):
+                (root / f"version_{number}").mkdir()
+                return RunFolder(root / f"version_{number}", launch_id())
+            number += 1
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or root}: cannot be written to ({error.strerror}), but logs and checkpoints go there; "
+            "set --trainer.default_root_dir to another folder, or --trainer.logger=false"
+        ) from error
+
+
+def folder_to_go_on(
+    root: Path, config: Mapping[str, Any], resume: bool | None, saved: Path | None = None
+) -> RunFolder | None:
+    """Return the folder of the newest run that has a whole checkpoint, if training should go on there.
+
+    Args:
+        root: The folder of all runs.
+        config: The configuration; a run that differs in what it learns is another one.
+        resume: Go on or do not. ``None`` goes on if torchrun or SLURM has started the same job before.
+        saved: Where checkpoints are, if not in the run's folder.
+
+    Raises:
+        InputError: If another process writes to the folder.
+    """
+    launch, again = launch_id(), _restarts() > 0
+    folders = [folder for _, folder in sorted(_versions(root), reverse=True)]
+    same_job = [folder for folder in folders if launch and _launch_of(folder) == launch]
+    if resume is None:
+        folders = same_job or (folders if again else [])
+    for folder in folders if resume is not False else ():
+        if differs := _difference(folder, config):
+            rank_zero_info(f"{folder}: is another run's ({differs}), so training does not go on from it")
+        elif newest_checkpoint(folder if saved is None else saved) is not None:
+            return RunFolder(folder, launch)
+    if resume:
+        rank_zero_info(f"--resume: there is no checkpoint of this run under {root}, so it begins")
+    return None
+
+
+def launch_id() -> str:
+    """Return what tells this job from others, and is the same if it is started again; empty if nothing does."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if job == "none" else f"torchrun {job}"
+
+
+def _restarts() -> int:
+    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    return max(int(count) if count.isdigit() else 0 for count in counts)
+
+
+def _versions(root: Path) -> list[tuple[int, Path]]:
+    found = [(re.fullmatch(r"version_(\d+)", path.name), path) for path in root.glob("version_*")]
+    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+
+
+def _launch_of(folder: Path) -> str | None:
+    try:
+        return (folder / _MARK).read_text().strip()
+    except OSError:
+        return None
+
+
+def _difference(folder: Path, config: Mapping[str, Any]) -> str:
+    """Name an option in which a run learns something else; empty if there is none, or nothing to compare."""
+    path = folder / "config.yaml"
+    theirs = read_yaml(path) if path.is_file() else None
+    if not isinstance(theirs, dict):
+        return ""
+    for part in _COMPARED:
+        ours, others = config.get(part), theirs.get(part)
+        if isinstance(ours, Mapping) and isinstance(others, Mapping):
+            names = [name for name in {**ours, **others} if name not in _MAY_DIFFER.get(part, ())]
+            for name in names:
+                if ours.get(name) != others.get(name):
+                    return f"--{part}.{name}"
+        elif ours != others:
+            return f"--{part}"
+    return ""
+
+
+def _locked(path: Path) -> IO[str]:
+    """Open a file that one process at a time may hold; a process that ends lets go of it."""
+    file, until = path.open("a+"), time.monotonic() + _WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise InputError(
+                    f"{path.parent}: another process is still training there; end it first, or begin a run of its own "
+                    "with --resume=false"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return file
+
+
+def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
+    """Return the file that ``--ckpt_path=last``, ``best`` or ``hpc`` means: of the newest run that has checkpoints.
+
+    ``root`` is the folder of all runs, ``hpc`` the one where Lightning saves when SLURM ends a job.
+
+    Raises:
+        InputError: If there is none.
+    """
+    option = f"--ckpt_path={name}"
+    if name == "hpc":
+        saved = [(re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", path.name), path) for path in hpc.glob("hpc_ckpt_*.ckpt")]
+        numbered = [(int(match[1]), path) for match, path in saved if match]
+        if not numbered:
+            raise InputError(f"{option}: there is no hpc_ckpt_N.ckpt in {hpc}; give the file")
+        return max(numbered)[1]
+    for _, folder in [*sorted(_versions(root), reverse=True), (-1, root)]:
+        if any(folder.rglob("*.ckpt")):
+            found = _last(folder) if name == "last" else _best(folder)
+            if found is None:
+                raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
+            return found
+    raise InputError(f"{option}: there is no run with checkpoints under {root}; give the file")
+
+
+def _last(folder: Path) -> Path | None:
+    return max(folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _best(folder: Path) -> Path | None:
+    """Return the best checkpoint by what the newest one has noted; the folder may have moved."""
+    newest = max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    for name, state in checkpoints.read(newest).get("callbacks", {}).items():
+        if "Checkpoint" in name and isinstance(state, dict) and state.get("best_model_path"):
+            path = newest.parent / Path(str(state["best_model_path"])).name
+            if path.is_file():
+                return path
+    return None

@@ -1,0 +1,74 @@
+"""Checks of the options of Lightning's trainer, which takes some numbers that make no sense and fails on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pygdist.errors import InputError
+
+_LARGEST = 2**53  # counts are also computed with as floats
+_COUNT, _FROM_ZERO, _OR_MINUS_ONE = (1, _LARGEST), (0, _LARGEST), (-1, _LARGEST)
+_RANGES: dict[str, tuple[float, float]] = {
+    "devices": _OR_MINUS_ONE,
+    "num_nodes": _COUNT,
+    "fast_dev_run": _FROM_ZERO,
+    "max_epochs": _OR_MINUS_ONE,
+    "min_epochs": _FROM_ZERO,
+    "max_steps": _OR_MINUS_ONE,
+    "min_steps": _FROM_ZERO,
+    **{f"limit_{stage}_batches": _FROM_ZERO for stage in ("train", "val", "test", "predict")},
+    "overfit_batches": _FROM_ZERO,
+    "val_check_interval": _FROM_ZERO,
+    "check_val_every_n_epoch": _COUNT,
+    "num_sanity_val_steps": _OR_MINUS_ONE,
+    "log_every_n_steps": _FROM_ZERO,
+    "accumulate_grad_batches": _COUNT,
+    "gradient_clip_val": _FROM_ZERO,
+    "reload_dataloaders_every_n_epochs": _FROM_ZERO,
+}
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse a seed that is out of range, and an optimiser or a scheduler with arguments but without a class.
+
+    Raises:
+        InputError: Names the option.
+    """
+    seed = config.get("seed_everything")
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed < 1 << 32:
+        raise InputError(f"--seed_everything is {str(seed)[:40]}, expected 0 to 2**32 - 1")
+    for name in ("optimizer", "lr_scheduler"):
+        value = config.get(name)
+        if value is not None and "init_args" in value and not value.get("class_path"):
+            raise InputError(f"--{name}: init_args are given without a class_path")
+
+
+def check_trainer(config: Mapping[str, Any]) -> None:
+    """Refuse options of the trainer that are out of range, of a wrong type, or that do not go together.
+
+    Raises:
+        InputError: Names the option.
+    """
+    for name, (least, most) in _RANGES.items():
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not least <= value <= most or (name == "devices" and value == 0):
+            raise InputError(f"--trainer.{name} is {str(value)[:40]}, expected a finite number from {least}")
+    _check_devices(config.get("devices"))
+    if config.get("gradient_clip_algorithm") is not None and config.get("gradient_clip_val") is None:
+        raise InputError("--trainer.gradient_clip_algorithm has no effect without --trainer.gradient_clip_val")
+    for unit in ("epochs", "steps"):
+        fewest, limit = config.get(f"min_{unit}"), config.get(f"max_{unit}")
+        if isinstance(fewest, int) and isinstance(limit, int) and 0 <= limit < fewest:
+            raise InputError(f"--trainer.min_{unit} is {fewest}, but --trainer.max_{unit} is {limit}; lower the first")
+
+
+def _check_devices(devices: Any) -> None:
+    """Refuse devices that are neither a number, ``auto``, nor numbers in a list or, separated by commas, a text."""
+    numbers = devices if isinstance(devices, list) else str(devices).split(",")
+    texts = [str(number).strip() for number in numbers if str(number).strip()]
+    fit = [text.removeprefix("-").isdecimal() and len(text) < 10 for text in texts]
+    if devices not in (None, "auto") and not (fit and all(fit)):
+        raise InputError(f"--trainer.devices: {str(devices)[:40]!r}, expected a number of devices, such as 2, or auto")

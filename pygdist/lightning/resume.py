@@ -1,0 +1,117 @@
+"""Runs that go on: the newest whole checkpoint of a run, and a callback with which all ranks take up the same one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from pygdist import checkpoints
+from pygdist.checkpoints import TRAINING_PARTS
+from pygdist.errors import InputError
+from pygdist.lightning.strategies import GraphDDPStrategy
+from pygdist.lightning.table import EpochLogger
+
+_VERSION = re.compile(r"version_(\d+)")
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the checkpoint in a folder, or below it, from which training goes on; ``None`` if there is none.
+
+    Of folders ``version_0``, ``version_1``, ... the last one that has any counts, and in it the file with the most
+    steps. A file that is damaged, or lacks what training needs, is passed over with a warning.
+
+    Example:
+        >>> trainer.fit(module, datamodule=data, ckpt_path=newest_checkpoint("lightning_logs"))
+    """
+    for path in _newest_first(Path(folder)):
+        try:
+            checkpoints.read(path, needs=TRAINING_PARTS, **_lazily(path))
+        except InputError as error:
+            rank_zero_warn(f"{error} (passed over: training does not go on from it)")
+        else:
+            return path
+    return None
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    by_version: dict[int, list[Path]] = {}
+    for path in folder.rglob("*.ckpt"):
+        if not path.name.startswith("."):
+            versions = [match for part in path.parts if (match := _VERSION.fullmatch(part))]
+            by_version.setdefault(int(versions[-1][1]) if versions else -1, []).append(path)
+    for _, paths in sorted(by_version.items(), reverse=True):
+        yield from sorted(paths, key=_steps, reverse=True)
+
+
+def _steps(path: Path) -> tuple[float, float]:
+    """Return by how much a file is newer than others: its number of steps, or else its time. Unreadable ones first."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, **_lazily(path))
+        return float(content["global_step"]), path.stat().st_mtime
+    except Exception:  # torch.load raises nearly any for a damaged file, which read() then names
+        return float("inf"), 0.0
+
+
+def _lazily(path: Path) -> dict[str, Any]:
+    """Return options of ``torch.load`` with which tensors stay in the file; one by old versions of torch cannot."""
+    try:
+        with path.open("rb") as file:
+            return {"mmap": file.read(2) == b"PK"}
+    except OSError:
+        return {}
+
+
+class Resume(pl.Callback):
+    """Goes on from the newest whole checkpoint of a run, if there is any; otherwise the run begins.
+
+    Rank 0 looks for the file, and all ranks read that one, so the machines share the folder. A run that had ended by
+    itself says so and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only where the folder has none.
+
+    Args:
+        folder: Where the run's checkpoints are, or those of its versions (``lightning_logs``); ``None`` for none.
+
+    Raises:
+        InputError: On all ranks, if one of them cannot read the file, or reads another one under its name.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy="graph_ddp", devices=4, callbacks=[Resume("lightning_logs")])
+        >>> trainer.fit(module, datamodule=data)
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.folder = folder
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        path = self._agreed(trainer)
+        if not path:
+            return
+        rank_zero_info(f"the run goes on from {path}")
+        connector = trainer._checkpoint_connector
+        connector._restore_modules_and_callbacks(path)  # as Lightning does here for strategies that restore late
+        state = connector._loaded_checkpoint["loops"]["fit_loop"]
+        begun, whole = (int(state["epoch_progress"]["current"][name]) for name in ("started", "processed"))
+        if trainer.max_epochs not in (None, -1) and whole >= trainer.max_epochs:
+            rank_zero_info(f"the run had ended by itself after {whole} epochs (max_epochs={trainer.max_epochs})")
+        stopping = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]  # type: ignore[attr-defined]
+        if any(one.stopped_epoch and one.stopped_epoch + 1 == whole for one in stopping):
+            rank_zero_info(f"the run had ended by itself after {whole} epochs (EarlyStopping)")
+            trainer.should_stop = True
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, EpochLogger):
+                logger.go_on(whole, state["epoch_loop.state_dict"]["_batches_that_stepped"] if begun > whole else 0)
+
+    def _agreed(self, trainer: pl.Trainer) -> str:
+        path = newest_checkpoint(self.folder) if trainer.is_global_zero and self.folder is not None else None
+        text, strategy = "" if path is None else str(path), trainer.strategy
+        if isinstance(strategy, GraphDDPStrategy):
+            return strategy.communicator.gather_text(text)[0]
+        return str(strategy.broadcast(text))

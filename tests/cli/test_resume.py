@@ -1,0 +1,206 @@
+"""Runs that go on: ``--resume``, jobs that are started again, and the names of checkpoints."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pygdist import InputError
+from pygdist.commands.run_folder import RunFolder, folder_to_go_on, new_folder
+from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
+
+FIT = ("fit", "--config=run.yaml")
+
+
+def _fit(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Outcome:
+    outcome = pygdist(*FIT, *args, folder=folder, env=env)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def _last(folder: Path, version: int = 0) -> dict[str, Any]:
+    path = folder / "runs" / f"version_{version}" / "checkpoints" / "last.ckpt"
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def _losses(folder: Path, version: int = 0) -> dict[int, str]:
+    """The training loss of each epoch; each epoch is there once."""
+    with (folder / "runs" / f"version_{version}" / "metrics.csv").open() as lines:
+        rows = [(int(row["epoch"]), row["train_loss"]) for row in csv.DictReader(lines) if row["train_loss"]]
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, trained: tuple[Path, Outcome]) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    shutil.copy(trained[0] / "run.yaml", folder)
+    _fit(folder, "--trainer.max_epochs=5")
+    return folder
+
+
+@pytest.fixture
+def begun(trained: tuple[Path, Outcome], tmp_path: Path) -> Path:
+    """A folder with a run of three epochs, which may go on."""
+    shutil.copytree(trained[0], tmp_path / "begun")
+    return tmp_path / "begun"
+
+
+def _assert_as_unbroken(folder: Path, unbroken: Path) -> None:
+    ours, theirs = _last(folder)["state_dict"], _last(unbroken)["state_dict"]
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert _losses(folder) == _losses(unbroken)
+    assert [path.name for path in (folder / "runs").iterdir()] == ["version_0"]
+    names = [path.name for path in (folder / "runs" / "version_0" / "checkpoints").iterdir()]
+    assert sorted(name for name in names if name.startswith((".", "last"))) == ["last.ckpt"]
+    assert len(names) == 2, "the best and the last"
+
+
+def test_a_run_goes_on_in_its_folder(begun: Path, unbroken: Path) -> None:
+    outcome = _fit(begun, "--resume", "--trainer.max_epochs=5")
+    assert "the run goes on from runs/version_0/checkpoints/last.ckpt" in outcome.err
+    _assert_as_unbroken(begun, unbroken)
+
+
+def test_damaged_checkpoints_and_rows_after_the_one_before_are_passed_over(begun: Path, unbroken: Path) -> None:
+    run = begun / "runs" / "version_0"
+    last = run / "checkpoints" / "last.ckpt"
+    (best,) = (path for path in last.parent.iterdir() if path != last)
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    (run / "checkpoints" / ".last.ckpt.999999.partial").write_bytes(content[:100])
+    with (run / "metrics.csv").open("a") as file:
+        file.write("9,9,9")  # a row that is cut off
+    outcome = _fit(begun, "--resume=true", "--trainer.max_epochs=5")
+    assert "last.ckpt: is damaged" in outcome.err
+    assert f"the run goes on from runs/version_0/checkpoints/{best.name}" in outcome.err
+    _assert_as_unbroken(begun, unbroken)
+
+
+def test_a_run_that_has_ended_says_so(begun: Path) -> None:
+    before = (begun / "runs" / "version_0" / "metrics.csv").read_text()
+    outcome = _fit(begun, "--resume")
+    assert "the run had ended by itself after 3 epochs (max_epochs=3)" in outcome.err
+    assert (begun / "runs" / "version_0" / "metrics.csv").read_text() == before
+    assert not list(begun.rglob(".unfinished"))
+
+
+def test_a_run_that_stopped_early_says_so(folder: Path) -> None:
+    (folder / "stop.yaml").write_text(
+        "trainer:\n  max_epochs: 50\n  callbacks:\n    - class_path: EarlyStopping\n"
+        "      init_args: {monitor: val_loss, patience: 1, min_delta: 10.0}\n"
+    )
+    _fit(folder, "--config=stop.yaml")
+    outcome = _fit(folder, "--config=stop.yaml", "--resume")
+    assert "the run had ended by itself after 2 epochs (EarlyStopping)" in outcome.err
+    assert _last(folder)["global_step"] == 2
+
+
+def test_a_run_begins_where_there_is_nothing_of_it(begun: Path) -> None:
+    outcome = _fit(begun, "--resume", "--model.lr=0.5", "--trainer.max_epochs=1")
+    assert "runs/version_0: is another run's (--model.lr)" in outcome.err
+    assert "there is no checkpoint of this run under runs, so it begins" in outcome.err
+    assert _last(begun, 1)["epoch"] == 0
+    again = _fit(begun, "--resume", "--model.lr=0.5", "--trainer.max_epochs=2")
+    assert "goes on from runs/version_1/" in again.err
+    assert list(_losses(begun, 1)) == [0, 1]
+
+
+def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
+    _fit(begun, "--trainer.max_epochs=5", env={"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+    _assert_as_unbroken(begun, unbroken)
+    outcome = _fit(begun, "--resume=false", "--trainer.max_epochs=1", env={"SLURM_RESTART_COUNT": "1"})
+    assert "goes on" not in outcome.err
+    assert _last(begun, 1)["epoch"] == 0
+
+
+@pytest.mark.slow
+def test_torchrun_that_starts_ranks_again_goes_on(folder: Path, trained: tuple[Path, Outcome]) -> None:
+    """A rank is lost after its third epoch; those that torchrun starts then have the number of its job."""
+    shutil.copytree(trained[0] / "runs", folder / "runs")  # another run's, which had ended
+    (folder / "lose.py").write_text(
+        "import os, lightning.pytorch as pl\n"
+        "class Lose(pl.Callback):\n"
+        "    def on_train_epoch_start(self, trainer, module):\n"
+        "        if trainer.current_epoch == 3 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "            os._exit(9)\n"
+    )
+    args = (*FIT, "--trainer.max_epochs=5", "--trainer.callbacks+=lose.Lose")
+    first = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert [rank.code for rank in first] == [9, 9]
+    assert (folder / "runs" / "version_1" / ".unfinished").read_text() == "torchrun test\n"
+    again = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert [rank.code for rank in again] == [0, 0], again[0].err
+    assert "the run goes on from runs/version_1/checkpoints/last.ckpt" in again[0].err
+    assert list(_losses(folder, 1)) == [0, 1, 2, 3, 4]
+    other = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert "goes on" not in other[0].err, "the job has ended, and this one has its number by chance"
+    assert (folder / "runs" / "version_2").is_dir()
+
+
+def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as workers:
+        folders = list(workers.map(lambda _: new_folder(tmp_path / "runs").path.name, range(48)))
+    assert sorted(folders, key=lambda name: int(name.split("_")[1])) == [f"version_{number}" for number in range(48)]
+
+
+def test_a_folder_in_use_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pygdist.commands.run_folder._WAIT_S", 0.3)
+    config = yaml.safe_load((begun / "runs" / "version_0" / "config.yaml").read_text())
+    run = RunFolder(begun / "runs" / "version_0", "")
+    with pytest.raises(InputError, match="version_0: another process is still training there"):
+        folder_to_go_on(begun / "runs", config, True)
+    run.finish()
+    assert folder_to_go_on(begun / "runs", config, True) is not None
+
+
+def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:
+    _fit(begun, "--trainer.max_epochs=1", "--model.lr=0.5")  # version_1
+    for command, name in (("test", "last"), ("validate", "best")):
+        outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", folder=begun)
+        assert outcome.code == 0, outcome.err
+        (said,) = (line for line in outcome.err.splitlines() if line.startswith(f"--ckpt_path={name}: "))
+        path = begun / said.partition(": ")[2]
+        assert path.parent.parent.name == "version_1"
+        assert path.name == "last.ckpt" if name == "last" else path.name.startswith("epoch=0")
+    _fit(begun, "--ckpt_path=last", "--trainer.max_epochs=2", "--model.lr=0.5")
+    assert _last(begun, 4)["global_step"] == 2
+    shutil.copy(begun / "runs/version_0/checkpoints/last.ckpt", begun / "hpc_ckpt_2.ckpt")
+    outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=hpc", folder=begun)
+    assert "--ckpt_path=hpc: hpc_ckpt_2.ckpt" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["last", "best", "hpc"])
+@pytest.mark.parametrize("command", ["fit", "test", "predict"])
+def test_names_of_checkpoints_that_are_not_there(folder: Path, command: str, name: str) -> None:
+    assert_mistake(pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", folder=folder), f"--ckpt_path={name}")
+    assert not (folder / "runs").exists()
+
+
+def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path) -> None:
+    (folder / "look.py").write_text(
+        "import csv, lightning.pytorch as pl\n"
+        "class Look(pl.Callback):\n"
+        "    def on_save_checkpoint(self, trainer, module, checkpoint):\n"
+        "        with open('runs/version_0/metrics.csv') as file:\n"
+        "            rows = list(csv.DictReader(file))\n"
+        "        wanted = ('train_loss', 'val_loss', 'epoch_s')\n"
+        "        epochs = [{int(row['epoch']) for row in rows if row.get(name)} for name in wanted]\n"
+        "        assert all(max(found) == trainer.current_epoch for found in epochs), rows\n"
+        "        open('looked', 'a').write('x')\n"
+    )
+    _fit(folder, "--trainer.callbacks+=look.Look")
+    assert len((folder / "looked").read_text()) >= 3
+    assert list(_losses(folder)) == [0, 1, 2]
+    assert os.listdir(folder / "runs") == ["version_0"]

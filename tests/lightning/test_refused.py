@@ -1,0 +1,159 @@
+"""A loss that is NaN or infinite stops a run on all ranks alike; options and models that make no sense are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.nn import GCN
+
+from pygdist import GraphDataModule, GraphDDPStrategy, InputError
+from pygdist.backends import ReplicaBackend
+from pygdist.comm import Communicator
+from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
+from pygdist.lightning.to_rank_zero import from_rank_zero
+from pygdist.testing import RankPool
+from tests.lightning import runs
+
+
+class Spoiled(NodeClassifier):
+    """Its loss has one wrong value, in epoch 1, on the last rank, in a stage."""
+
+    wrong, stage = float("nan"), "train"
+
+    def node_losses(self, out: Any, y: Tensor) -> Tensor:
+        losses = super().node_losses(out, y)
+        here = self.global_rank == self.trainer.world_size - 1 and self.current_epoch == 1
+        if here and self.training == (self.stage == "train"):
+            losses = losses + torch.full_like(losses, self.wrong).detach()
+        return losses
+
+
+class Dot(nn.Module):
+    """A decoder whose scores are not finite on one rank, from epoch 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.bad = False
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (source * target).sum(dim=-1) + (torch.nan if self.bad and self.calls > 2 else 0.0)
+
+
+def _fit(rank: int, world_size: int, folder: str, kind: str, detect: bool) -> tuple[str, list[dict[str, float]]]:
+    history, options = runs.History(), {}
+    links = {"edge_split": (0.1, 0.1)} if kind == "links" else {}
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache", **links)
+    module: Any
+    if kind == "links":
+        module = LinkPredictor(GCN(12, 8, 2, 6), Dot(), detect_nan=detect)
+        module.decoder.bad = rank == world_size - 1
+        options["num_sanity_val_steps"] = 0
+    elif kind == "parts":
+        module = Spoiled(runs.model(), ReplicaBackend(hops=2), detect_nan=detect)
+        options["strategy"] = ModelAveragingStrategy()
+    else:
+        module = Spoiled(runs.model(), detect_nan=detect)
+        module.wrong = float("-inf" if kind == "infinite" else "nan")
+        module.stage = "val" if kind == "val" else "train"
+    said = ""
+    try:
+        runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=3, **options).fit(
+            module, datamodule=data
+        )
+    except InputError as error:
+        said = str(error)
+    return said, history.epochs
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "words"),
+    [
+        ("train", 1, "epoch 1: train_loss is nan (rank 0 of 1)"),
+        ("train", 2, "epoch 1: train_loss is nan (rank 1 of 2)"),
+        ("infinite", 2, "epoch 1: train_loss is -inf (rank 1 of 2)"),
+        ("val", 3, "epoch 1: val_loss is nan (rank 2 of 3)"),
+        ("parts", 2, "epoch 1: train_loss is nan (rank 1 of 2)"),
+        ("links", 2, "epoch 0: val_loss is nan (rank 1 of 2)"),
+    ],
+)
+def test_a_loss_that_is_no_number_stops_the_run(
+    kind: str, world_size: int, words: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for said, epochs in pool.run(_fit, world_size, str(tmp_path), kind, True):
+        assert said.startswith(words)
+        assert "detect_nan=False" in said
+        assert len(epochs) <= 2
+
+
+def test_a_run_may_go_on_with_it(pool: RankPool, tmp_path: Path) -> None:
+    for said, epochs in pool.run(_fit, 2, str(tmp_path), "train", False):
+        assert not said
+        assert len(epochs) == 3
+        assert [epoch["train_loss"] != epoch["train_loss"] for epoch in epochs] == [False, True, False]
+
+
+def _said(rank: int, world_size: int, folder: str, text: str) -> str:
+    strategy = GraphDDPStrategy()
+    strategy._communicator = Communicator(dist.new_group())
+    return from_rank_zero(text if rank == 0 else "other" * rank, strategy)
+
+
+@pytest.mark.parametrize("text", ["", "/store", "/a/\u00e9\udcff\n\\x" * 700])
+def test_a_text_of_rank_0_travels_whole(text: str, pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_said, 3, str(tmp_path), text) == [text] * 3
+
+
+@pytest.mark.parametrize("options", [{"lr": float("inf")}, {"lr": float("nan")}, {"weight_decay": float("inf")}])
+def test_rates_are_finite(options: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="expected finite numbers from 0"):
+        NodeClassifier(runs.model(), **options)
+
+
+def test_a_model_has_a_forward_and_layers() -> None:
+    with pytest.raises(InputError, match=r"model: Module has no forward\(\)"):
+        NodeClassifier(nn.Module())
+    with pytest.raises(InputError, match=r"decoder: Module has no forward\(\)"):
+        LinkPredictor(runs.model(), nn.Module())
+    with pytest.raises(InputError, match=r"model: num_layers of GCN is 0, expected at least 1"):
+        NodeClassifier(GCN(12, 8, num_layers=0, out_channels=4))
+
+
+@pytest.mark.parametrize("sizes", [(12, 0, 2, 4), (-1, 0, 2, 4), (12, 8, 2, 0)])
+def test_a_width_of_0_is_refused(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    data = GraphDataModule(runs.graph(), cache_dir=tmp_path)
+    with pytest.raises(InputError, match=r"model: .* shape \(.*a width is 0"):
+        runs.trainer(0, 1, str(tmp_path)).fit(NodeClassifier(GCN(*sizes)), datamodule=data)
+
+
+def test_edges_are_not_held_out_for_nodes(tmp_path: Path) -> None:
+    data = GraphDataModule(runs.graph(), cache_dir=tmp_path, edge_split=(0.1, 0.1))
+    with pytest.raises(InputError, match=r"edge_split: .* NodeClassifier learns the classes of nodes"):
+        runs.trainer(0, 1, str(tmp_path)).fit(NodeClassifier(runs.model()), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"store": "parts", name: True} for name in ("symmetrize", "remove_duplicates", "remove_self_loops")),
+        {"store": "parts", "split": (0.5, 0.2, 0.2)},
+        {"store": "parts", "num_classes": 4},
+        {"reserve": 0.5},
+        {"num_parts": "auto", "reserve": float("nan")},
+        {"num_parts": "auto", "memory_gib": float("inf")},
+        {"num_parts": 0},
+        {"num_workers": -1},
+        {"split_seed": -1},
+        {"split_seed": 1 << 64},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_options_of_a_graph_that_have_no_effect_or_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=list(options)[-1]):
+        GraphDataModule(**options)

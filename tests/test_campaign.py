@@ -1,0 +1,50 @@
+"""Kills of the reliability campaign: one always, its short version with --exhaustive."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments.reliability import campaign
+from experiments.reliability.campaign import EPOCHS, Case, Run, attempt, draw, last_loss
+
+SHORT = [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case.number)) for case in draw(20, 0)]
+ALWAYS = Case(0, "SIGTERM", "1", "training", 0.01, "torchrun", "comm", 2)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
+    losses: dict[tuple[str, int], str] = {}
+
+    def loss_of(case: Case) -> str:
+        key = case.system, case.ranks
+        if key not in losses:
+            folder = tmp_path_factory.mktemp("unbroken")
+            Run(case, folder, "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01").wait(300.0)
+            losses[key] = last_loss(folder)
+        return losses[key]
+
+    return loss_of
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+@pytest.mark.parametrize("case", [pytest.param(ALWAYS, id="always"), *SHORT])
+def test_a_kill_is_survived(case: Case, tmp_path: Path, unbroken: Callable[[Case], str]) -> None:
+    outcome = attempt(case, tmp_path, unbroken)
+    assert outcome.wrong == "", outcome
+    assert outcome.loss == outcome.expected
+
+
+def test_cases_cover_what_they_promise() -> None:
+    cases = draw(100, 0)
+    assert {case.phase for case in cases} == set(campaign.PHASES)
+    assert {case.signal for case in cases} == set(campaign.SIGNALS)
+    assert {case.system for case in cases} == set(campaign.SYSTEMS)
+    assert {(case.phase, case.signal) for case in cases} == {(p, s) for p in campaign.PHASES for s in campaign.SIGNALS}
+    assert all(signal.Signals[case.signal] for case in cases)
+    assert draw(100, 0) == cases
+    assert draw(100, 1) != cases
