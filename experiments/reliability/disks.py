@@ -49,7 +49,7 @@ import pygdist.commands.train
 import pygdist.commands.verify  # noqa: F401  (all of them: forked processes need not)
 from experiments.machine import SOME_FAILED, provenance
 from pygdist import cli
-from pygdist.commands.export import read_checkpoint
+from pygdist.checkpoints import read
 from pygdist.graph import degree_corrected_sbm, read_description, read_meta, save_npy
 from pygdist.graph.store.meta import open_part
 
@@ -322,7 +322,7 @@ def _damage(path: Path, whole: bytes | None) -> str:
                 shape = np.load(path.parent / "edge_index.npy", mmap_mode="r").shape
                 assert shape == (2, relation["num_edges"]), shape
         elif path.suffix == ".ckpt":
-            read_checkpoint(path)
+            read(path)
         elif path.suffix == ".pt":
             torch.load(path)
         elif path.name == "report.html":
