@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pygdist import signals
 from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
 from pygdist.memory.limits import refusal_of
-from pygdist.memory.scratch import ScratchFolder
+from pygdist.memory.scratch import ScratchFolder, is_scratch
 
 _HELP = """\
 Train unmodified PyTorch Geometric models on graphs that are split across processes.
@@ -53,6 +53,7 @@ Examples:
 A configuration names classes, which are imported and run: use only those that you would run as a script.
 """
 
+_LONGEST_PLACE = 56  # names of sockets in a folder of multiprocessing, in ours, have at most 107 characters
 _folders: list[ScratchFolder] = []  # they go with the process, after all that has files in them
 _LONGEST = 660
 
@@ -132,12 +133,11 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
 @contextlib.contextmanager
 def _scratch() -> Iterator[None]:
     """Let temporary files of this process, and of those that it starts, go with it; libraries leave some behind."""
-    before = tempfile.tempdir, os.environ.get("TMPDIR")
-    try:
-        _folders.append(folder := ScratchFolder())
-    except OSError:  # there is no room: a command that needs some says so
+    before, folder = (tempfile.tempdir, os.environ.get("TMPDIR")), _new_folder()
+    if folder is None:
         yield
         return
+    _folders.append(folder)
     # compiled models are kept for the next run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path.parent}/torchinductor_{os.getuid()}")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder.path)
@@ -147,6 +147,15 @@ def _scratch() -> Iterator[None]:
         tempfile.tempdir = before[0]
         del os.environ["TMPDIR"]
         os.environ |= {} if before[1] is None else {"TMPDIR": before[1]}
+
+
+def _new_folder() -> ScratchFolder | None:
+    """Return a folder of this process; ``None`` in a rank that another command started, which has one."""
+    try:
+        place = tempfile.gettempdir()
+        return None if is_scratch(place) or len(place) > _LONGEST_PLACE else ScratchFolder()
+    except OSError:  # there is no room: a command that needs some says so
+        return None
 
 
 @contextlib.contextmanager

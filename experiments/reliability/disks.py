@@ -10,7 +10,7 @@ succeed.
 
 Prints a table of outcomes by command and kind, and writes a CSV with a row for each run. *Refused* is exit code 2, one
 line on standard error (of each rank that is refused something), no traceback, nothing that looks whole and is not, and
-no temporary file. *Other* is all else; the exit code is 1 if there is any.
+no temporary file. *Other* is all else; the exit code is 3 if there is any.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ import pygdist.commands.partition
 import pygdist.commands.report
 import pygdist.commands.train
 import pygdist.commands.verify  # noqa: F401  (all of them: forked processes need not)
-from experiments.machine import provenance
+from experiments.machine import SOME_FAILED, provenance
 from pygdist import cli
-from pygdist.commands.export import read_checkpoint
+from pygdist.checkpoints import read
 from pygdist.graph import degree_corrected_sbm, read_description, read_meta, save_npy
 from pygdist.graph.store.meta import open_part
 
@@ -322,7 +322,7 @@ def _damage(path: Path, whole: bytes | None) -> str:
                 shape = np.load(path.parent / "edge_index.npy", mmap_mode="r").shape
                 assert shape == (2, relation["num_edges"]), shape
         elif path.suffix == ".ckpt":
-            read_checkpoint(path)
+            read(path)
         elif path.suffix == ".pt":
             torch.load(path)
         elif path.name == "report.html":
@@ -406,35 +406,39 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the campaign; 1 if there is any other outcome than success and refusal."""
+    """Run the campaign; the exit code tells if there is any other outcome than success and refusal."""
     options = parser().parse_args()
     torch.set_num_threads(1)  # no thread may exist where processes are forked
-    generator, rows, facts = random.Random(options.seed), [], provenance(1)
     kinds = [kind for kind in options.kinds if is_root() or kind not in MOUNTED]
     if len(kinds) < len(options.kinds):
         print("without root there are no file systems of a limited size: limits of processes alone", file=sys.stderr)
     options.out.mkdir(parents=True, exist_ok=True)
+    rows, facts = [], provenance(1)
     with contextlib.ExitStack() as stack:
         scratch = tempfile.mkdtemp(prefix="disks-")  # a TemporaryDirectory would go with the first forked process
         stack.callback(shutil.rmtree, scratch)
-        inputs = Path(scratch) / "inputs"
-        prepare(inputs)
-        for command in (one for one in COMMANDS if options.commands is None or one.name in options.commands):
-            taken, whole = reference(command, Path(scratch) / "reference", inputs)
-            for kind in kinds:
-                for limit in limits(kind, taken.used, options.sizes, generator):
-                    row = trial(command, limit, Path(scratch) / "place", inputs, whole)
-                    if said := row.pop("said"):
-                        print(
-                            f"{row['command']}, {row['kind']} {row['size']}: {row['reason']}\n{said}", file=sys.stderr
-                        )
-                    rows.append({**row, **facts})
-    with (options.out / "disks.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        file = stack.enter_context((options.out / "disks.csv").open("w", newline=""))
+        for row in _trials(options, kinds, Path(scratch)):
+            print(f"{row['command']}, {row['kind']} {row['size']}: {row['outcome']} {row['reason']}", file=sys.stderr)
+            print(row.pop("said"), end="", file=sys.stderr)
+            rows.append({**row, **facts})
+            if len(rows) == 1:
+                (writer := csv.DictWriter(file, fieldnames=list(rows[0]))).writeheader()
+            writer.writerow(rows[-1])
+            file.flush()  # forked processes would write it once more
     _show(rows)
-    return int(any(row["outcome"] == "other" for row in rows))
+    return SOME_FAILED if any(row["outcome"] == "other" for row in rows) else 0
+
+
+def _trials(options: argparse.Namespace, kinds: Sequence[str], scratch: Path) -> Iterator[dict[str, object]]:
+    """Yield the row of each run, command by command."""
+    generator, inputs = random.Random(options.seed), scratch / "inputs"
+    prepare(inputs)
+    for command in (one for one in COMMANDS if options.commands is None or one.name in options.commands):
+        taken, whole = reference(command, scratch / "reference", inputs)
+        for kind in kinds:
+            for limit in limits(kind, taken.used, options.sizes, generator):
+                yield trial(command, limit, scratch / "place", inputs, whole)
 
 
 def _show(rows: Sequence[Mapping[str, object]]) -> None:

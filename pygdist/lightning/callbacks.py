@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAve
 from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
+from pygdist.memory.limits import told
 from pygdist.memory.machine import peak_rss_bytes
 from pygdist.memory.mapped import new_array
 from pygdist.memory.scratch import replacing
@@ -170,29 +172,38 @@ class PredictionWriter(BasePredictionWriter):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Sequence[Any], *_: Any
     ) -> None:
         assert isinstance(pl_module, GraphModule)
-        if pl_module.communicator.rank != 0:
-            self._collect(None, predictions, pl_module)
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as temporary:
-            self._collect(temporary, predictions, pl_module)
-        _tell_ids(self.path, getattr(getattr(trainer, "datamodule", None), "folder", None))
+        file, error = None, None
+        with contextlib.ExitStack() as stack:
+            try:
+                if pl_module.communicator.rank == 0:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context(replacing(self.path))
+            except OSError as problem:
+                error = told(problem) or f"{self.path}: cannot be written ({problem})"
+            pl_module.communicator.agree(error)
+            self._collect(file, predictions, pl_module)
+        if file is not None:
+            _tell_ids(self.path, getattr(getattr(trainer, "datamodule", None), "folder", None))
 
     def _collect(self, path: Path | None, predictions: Sequence[Any], module: GraphModule) -> None:
         """Write the rows of all ranks to a file; all ranks make the call, and rank 0 alone has a path."""
         # the backend has no communicator after an evaluation of parts in turn
-        communicator, rows, num_predicted = module.communicator, None, 0
+        communicator, rows, num_predicted, error = module.communicator, None, 0, None
         turns = int(communicator.gather([float(len(predictions))]).max())
         for n_id, out in self._in_turns(predictions, turns, module):
             counts, arriving = to_rank_zero([n_id, out], communicator, label="predictions")
             num_predicted += sum(counts)
             for ids, values in arriving:
                 array = values.cpu().numpy()
-                if rows is None:
+                if rows is None and error is None:
                     assert path is not None, "rank 0 writes"
-                    shape = (module.shard.num_nodes, *array.shape[1:])
-                    rows = new_array(path, array.dtype, shape)
-                rows[ids.cpu().numpy()] = array
+                    try:
+                        rows = new_array(path, array.dtype, (module.shard.num_nodes, *array.shape[1:]))
+                    except OSError as problem:  # all that is sent arrives nevertheless
+                        error = told(problem) or str(problem)
+                if rows is not None:
+                    rows[ids.cpu().numpy()] = array
+        communicator.agree(error)
         if num_predicted != module.shard.num_nodes:
             raise InputError(
                 f"{self.path}: not written, as only {num_predicted} of {module.shard.num_nodes} nodes were predicted; "

@@ -97,6 +97,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
             raise LostRankError(
                 f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}{hint}"
             ) from error
+        finally:
+            del self._mistakes  # no copy can be made of it
 
     @override
     def _wrapping_function(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, RefusedError
+from pygdist.memory.limits import reason_of
 from pygdist.memory.mapped import new_tensor
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,8 @@ class Overflow:
                 return new_tensor(file.name, dtype, shape)
         except (OSError, RuntimeError) as error:  # torch raises the latter if it cannot map a file
             where, size_gib = self.folder or tempfile.gettempdir(), size * dtype.itemsize / 2**30
-            raise InputError(
-                f"{where}: cannot store {size_gib:.2g} GiB of tensors that do not fit in memory: "
-                f"{getattr(error, 'strerror', None) or error}",
-                of_one_rank=True,
+            raise RefusedError(
+                f"{where}: cannot store {size_gib:.2g} GiB of tensors that do not fit in memory: {reason_of(error)}"
             ) from error
 
 

@@ -40,7 +40,7 @@ class ScratchFolder:
     def __init__(self, place: Path | None = None) -> None:
         place = Path(tempfile.gettempdir()) if place is None else place
         for stale in place.glob(f"{_PREFIX}*"):
-            if _OURS.match(stale.name):
+            if is_scratch(stale.name):
                 remove_if_left(stale)
         descriptor = None
         while descriptor is None:
@@ -53,6 +53,11 @@ class ScratchFolder:
     def close(self) -> None:
         """Remove the folder with all that is in it."""
         self._end()
+
+
+def is_scratch(place: str) -> bool:
+    """Tell if a folder is, by its name, a :class:`ScratchFolder` of any process."""
+    return _OURS.match(Path(place).name) is not None
 
 
 @contextlib.contextmanager

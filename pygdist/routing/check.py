@@ -24,7 +24,7 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, RefusedError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
@@ -210,10 +210,10 @@ class _Check:
     ) -> list[tuple[Shard, Run]]:
         try:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
+        except (LostRankError, RefusedError):
+            raise
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
-        except LostRankError:
-            raise
         except Exception as error:  # whatever a model says of what it gets on a rank
             last = traceback.extract_tb(error.__traceback__)[-1]
             cause = f" {ELSEWHERE}" if reads_missing_rows(error) else ""

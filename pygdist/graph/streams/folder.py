@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, RefusedError
 from pygdist.graph.streams.arrays import flush
 from pygdist.memory.limits import reason_of
 
@@ -71,7 +71,7 @@ def write_once(
         log.log(level, "%s exists already", folder)
         return content
     except OSError as error:
-        raise InputError(f"{folder}: could not be written ({reason_of(error)}); nothing was left behind") from error
+        raise RefusedError(f"{folder}: could not be written ({reason_of(error)}); nothing was left behind") from error
 
 
 @contextlib.contextmanager
