@@ -185,6 +185,6 @@ def _names(expected: str) -> list[str]:
 
 def options_of(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each option, written as ``--name=value`` or as ``--name value``."""
-    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = option.partition("=")
         yield name, value if equals else following
