@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,10 @@ def check_trainer(config: Mapping[str, Any]) -> None:
             continue
         if not least <= value <= most or (name == "devices" and value == 0):
             raise InputError(f"--trainer.{name} is {str(value)[:40]}, expected a finite number from {least}")
+    for name in ("timeout_s", "warn_after_s", "lost_after_s"):
+        seconds = getattr(config.get("strategy"), f"_{name}", 1.0)  # of a strategy of ours
+        if not 0 < seconds < math.inf:
+            raise InputError(f"--trainer.strategy.{name} is {seconds}, expected a finite number of seconds above 0")
     _check_devices(config.get("devices"))
     if config.get("gradient_clip_algorithm") is not None and config.get("gradient_clip_val") is None:
         raise InputError("--trainer.gradient_clip_algorithm has no effect without --trainer.gradient_clip_val")

@@ -83,7 +83,7 @@ OPTIONS = {
     ),
     "argument of another type": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: many}"],
-        ["dataset 'sbm'", "num_nodes is 'many'", "a whole number"],
+        ["dataset 'sbm'", "num_nodes is 'many', expected a whole number"],
     ),
     "negative rate": ([*FIT, "--model.lr=-1"], ["lr is -1.0"]),
     "resume what": (["test", "--config=run.yaml", "--resume"], ["--resume is for fit; test takes --ckpt_path=last"]),

@@ -9,6 +9,7 @@ import pytest
 from pygdist.commands.messages import check_value, described, refused_by
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
+from pygdist.lightning import GraphDDPStrategy
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,9 @@ def test_options_that_do_not_go_together() -> None:
         check_trainer({"gradient_clip_algorithm": "norm", "gradient_clip_val": None})
     with pytest.raises(InputError, match=r"min_epochs is 5, but --trainer.max_epochs is 3"):
         check_trainer({"min_epochs": 5, "max_epochs": 3})
+    for seconds in (-1.0, 0.0, float("nan")):
+        with pytest.raises(InputError, match=r"--trainer.strategy.lost_after_s is"):
+            check_trainer({"strategy": GraphDDPStrategy(lost_after_s=seconds)})
     for seed in (-1, 1 << 32):
         with pytest.raises(InputError, match="--seed_everything is"):
             check_settings({"seed_everything": seed})
@@ -55,7 +59,7 @@ def test_values_out_of_bounds_are_refused_by_the_name_of_their_option() -> None:
     with pytest.raises(InputError, match=r"--data.dataset_args:1:.*nested more than 50 levels"):
         check_value("--data.dataset_args", "{a: " * 60 + "1" + "}" * 60)
     check_value("--data.dataset", "no/such/file.yaml")
-    check_value("--data.dataset_args", "{[}")  # jsonargparse says what is wrong
+    check_value("--data.dataset_args", "{")  # jsonargparse says what is wrong
 
 
 class _Picky:

@@ -111,7 +111,7 @@ def _made(value: Any, hint: Any, place: str) -> Any:
     if not isinstance(path, str) or not isinstance(init_args, dict):
         raise InputError(f"{place}: expected class_path with the path of a class, and init_args with its arguments")
     bases = tuple(BaseTransform if choice is Callable else choice for choice in _choices(hint))
-    bases = tuple(base for base in bases if inspect.isclass(base) and base not in (*_PLAIN, object))
+    bases = tuple(base for base in bases if inspect.isclass(base) and base not in (*_PLAIN, object, Any))
     if not bases:
         raise InputError(f"{place} takes no object, but class_path {path[:200]!r} is given; give a value")
     cls = import_path(path, f"{place}: class_path")

@@ -372,7 +372,6 @@ def test_objects_are_made_where_a_signature_asks_for_them() -> None:
         ("power-law", {"num_nodes": 100, "num_edges": 1000, "exponent": 60.0}, "exponent 60.0 leaves too few pairs"),
         ("power-law", {"num_nodes": 100, "num_edges": 100, "exponent": -1.0}, "exponent is -1.0"),
         ("os.system", {"command": "touch OWNED"}, "dataset 'os.system': Python's own modules hold no dataset"),
-        ("..", {}, "expected a class path|neither a folder"),
         (".os", {}, "expected a class path"),
     ],
 )
