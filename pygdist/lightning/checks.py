@@ -216,3 +216,12 @@ def say_what_is_sent(trainer: pl.Trainer, sync_every: int, sync_unit: str) -> No
             "each checkpoint brings the optimisers' state of every part to rank 0 (checkpoint_bytes of "
             "ExchangeMonitor); ModelCheckpoint(every_n_epochs=...) saves some of that"
         )
+
+
+def check_learns_edges(module: object) -> None:
+    """Refuse edges that are held out for a module that learns the classes of nodes."""
+    if getattr(module, "learns_edges", None) is False:
+        raise InputError(
+            f"edge_split: edges are held out for a LinkPredictor (--task=links), but {type(module).__name__} learns "
+            "the classes of nodes; leave edge_split out"
+        )

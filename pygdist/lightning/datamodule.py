@@ -21,7 +21,7 @@ from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, rea
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.checks import RESERVE, check_graph_options, read_only_folder
+from pygdist.lightning.checks import RESERVE, check_graph_options, check_learns_edges, read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
@@ -257,11 +257,7 @@ class GraphDataModule(pl.LightningDataModule):
                 f"{names_of(lambda abilities: abilities.mini_batches)}, or leave batches out"
             )
         if self.edge_split is not None:
-            if getattr(self._module, "learns_edges", None) is False:
-                raise InputError(
-                    f"edge_split: edges are held out for a LinkPredictor (--task=links), but "
-                    f"{type(self._module).__name__} learns the classes of nodes; leave edge_split out"
-                )
+            check_learns_edges(self._module)
             if several:
                 raise InputError(
                     "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "
