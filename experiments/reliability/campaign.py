@@ -226,6 +226,8 @@ class Run:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 return
             time.sleep(0.01)
+        while self.case.signal == "SIGSTOP" and len(self.pids()) < self.case.ranks and time.monotonic() < deadline:
+            time.sleep(0.01)  # a process that is stopped alone can be told of by nobody
         os.kill(pid, number)
 
     def wait(self, limit_s: float) -> tuple[float, int, int]:

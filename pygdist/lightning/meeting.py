@@ -17,14 +17,14 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from pygdist.comm.places import busy_ticks, is_stopped, kill_stopped, machine
+from pygdist.comm.places import busy_ticks, first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
 from pygdist.signals import name_of, parent, signal_of
 
@@ -96,15 +96,12 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
             warned = True
             log.warning("rank %d has waited %.0f s for rank 0, at %s:%d", rank, late_s, address, port)
         time.sleep(_POLL_S)
-    try:
-        # a process that is stopped takes connections, but does not answer
-        store = dist.TCPStore(address, port, None, False, timeout=datetime.timedelta(seconds=warn_after_s))
-    except RuntimeError as error:
+    store = _within(warn_after_s, dist.TCPStore, address, port, None, False)
+    if store is None:  # a process that is stopped takes connections, and torch waits for its answer for ever
+        where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
+        log.error("%s, but has not answered for %.0f s; leaving", where, warn_after_s)
         kill_stopped((machine(), parent()))
-        raise LostRankError(
-            f"rank {rank}: rank 0 has taken the connection to {address}:{port}, but has not answered for "
-            f"{warn_after_s:.0f} s"
-        ) from error
+        os._exit(1)  # a thread still waits
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
@@ -152,6 +149,25 @@ def _answer(agent: dist.TCPStore, place: str, world_size: int) -> None:
             elif agent.check([f"{_KNOCKS}/{rank}"]):
                 agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
         time.sleep(_POLL_S)
+
+
+def _within(seconds: float, make: Callable[..., dist.TCPStore], *args: Any) -> dist.TCPStore | None:
+    """Return the result of a call that may never end, or ``None``."""
+    made: list[dist.TCPStore] = []
+    errors: list[RuntimeError] = []
+
+    def call() -> None:
+        try:
+            made.append(make(*args))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise LostRankError(f"the store of the job does not answer: {first_line(str(errors[0]))}") from errors[0]
+    return made[0] if made else None
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:
