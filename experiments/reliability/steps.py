@@ -65,10 +65,11 @@ def measure(system: str, steps: int, folder: Path) -> dict[str, Any]:
         return {"system": system, "steps": 0, "note": run.stderr[-500:]}
     late = [table[len(table) // 5 :] for table in tables]
     slopes = [np.polyfit(table[:, 0], table[:, 1:], 1)[0] for table in late]
-    memory, descriptors, threads = np.max(slopes, axis=0)
+    memory, descriptors, threads = (float(one) for one in np.max(slopes, axis=0))
     return {
         "system": system, "steps": steps, "kb_per_step": round(memory, 4), "descriptors": round(1000 * descriptors, 4),
-        "threads": round(1000 * threads, 4), "mib": round(max(table[-1, 1] for table in tables) / 1024, 1), "note": "",
+        "threads": round(1000 * threads, 4), "mib": round(float(max(table[-1, 1] for table in tables)) / 1024, 1),
+        "note": "",
     }  # fmt: skip
 
 
