@@ -310,14 +310,19 @@ def last_loss(folder: Path) -> str:
     return next((row["train_loss"] for row in rows if row["epoch"] == str(EPOCHS - 1)), "none")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign."""
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
     cli.add_argument("--kills", type=int, default=100, help="number of cases (default: 100, about an hour)")
     cli.add_argument("--seed", type=int, default=0, help="the cases are drawn with it (default: 0)")
     cli.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these cases")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for campaign.csv")
-    options = cli.parse_args(argv)
+    return cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign."""
+    options = parser().parse_args(argv)
     losses: dict[tuple[str, int], str] = {}
 
     def unbroken(case: Case) -> str:

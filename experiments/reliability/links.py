@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cluster import Cluster, why_unshaped
-from experiments.machine import provenance
+from experiments.machine import SOME_FAILED, provenance
 from experiments.reliability.campaign import EPOCHS, LOST_AFTER_S, MARKS, last_loss, told
 
 HOSTS, OUTAGE_S = 3, 8.0
@@ -105,17 +105,31 @@ def wrong(row: dict[str, Any], expected: str) -> str:
     return "; ".join(faults)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases."""
+def _write(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "links.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
+        writer.writeheader()
+        writer.writerows({**row, **provenance(1)} for row in rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     cli = argparse.ArgumentParser(description="Cut links between emulated hosts.")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for links.csv")
-    options = cli.parse_args(argv)
+    return cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases."""
+    options = parser().parse_args(argv)
     if reason := why_unshaped():
-        print(f"hosts cannot be emulated here: {reason}", file=sys.stderr)
-        return 2
-    cases = [("slow link", 0)] + [
-        (kind, host) for kind in ("outage", "lost link", "lost host") for host in range(HOSTS)
-    ]
+        note = f"not run: hosts cannot be emulated here: {reason}"
+        _write(options.out, [dict.fromkeys(("kind", "host", "codes", "ended_s", "loss", "said"), "") | {"wrong": note}])
+        print(note, file=sys.stderr)
+        return SOME_FAILED
+    kinds = ("outage", "lost link", "lost host")
+    cases = [("slow link", 0), *((kind, host) for kind in kinds for host in range(HOSTS))]
     rows, expected = [], ""
     for kind, host in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -123,11 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = expected or row["loss"]  # slow links change no number
         rows.append({**row, "wrong": wrong(row, expected)})
         print(*rows[-1].values(), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "links.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
-        writer.writeheader()
-        writer.writerows({**row, **provenance(1)} for row in rows)
+    _write(options.out, rows)
     table = Table("kind", "host", "codes", "ended, s", "said", "wrong")
     for row in rows:
         table.add_row(*(str(row[name]) for name in ("kind", "host", "codes", "ended_s", "said", "wrong")))

@@ -73,13 +73,18 @@ def measure(system: str, steps: int, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train each system, and tell what grows."""
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     cli = argparse.ArgumentParser(description="Train each system for many steps, and tell what grows.")
     cli.add_argument("--steps", type=int, default=10_000, help="steps of each system (default: 10,000)")
     cli.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for steps.csv")
-    options = cli.parse_args(argv)
+    return cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train each system, and tell what grows."""
+    options = parser().parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     columns = ["system", "steps", *LIMITS, "mib", "note"]
