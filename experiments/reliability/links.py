@@ -117,6 +117,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     cli = argparse.ArgumentParser(description="Cut links between emulated hosts.")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for links.csv")
+    cli.add_argument(
+        "--hosts", type=int, nargs="+", default=list(range(HOSTS)), help="the hosts that are lost, in turn"
+    )
     return cli
 
 
@@ -129,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note, file=sys.stderr)
         return SOME_FAILED
     kinds = ("outage", "lost link", "lost host")
-    cases = [("slow link", 0), *((kind, host) for kind in kinds for host in range(HOSTS))]
+    cases = [("slow link", 0), *((kind, host) for kind in kinds for host in options.hosts)]
     rows, expected = [], ""
     for kind, host in cases:
         with tempfile.TemporaryDirectory() as folder:
