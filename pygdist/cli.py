@@ -76,7 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
     with signals.command():
-        return _run(command, rest)
+        try:
+            return _run(command, rest)
+        except Exception as error:
+            if not (signum := signals.received()):
+                raise
+            # a library that was being imported took the signal for a failure of its own
+            return _ended(SignalError(f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum))
 
 
 def _run(command: str, rest: list[str]) -> int:
@@ -104,9 +110,7 @@ def _run(command: str, rest: list[str]) -> int:
             _complain(str(error))
         return 2 if refusal else 1  # the rank that was refused something has said so
     except SignalError as error:
-        if _is_first_rank():
-            _complain(error.message)
-        return 128 + error.signum
+        return _ended(error)
     except Exception as error:
         if (refused := refusal_of(error)) is not None:
             _complain(str(refused))
@@ -118,6 +122,12 @@ def _run(command: str, rest: list[str]) -> int:
         return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def _ended(error: SignalError) -> int:
+    if _is_first_rank():
+        _complain(error.message)
+    return 128 + error.signum
 
 
 def _load(command: str) -> Callable[[str, list[str]], int]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pygdist import signals
+from pygdist import cli, signals
 
 ROOT = Path(__file__).parents[1]
 COMMAND = """
 import os, signal, sys, time
-from pygdist import signals
+from pygdist import cli, signals
 from pygdist.errors import SignalError
 
 try:
@@ -130,3 +130,18 @@ time.sleep(60)
     said = f"pygdist: error: process {process.pid}, which started rank 1 (process "
     assert errors.startswith(said) if waits else errors == ""
     assert (tmp_path / "went on").exists() is not waits
+
+
+def test_an_import_that_hides_the_signal_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(command: str) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise ImportError("numpy cannot be imported") from error
+
+    monkeypatch.setattr(cli, "_load", load)
+    assert cli.main(["fit"]) == 143
+    said = f"pygdist: error: SIGTERM reached process {os.getpid()} (numpy cannot be imported)\n"
+    assert capsys.readouterr().err == said
