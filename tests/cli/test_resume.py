@@ -153,6 +153,25 @@ def test_torchrun_that_starts_ranks_again_goes_on(folder: Path, trained: tuple[P
     assert (folder / "runs" / "version_2").is_dir()
 
 
+@pytest.mark.slow
+def test_a_run_that_was_saved_on_a_signal_goes_on(folder: Path, unbroken: Path) -> None:
+    (folder / "signal_me.py").write_text(
+        "import os, signal, lightning.pytorch as pl\n"
+        "class SignalMe(pl.Callback):\n"
+        "    def on_train_epoch_start(self, trainer, module):\n"
+        "        if trainer.current_epoch == 2 and not os.path.exists('signalled'):\n"
+        "            open('signalled', 'w').close()\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    args = ("--trainer.max_epochs=5", "--trainer.callbacks+=signal_me.SignalMe", "--trainer.strategy=graph_ddp")
+    args = (*args, "--trainer.strategy.checkpoint_on_signal=true")
+    assert pygdist(*FIT, *args, folder=folder).code == 143
+    outcome = _fit(folder, *args, "--resume")
+    assert "goes on from runs/version_0/checkpoints/on_signal.ckpt" in outcome.err
+    (folder / "runs" / "version_0" / "checkpoints" / "on_signal.ckpt").unlink()
+    _assert_as_unbroken(folder, unbroken)
+
+
 def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as workers:
         folders = list(workers.map(lambda _: new_folder(tmp_path / "runs").path.name, range(48)))
