@@ -19,6 +19,7 @@ import argparse
 import atexit
 import contextlib
 import csv
+import math
 import os
 import random
 import re
@@ -53,7 +54,8 @@ from pygdist.checkpoints import read
 from pygdist.graph import degree_corrected_sbm, read_description, read_meta, save_npy
 from pygdist.graph.store.meta import open_part
 
-TIMEOUT_S = 180.0
+TIMEOUT_S, GRACE_S = 180.0, 15.0
+TERMINATED = 128 + signal.SIGTERM
 PLENTY = 1 << 29
 MOUNTED = ("space", "names", "read-only")  # kinds that need a file system of their own
 LIMITS = {"file size": resource.RLIMIT_FSIZE, "open files": resource.RLIMIT_NOFILE, "memory": resource.RLIMIT_AS}
@@ -160,11 +162,10 @@ def run(command: Command, folder: Path, inputs: Path, limit: Limit | None = None
         os.close(writing)
         pipes.append(reading)
         processes.append(pid)
-    said, used = _listen(pipes, processes, folder)
+    said, used, codes = _listen(pipes, processes, folder)
     if store is not None:
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
     return Run(codes, said, used)
 
 
@@ -203,10 +204,15 @@ def _become(args: list[str], folder: Path, environment: Mapping[str, str], err: 
         os._exit(code)
 
 
-def _listen(pipes: Sequence[int], processes: Sequence[int], folder: Path) -> tuple[str, dict[str, int]]:
-    """Read what the processes, and those that they started, say, until all are gone; note what the folder holds."""
+def _listen(pipes: Sequence[int], processes: Sequence[int], folder: Path) -> tuple[str, dict[str, int], list[int]]:
+    """Read what the processes, and those that they started, say, until all are gone; note what the folder holds.
+
+    As torchrun does, ranks are ended some time after one has failed.
+    """
+    codes: dict[int, int] = {}
     said: dict[int, bytes] = dict.fromkeys(pipes, b"")
     used, deadline = {"space": 0, "names": 0, "file size": 0}, time.monotonic() + TIMEOUT_S
+    failed = math.inf
     with selectors.DefaultSelector() as waiting:
         for pipe in pipes:
             waiting.register(pipe, selectors.EVENT_READ)
@@ -218,6 +224,14 @@ def _listen(pipes: Sequence[int], processes: Sequence[int], folder: Path) -> tup
                     waiting.unregister(key.fd)
             for kind, now in _used(folder).items():
                 used[kind] = max(used[kind], now)
+            for pid in [pid for pid in processes if pid not in codes]:
+                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                    failed = min(failed, time.monotonic()) if codes[pid] else failed
+            if time.monotonic() > failed + GRACE_S:
+                failed = math.inf
+                for pid in [pid for pid in processes if pid not in codes]:
+                    os.kill(pid, signal.SIGTERM)
             if time.monotonic() > deadline:
                 for pid in processes:
                     with contextlib.suppress(ProcessLookupError):
@@ -226,7 +240,10 @@ def _listen(pipes: Sequence[int], processes: Sequence[int], folder: Path) -> tup
                 deadline += TIMEOUT_S
     for pipe in pipes:
         os.close(pipe)
-    return "\n".join(text.decode(errors="replace") for text in said.values()), used
+    for pid in [pid for pid in processes if pid not in codes]:
+        codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = "\n".join(text.decode(errors="replace") for text in said.values())
+    return text, used, [codes[pid] for pid in processes]
 
 
 def _used(folder: Path) -> dict[str, int]:
@@ -291,6 +308,10 @@ def what_is_wrong(command: Command, made: Run, folder: Path, whole: Mapping[str,
     ``whole`` are the contents of files that come out the same each time, by path.
     """
     lines = [line for line in made.said.splitlines() if line.startswith("pygdist: error: ")]
+    if TERMINATED in made.codes:  # a rank that the others had not met yet
+        codes = [code for code in made.codes if code != TERMINATED] or made.codes
+        made = replace(made, codes=codes)
+        lines = [line for line in lines if "SIGTERM" not in line]
     if "TIMEOUT" in made.said:
         return "did not end"
     if "Traceback" in made.said or "terminate called" in made.said:

@@ -27,7 +27,7 @@ from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.trainer_options import check_settings, check_trainer
-from pygdist.errors import InputError
+from pygdist.errors import InputError, RefusedError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
@@ -211,6 +211,9 @@ class GraphCLI(LightningCLI):
         except Exception as error:  # classes refuse their arguments in many ways
             log.debug("while instantiating the objects of the configuration", exc_info=True)
             made = refused_by(error) or "an object of the configuration"
+            refused = refusal_of(error)
+            if refused is not None:
+                raise RefusedError(f"{made} cannot be made: {refused}") from error
             raise InputError(f"{made} cannot be made: {described(error)}") from error
 
     @override

@@ -29,6 +29,8 @@ _RESTORING = {
     "restore_lr_schedulers": "lr_schedulers",
 }
 
+_OF_RANKS = ".temp.ckpt"  # the parameters that Lightning brings back from forked ranks, which are no checkpoint
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's files, written such that they are whole or not there, with a checksum that reading verifies.
@@ -55,7 +57,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         options: dict[str, Any] = (
             {} if weights_only is None else {"weights_only": weights_only}
         )  # not in older Lightning
-        if is_remote(path):
+        if is_remote(path) or Path(path).name == _OF_RANKS:
             return super().load_checkpoint(path, map_location=map_location, **options)
         return checkpoints.read(path, map_location=map_location, **options)
 
