@@ -22,6 +22,7 @@ from pygdist.memory.limits import refusal_of
 PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
 
+_MOST_HOPS = 1000  # no model has so many; each takes a pass over the parts, even when no row is new
 _NODE_FIELDS = ("x", "y", *MASKS)
 
 
@@ -31,8 +32,8 @@ def placement_of(num_hops: int, name: str | None = None) -> Placement:
     Raises:
         InputError: If the name is not known, or the placement does not reach so far.
     """
-    if num_hops < 1:
-        raise InputError(f"num_hops is {num_hops}, expected at least 1")
+    if not 1 <= num_hops <= _MOST_HOPS:
+        raise InputError(f"num_hops is {num_hops}, expected 1 to {_MOST_HOPS}")
     if name not in (None, *PLACEMENTS):
         raise InputError(f"placement is {name!r}, expected {' or '.join(map(repr, PLACEMENTS))}")
     fitting = [one for one in PLACEMENTS.values() if one.most_hops is None or num_hops <= one.most_hops]

@@ -100,3 +100,10 @@ def test_the_command_reads_every_part(folder: Path, capsys: pytest.CaptureFixtur
     inputs.forge(folder / "three", "indptr", indptr, part=2)
     assert main(["check", str(folder / "three")]) == 2
     assert "part_2/indptr.npy: descends at row 4" in capsys.readouterr().err
+
+
+def test_more_hops_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"num_hops is 10000000000000, expected 1 to 1000"):
+        write_store(
+            random_graph(9, 9), np.zeros(9, dtype=int), tmp_path, num_parts=1, method="a", arguments={}, num_hops=10**13
+        )
