@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -149,6 +149,8 @@ class Watchdog:
             return
         self._told.set()
         self._stop.set()
+        if self.verdict is not None:
+            self._kill_stopped()
         if self.verdict == _NO_STORE:
             return
         if self._thread is not threading.current_thread():
@@ -158,6 +160,10 @@ class Watchdog:
         self._left = farewell if self._left in (None, FINISHED) else self._left
         self._beats += 1
         self._publish()
+
+    def know(self, pids: Mapping[int, int]) -> None:
+        """Note processes of this machine, by rank, which may stop before they report."""
+        self._processes |= {rank: (machine(), pid) for rank, pid in pids.items() if rank != self.rank}
 
     def meet(self, timeout_s: float, fate: Callable[[int], str | None] = lambda rank: None) -> None:
         """Wait until every rank has begun this run.
@@ -302,11 +308,7 @@ class Watchdog:
         self.verdict = found
         if found != _NO_STORE:  # for which the other thread waits
             self._publish()
-        for process in (*self._processes.values(), (machine(), parent())):
-            kill_stopped(process)
-        if (
-            not self.place.waiting and not self.signum
-        ):  # an error of torch will not say more than that a connection is closed
+        if not self.place.waiting and not self.signum:  # an error of torch says that a connection is closed, no more
             log.error("rank %d: %s", self.rank, found)
         self._told.wait(3 * self.beat_s)  # until the others have read it: they lose their connections too
         if self._stop.is_set() or not self._lives():
@@ -316,7 +318,13 @@ class Watchdog:
         call, _, idle_s = self._worker.look(self.place)
         stuck = self._in_run or ((self.place.waiting or call) and idle_s >= 3 * self.beat_s)
         if stuck and self.on_lost is not None and not self._stop.is_set() and self._lives():
+            self._kill_stopped()
             self.on_lost(found)
+
+    def _kill_stopped(self) -> None:
+        """Kill the ranks of this machine that are stopped, once they were given up; a launcher then ends the rest."""
+        for process in (*self._processes.values(), (machine(), parent())):
+            kill_stopped(process)
 
     def _stuck(self) -> str | None:
         """Return the reason for which this rank waits in vain, if it does."""

@@ -208,14 +208,14 @@ class Launched:
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, lost_after_s: float) -> None:
         self._processes = {first_rank + offset: process for offset, process in enumerate(processes)}
-        self._pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
+        self.pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
         self._lost_after_s = lost_after_s
         self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: processor time, and since when
         self._lost: dict[int, str] = {}
 
     def fate(self, rank: int) -> str | None:
         """Return the reason for which a rank that was never heard of will not come; ``None`` if it may."""
-        pid, now = self._pids.get(rank), time.monotonic()
+        pid, now = self.pids.get(rank), time.monotonic()
         if pid is None or rank in self._lost:
             return self._lost.get(rank)
         if (code := self._exit_code(rank)) is not None:
@@ -244,10 +244,10 @@ class Launched:
                 process.kill()
                 process.wait()
 
-    def end_stopped(self) -> None:
+    def end_stopped(self, *, patiently: bool = True) -> None:
         """Kill those that are stopped and stay so: nobody will look after them once this process has ended."""
-        deadline = time.monotonic() + self._lost_after_s
-        while stopped := {rank: pid for rank, pid in self._pids.items() if is_stopped((machine(), pid))}:
+        deadline = time.monotonic() + (self._lost_after_s if patiently else 0.0)
+        while stopped := {rank: pid for rank, pid in self.pids.items() if is_stopped((machine(), pid))}:
             if time.monotonic() > deadline:
                 for rank, pid in stopped.items():
                     log.error("rank %d (process %d) was stopped as the run ended: killed", rank, pid)

@@ -170,6 +170,7 @@ class GraphDDPStrategy(DDPStrategy):
         self._stopping.begin(self._current_trainer, self._watchdog)
         global _LAUNCHED
         launched = _LAUNCHED = self._launched()
+        watchdog.know(launched.pids)
         try:
             watchdog.meet(self._timeout_s, launched.fate)
         except LostRankError as error:
@@ -321,7 +322,7 @@ class GraphDDPStrategy(DDPStrategy):
         else:
             told = refusal_of(exception) or exception
             self._close(f"{type(told).__name__}: {told}")
-            if not of_all_ranks:
+            if told is not exception:
                 break_groups()  # the others find out now, and ask the store for the reason
                 if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
                     time.sleep(_ASK_S)
@@ -416,7 +417,7 @@ def _end_process_group() -> None:
         ending.start()
         ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
     if _LAUNCHED is not None:
-        _LAUNCHED.end_stopped()
+        _LAUNCHED.end_stopped(patiently=not _BROKEN)
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies

@@ -75,6 +75,7 @@ def test_silence_after_an_exchange_is_a_loss() -> None:
     ranks[1].enter(2, "rows")
     ranks[0]._stop.set()
     ranks[0]._thread.join()
+    ranks[0].process = ("another machine", 1)  # this process is busy
     ranks[0]._beat()  # the last one, in its place
     watching = Watchdog(store, 0, 3, beat_s=0.05, lost_after_s=0.5, on_lost=found)
     assert found.heard.wait(30)
