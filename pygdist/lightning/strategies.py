@@ -364,6 +364,8 @@ class GraphDDPStrategy(DDPStrategy):
     def _close(self, farewell: str) -> None:
         """Tell the other ranks that this one leaves, and why."""
         signals.listen(None)
+        if not (signals.received() or signals.in_command()):
+            signals.uninstall()
         signals.outlive_parent()
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:

@@ -51,4 +51,4 @@ def test_a_path_that_is_too_long_is_named(tmp_path: Path, template: Path) -> Non
     assert len(ended.err.splitlines()[-1]) < 700
     ended = pygdist("fit", "--config=run.yaml", f"--data.store={'x' * 5000}", folder=template)
     assert ended.code == 2
-    assert "File name too long; name another file" in ended.err
+    assert "File name too long; choose another path" in ended.err

@@ -54,7 +54,7 @@ def test_rows_and_edges_are_those_of_a_search(
     folder = tmp_path_factory.mktemp("hops") / "store"
     build_store(
         folder,
-        {},
+        {"method": "given", "arguments": {}},
         lambda place: write_graph(graph, part, place, num_parts, num_hops=num_hops, placement="replicas"),
     )
     opened = [open_part(folder, p) for p in range(num_parts)]
@@ -175,7 +175,11 @@ def test_merged_edges_count_once(tmp_path: Path) -> None:
     edges = EdgeStream(edge_index, num_nodes=3, chunk_edges=2)
     graph = WholeGraph(edges=edges, fields={}, num_classes=0, merge=True)
     part = np.array([0, 1, 1], dtype=np.int32)
-    build_store(tmp_path / "s", {}, lambda place: write_graph(graph, part, place, 2, placement="replicas"))
+    build_store(
+        tmp_path / "s",
+        {"method": "", "arguments": {}},
+        lambda place: write_graph(graph, part, place, 2, placement="replicas"),
+    )
     arrays = open_part(tmp_path / "s", 0)
     assert (arrays["n_id"].tolist(), arrays["e_id"].tolist()) == ([0, 1], [4, 0, 2])
     assert arrays["in_degree"].tolist() == [[1, 0], [2, 1]]

@@ -45,7 +45,7 @@ def test_little_is_enough(tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "no keys": ("- a", ": expected keys and values, got a list"),
-    "no YAML": ("a: [1", ":1:6: not valid YAML"),
+    "no YAML": ("a: [1", ":2:1: not valid YAML"),
     "no title": ({"paper": "b"}, ": 'title' is missing"),
     "empty paper": ({"title": "a", "paper": ""}, ": 'paper' is missing"),
     "unknown key": ({"titel": "a"}, ": unknown key 'titel'; the keys are title, paper"),
