@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch_geometric.nn import GCN
 
-from pygdist import GraphDataModule, InputError
+from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.lightning import (
     ModelAveragingStrategy,
     checks,
