@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,13 @@ def partition_graph(
     wanted = job.identity() | {"fingerprint": fingerprint or graph.fingerprint()}
     if isinstance(graph, WholeGraph):
         wanted["num_classes"] = graph.num_classes
+    return build_store(folder, wanted, partial(_build, job, graph, folder), overwrite=overwrite)
 
-    def build(place: Path) -> dict[str, Any]:
-        entries = job.run(graph, place)
-        log.info("wrote %d parts to %s", (wanted | entries)["num_parts"], folder)
-        return entries
 
-    return build_store(folder, wanted, build, overwrite=overwrite)
+def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:
+    entries = job.run(graph, place)
+    log.info("wrote %d parts to %s", entries.get("num_parts", job.num_parts), folder)
+    return entries
 
 
 @dataclass(frozen=True)
