@@ -239,7 +239,7 @@ class GraphModule(pl.LightningModule):
             InputError: Names the epoch and the ranks that found it.
         """
         loss = dict(self.metrics.items()).get(f"{stage}_loss")
-        if not self.detect_nan or not isinstance(loss, MeanMetric) or not loss.update_called:
+        if not self.detect_nan or not isinstance(loss, MeanMetric):  # the same on all ranks, with or without nodes
             return
         value = float(loss.compute())  # kept until Lightning asks for it
         if math.isfinite(value):
