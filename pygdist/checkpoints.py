@@ -6,7 +6,6 @@ before, stands at the end, in the zip file's comment. A file without a comment, 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
+from pygdist.memory.scratch import replacing
 
 _COMMENT = "pygdist crc32={:08x}"
 _OURS = re.compile(rb"pygdist crc32=([0-9a-f]{8})")
@@ -37,23 +37,16 @@ def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:
         InputError: If the file cannot be written. The previous checkpoint is as it was, and nothing else is left.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(path)
-        with temporary.open("w+b") as file:
+        with replacing(path) as temporary, temporary.open("w+b") as file:
             _write(checkpoint, file)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
         _flush_folder(path.parent)
     except OSError as error:
         raise InputError(
             f"{path}: the checkpoint could not be written ({error.strerror or error}); free space or name another "
             "folder. The checkpoints before it are as they were"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):  # there may be no folder, and no file
-            temporary.unlink()
 
 
 def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
@@ -91,14 +84,6 @@ class _Sink:
                 self._file.flush()
             except OSError as error:
                 self.error = error
-
-
-def _remove_left_over(path: Path) -> None:
-    """Remove what processes that are gone had begun to write for the same path."""
-    for one in path.parent.glob(f".{path.name}.*.partial"):
-        process = one.name.split(".")[-2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            one.unlink(missing_ok=True)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -155,13 +156,15 @@ def test_a_limit_on_the_size_of_files_ends_in_a_line(tmp_path: Path, warm_python
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for process in (gone.pid, os.getppid()):
-        (tmp_path / f".last.ckpt.{process}.partial").touch()
-    (tmp_path / f".best.ckpt.{gone.pid}.partial").touch()
-    checkpoints.write(CHECKPOINT, tmp_path / "last.ckpt")
-    assert _names(tmp_path) == [f".best.ckpt.{gone.pid}.partial", f".last.ckpt.{os.getppid()}.partial", "last.ckpt"]
+    left, written, other = (
+        f".{name}.ckpt.{12 * digit}.partial" for name, digit in (("last", "a"), ("last", "b"), ("best", "a"))
+    )
+    for name in (left, written, other):
+        (tmp_path / name).touch()
+    with (tmp_path / written).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as its process does while it lives, on whichever machine
+        checkpoints.write(CHECKPOINT, tmp_path / "last.ckpt")
+    assert _names(tmp_path) == sorted([other, written, "last.ckpt"])
 
 
 MALFORMED: dict[str, Any] = {

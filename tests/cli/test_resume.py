@@ -79,7 +79,7 @@ def test_damaged_checkpoints_and_rows_after_the_one_before_are_passed_over(begun
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
-    (run / "checkpoints" / ".last.ckpt.999999.partial").write_bytes(content[:100])
+    (run / "checkpoints" / ".last.ckpt.0123456789ab.partial").write_bytes(content[:100])
     with (run / "metrics.csv").open("a") as file:
         file.write("9,9,9")  # a row that is cut off
     outcome = _fit(begun, "--resume=true", "--trainer.max_epochs=5")
