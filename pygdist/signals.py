@@ -82,6 +82,7 @@ def command() -> Iterator[None]:
     installed = install()
     _state.in_command = installed
     try:
+        release()
         yield
     finally:
         if installed:
@@ -118,6 +119,21 @@ def install() -> bool:
     _state.fds = reading, writing
     threading.Thread(target=_read, args=(reading,), daemon=True, name="pygdist-signals").start()
     return True
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let Ctrl-C wait in the processes that the block starts, until they call :func:`release`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release() -> None:
+    """Take a Ctrl-C that came while this process could not handle it, as Python had not started yet."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def uninstall() -> None:

@@ -61,6 +61,15 @@ def test_a_native_routine_does_not_outlast_a_signal() -> None:
     assert (process.returncode, errors) == (143, said)
 
 
+def test_ctrl_c_waits_until_a_rank_can_handle_it() -> None:
+    work = [sys.executable, "-c", COMMAND.format(work="time.sleep(60)")]
+    with signals.held():
+        process = subprocess.Popen(work, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process.send_signal(signal.SIGINT)  # Python has not begun yet
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, f"SIGINT reached process {process.pid}\n")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_after_a_command_a_signal_ends_the_process_without_a_word(signum: signal.Signals) -> None:
     at_exit = "import atexit, time; atexit.register(lambda: (print('ready', flush=True), time.sleep(60)))\n"

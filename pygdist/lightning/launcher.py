@@ -31,7 +31,7 @@ from typing_extensions import override
 from pygdist.errors import InputError, LostRankError
 from pygdist.lightning.meeting import described, forget_own_port, host
 from pygdist.memory.limits import refusal_of
-from pygdist.signals import PARENT, signal_of
+from pygdist.signals import PARENT, held, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class GraphLauncher(_SubprocessScriptLauncher):
                 _check_script()
             host(self.cluster_environment)
             os.environ[PARENT] = str(os.getpid())
-            self._call_children_scripts()
+            with held():
+                self._call_children_scripts()
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)

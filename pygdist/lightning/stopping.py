@@ -37,6 +37,7 @@ class Stopping:
     def begin(self, trainer: pl.Trainer | None, watchdog: Watchdog | None) -> None:
         """Handle the signals of a run, in place of Lightning."""
         signals.install()
+        signals.release()
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         self._defers = self._save and trains
         signals.listen(None if watchdog is None or self._defers else watchdog.signalled, defer=self._defers)
