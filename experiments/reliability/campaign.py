@@ -166,6 +166,7 @@ class Run:
         self._marks = folder / f"marks-{self.id}"
         self._marks.mkdir()
         self._told = folder / f"told-{self.id}"
+        self.last = ""  # the processes that were there to the end
         program = [sys.executable, "-m", "pygdist.cli"]
         if case.launcher == "torchrun":
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
@@ -236,6 +237,7 @@ class Run:
         """Return the seconds until all processes are gone, the exit code, and how many had to be killed."""
         began, left = time.monotonic(), 0
         while (self.process.poll() is None or self.pids()) and time.monotonic() - began < limit_s:
+            self.last = ", ".join(sorted(self.pids())) or self.last
             time.sleep(0.1)
         took_s = time.monotonic() - began
         for pid in self.pids().values():
@@ -264,7 +266,7 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     gone_s, code, left = run.wait(limit_s + 60.0)
     outcome = Outcome(round(gone_s, 1), code, told(run.errors), left)
     if reached:
-        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s))
+        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s, run.last))
     else:
         outcome = replace(outcome, wrong=f"'{case.phase}' was not reached: {run.errors[-500:]}")
     if case.phase == "test" or outcome.wrong:
@@ -276,11 +278,11 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     return replace(outcome, loss=loss, expected=expected, wrong=wrong)
 
 
-def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float) -> str:
-    """Say what is not as it must be."""
+def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str) -> str:
+    """Say what is not as it must be; ``last`` are the processes that ended last."""
     faults = []
     if outcome.gone_s > limit_s:
-        faults.append(f"gone after {outcome.gone_s:.0f} s")
+        faults.append(f"{last} gone after {outcome.gone_s:.0f} s")
     if outcome.left:
         faults.append(f"{outcome.left} left")
     finished = "Trainer.fit` stopped" in errors  # a signal after the work is done ends nothing
