@@ -15,26 +15,11 @@ SHORT = [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case.number)) f
 ALWAYS = Case(0, "SIGTERM", "1", "training", 0.01, "torchrun", "comm", 2)
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
-    losses: dict[tuple[str, int], str] = {}
-
-    def loss_of(case: Case) -> str:
-        key = case.system, case.ranks
-        if key not in losses:
-            folder = tmp_path_factory.mktemp("unbroken")
-            Run(case, folder, "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01").wait(300.0)
-            losses[key] = last_loss(folder)
-        return losses[key]
-
-    return loss_of
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
 @pytest.mark.parametrize("case", [pytest.param(ALWAYS, id="always"), *SHORT])
-def test_a_kill_is_survived(case: Case, tmp_path: Path, unbroken: Callable[[Case], str]) -> None:
-    outcome = attempt(case, tmp_path, unbroken)
+def test_a_kill_is_survived(case: Case, tmp_path: Path) -> None:
+    outcome = attempt(case, tmp_path)
     assert outcome.wrong == "", outcome
     assert outcome.loss == outcome.expected
 

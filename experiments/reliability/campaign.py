@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import os
 import random
 import re
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
 }
 LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
-_SLOW_S = 300.0  # a phase that is not reached by then fails the case
+SLOW_S = 300.0  # a phase that is not reached by then fails the case
 
 
 class Phases(pl.Callback):
@@ -157,17 +158,29 @@ def draw(number: int, seed: int) -> list[Case]:
 
 
 class Run:
-    """A run of ``pygdist`` in a folder of its own, with every process that belongs to it."""
+    """A run of ``pygdist`` in a folder of its own, with every process that belongs to it.
 
-    def __init__(self, case: Case, folder: Path, command: str, *options: str) -> None:
+    Args:
+        case: Says how it is started, and which signal it gets.
+        folder: Its cache, results and marks are there.
+        command: ``fit``, ``test``, ...
+        options: Options of the command.
+        torchrun: Further options of the launcher ``torchrun``.
+        env: Further environment variables.
+    """
+
+    def __init__(
+        self, case: Case, folder: Path, command: str, *options: str, torchrun: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.case, self.folder, self.id = case, folder, uuid.uuid4().hex
-        self._marks = folder / f"marks-{self.id}"
-        self._marks.mkdir()
+        self.marks = folder / f"marks-{self.id}"
+        self.marks.mkdir()
         self._told = folder / f"told-{self.id}"
         program = [sys.executable, "-m", "pygdist.cli"]
         if case.launcher == "torchrun":
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
-            program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "pygdist.cli"]
+            program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *torchrun, "-m", "pygdist.cli"]
         arguments = [
             command, "--data.dataset=sbm", "--data.dataset_args={num_nodes: 20000, avg_degree: 10}",
             f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN",
@@ -179,7 +192,7 @@ class Run:
         with self._told.open("wb") as told:
             self.process = subprocess.Popen(
                 [*program, *arguments], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
-                env={**os.environ, MARKS: str(self._marks), _RUN: self.id}, start_new_session=True,
+                env={**os.environ, MARKS: str(self.marks), _RUN: self.id, **(env or {})}, start_new_session=True,
                 preexec_fn=_like_a_terminal,
             )  # fmt: skip
 
@@ -190,7 +203,7 @@ class Run:
 
     def await_phase(self, phase: str, rank: str) -> bool:
         """Wait until a rank has reached a phase; ``False`` if the run ended before."""
-        path, deadline = self._marks / rank, time.monotonic() + _SLOW_S
+        path, deadline = self.marks / rank, time.monotonic() + SLOW_S
         mark = {"import": "", "partitioning": "meeting"}.get(phase, phase)
         while time.monotonic() < deadline and self.process.poll() is None:
             reached = path.read_text().split("\n") if path.exists() else []
@@ -221,7 +234,7 @@ class Run:
         if who == "all":
             os.killpg(self.process.pid, number)
             return
-        deadline = time.monotonic() + _SLOW_S
+        deadline = time.monotonic() + SLOW_S
         while (pid := self.process.pid if who == "starter" else self.pids().get(who)) is None:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 return
@@ -250,7 +263,7 @@ def _like_a_terminal() -> None:
 # -- a case ------------------------------------------------------------------------------------------------------------
 
 
-def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcome:
+def attempt(case: Case, folder: Path) -> Outcome:
     """Run one case."""
     fit = (f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01", f"--trainer.strategy.lost_after_s={LOST_AFTER_S}")
     run = Run(case, folder, "test") if case.phase == "test" else Run(case, folder, "fit", *fit)
@@ -268,8 +281,8 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     if case.phase == "test" or outcome.wrong:
         return outcome
     again = Run(replace(case, signal="", who=""), folder, "fit", *fit, "--resume=true")
-    _, code, _ = again.wait(_SLOW_S)
-    loss, expected = last_loss(folder), unbroken(case)
+    _, code, _ = again.wait(SLOW_S)
+    loss, expected = last_loss(folder), unbroken_loss(case.system, case.ranks)
     wrong = "" if code == 0 and loss == expected else f"resumed: exit code {code}, loss {loss}: {again.errors[-500:]}"
     return replace(outcome, loss=loss, expected=expected, wrong=wrong)
 
@@ -310,6 +323,15 @@ def last_loss(folder: Path) -> str:
     return next((row["train_loss"] for row in rows if row["epoch"] == str(EPOCHS - 1)), "none")
 
 
+@functools.cache
+def unbroken_loss(system: str, ranks: int) -> str:
+    """Return the loss of a run that nothing happens to."""
+    case = Case(0, "", "", "", 0.0, "ordinary", system, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        Run(case, Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01").wait(SLOW_S)
+        return last_loss(Path(folder))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
@@ -323,23 +345,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign."""
     options = parser().parse_args(argv)
-    losses: dict[tuple[str, int], str] = {}
-
-    def unbroken(case: Case) -> str:
-        key = case.system, case.ranks
-        if key not in losses:
-            with tempfile.TemporaryDirectory() as folder:
-                run = Run(replace(case, launcher="ordinary"), Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}",
-                          "--model.lr=0.01")  # fmt: skip
-                run.wait(_SLOW_S)
-                losses[key] = last_loss(Path(folder))
-        return losses[key]
-
     cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
     rows = []
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
-            outcome = attempt(case, Path(folder), unbroken)
+            outcome = attempt(case, Path(folder))
         rows.append({**asdict(case), **asdict(outcome)})
         print(*asdict(case).values(), "->", *asdict(outcome).values(), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import functools
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
@@ -105,6 +107,29 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
+
+
+def agent() -> str:
+    """Name the process of ``torchrun`` that started this one, as no other is named, before or after; empty if none."""
+    starter = parent()
+    return f"{machine()} {starter} {psutil.Process(starter).create_time()}" if starter else ""
+
+
+@functools.cache
+def warn_of_joining() -> None:
+    """Warn if machines may join the job of ``torchrun`` later, which torch and pygdist must be prepared for."""
+    starter, nnodes = parent(), os.environ.get("PET_NNODES", "")
+    words = psutil.Process(starter).cmdline() if starter else []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--nnodes"):
+            nnodes = word.partition("=")[2] or following
+    lacking = []
+    if _is_of_agent():  # the store that torch's agents share: one that joins later waits for its address in vain
+        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or they do not find the others")
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        lacking.append("give it an --rdzv-id=NAME, or they do not know which run goes on")
+    if ":" in nnodes and lacking:
+        log.warning("machines may join torchrun --nnodes=%s later: %s", nnodes, "; ".join(lacking))
 
 
 def _is_of_agent() -> bool:
