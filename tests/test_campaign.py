@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments.reliability import campaign
-from experiments.reliability.campaign import EPOCHS, Case, Run, attempt, draw, last_loss
+from experiments.reliability.campaign import Case, attempt, draw
 
 SHORT = [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case.number)) for case in draw(20, 0)]
 ALWAYS = Case(0, "SIGTERM", "1", "training", 0.01, "torchrun", "comm", 2)
