@@ -63,6 +63,14 @@ _COMMANDS = {
 }
 
 
+def program() -> int:
+    """Run the command line as a process of its own, which a signal ends without a word once the command has ended."""
+    try:
+        return main()
+    finally:
+        signals.default()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -208,4 +216,4 @@ def _complain(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -135,6 +135,13 @@ def uninstall() -> None:
         os.close(fds[1])  # the thread ends
 
 
+def default() -> None:
+    """Let the system end this process at a signal: there is no work to lose any more, and nothing to say."""
+    for number in _ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _on_signal(signum: int, frame: FrameType | None) -> None:
     if not _state.installed:  # Lightning has put this handler back, after ours were uninstalled
         before = _state.before.get(signum, signal.SIG_DFL)

@@ -61,6 +61,15 @@ def test_a_native_routine_does_not_outlast_a_signal() -> None:
     assert (process.returncode, errors) == (143, said)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_after_a_command_a_signal_ends_the_process_without_a_word(signum: signal.Signals) -> None:
+    at_exit = "import atexit, time; atexit.register(lambda: (print('ready', flush=True), time.sleep(60)))\n"
+    process = _begin(at_exit + "from pygdist import cli; cli._HELP = ''; cli.program()")
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (-signum, "")
+
+
 def test_whoever_defers_is_told_and_a_second_signal_ends_the_process() -> None:
     work = """
         signals.listen(lambda number: print("noted", number, signals.received(), flush=True), defer=True)

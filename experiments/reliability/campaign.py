@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import os
 import random
 import re
@@ -31,9 +30,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -323,13 +324,19 @@ def last_loss(folder: Path) -> str:
     return next((row["train_loss"] for row in rows if row["epoch"] == str(EPOCHS - 1)), "none")
 
 
-@functools.cache
 def unbroken_loss(system: str, ranks: int) -> str:
-    """Return the loss of a run that nothing happens to."""
-    case = Case(0, "", "", "", 0.0, "ordinary", system, ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        Run(case, Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01").wait(SLOW_S)
-        return last_loss(Path(folder))
+    """Return the loss of a run that nothing happens to; there is one run for all threads that ask."""
+    with _one_at_a_time:
+        if (system, ranks) not in _unbroken:
+            case = Case(0, "", "", "", 0.0, "ordinary", system, ranks)
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(case, Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01")
+                run.wait(SLOW_S)
+                _unbroken[system, ranks] = last_loss(Path(folder))
+        return _unbroken[system, ranks]
+
+
+_unbroken, _one_at_a_time = dict[tuple[str, int], str](), threading.Lock()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -337,6 +344,7 @@ def parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
     cli.add_argument("--kills", type=int, default=100, help="number of cases (default: 100, about an hour)")
     cli.add_argument("--seed", type=int, default=0, help="the cases are drawn with it (default: 0)")
+    cli.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
     cli.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these cases")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for campaign.csv")
     return cli
@@ -345,18 +353,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign."""
     options = parser().parse_args(argv)
-    cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
-    rows = []
-    for case in cases:
+
+    def row(case: Case) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             outcome = attempt(case, Path(folder))
-        rows.append({**asdict(case), **asdict(outcome)})
         print(*asdict(case).values(), "->", *asdict(outcome).values(), flush=True)
+        return {**asdict(case), **asdict(outcome), **machine}
+
+    cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
+    machine, rows = provenance(1), []
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "campaign.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
+    with ThreadPoolExecutor(options.jobs) as pool, (options.out / "campaign.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*Case.__annotations__, *Outcome.__annotations__, *machine])
         writer.writeheader()
-        writer.writerows({**row, **provenance(1)} for row in rows)
+        for one in pool.map(row, cases):
+            rows.append(one)
+            writer.writerow(one)
+            file.flush()
     _print_counts(rows)
     return int(any(row["wrong"] for row in rows))
 

@@ -49,7 +49,7 @@ class Stopping:
             self._requeue, connector._slurm_sigusr_handler_fn = connector._slurm_sigusr_handler_fn, self._ask_to_requeue
 
     def at_step(self, trainer: pl.Trainer, communicator: Communicator) -> None:
-        """Act on a signal that has reached any rank; all ranks make the call before each step of a training.
+        """Act on a signal to any rank; all ranks make the call before each step of a training, and at its end.
 
         Raises:
             SignalError: On all ranks, after the checkpoint.

@@ -239,6 +239,12 @@ class GraphDDPStrategy(DDPStrategy):
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
 
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self._current_trainer is not None
+        self._stopping.at_step(self._current_trainer, self.communicator)  # after the last step there is no next one
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @property
@@ -288,55 +294,60 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Leave the run; raises the error that explains the exception, if another one does."""
         super().on_exception(exception)
-        if damaged := mistake_in(exception, self._checkpoint_path):
-            self._close(str(damaged))
-            raise damaged from exception
-        unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
-        of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
-        if not of_all_ranks:
+        told = self._explained(exception)
+        if not _of_all_ranks(told):
             _broken()
-        if unused:
-            self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
-            raise InputError(
+        if isinstance(told, SignalError):
+            self._end_by_signal(told)
+        elif isinstance(told, LostRankError):
+            self._close(LOST_A_NEIGHBOUR)
+        elif told is not exception or self._watchdog is not None:
+            self._close_for(told)  # Lightning does not tear down after an error from here
+        if told is not exception:
+            raise told from exception
+
+    def _explained(self, exception: BaseException) -> BaseException:
+        """Return the error that the user is told of: the exception, or the reason for which a library raised it."""
+        if damaged := mistake_in(exception, self._checkpoint_path):
+            return damaged
+        text = str(exception) if isinstance(exception, RuntimeError) else ""
+        if any(words in text for words in _UNUSED_PARAMETERS):
+            return InputError(
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
-            ) from exception
-        if isinstance(exception, SignalError):
-            self._end_by_signal(exception.message, exception.signum)
-            return
-        if self._watchdog is None:
-            return
-        if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
-            signum, text = self._watchdog.signum, self._watchdog.signalled_by
-            self._end_by_signal(text, signum)
-            raise SignalError(text, signum) from exception
-        if isinstance(exception, LostRankError):
-            self._close(LOST_A_NEIGHBOUR)
-        elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
-            diagnosis, place = self._watchdog.diagnose(), self._place
-            if signum := self._watchdog.signum:
-                text = self._watchdog.signalled_by
-                self._end_by_signal(text, signum)
-                raise SignalError(text, signum) from exception
-            self._close(LOST_A_NEIGHBOUR)
-            raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
-        else:
-            told = refusal_of(exception) or exception
-            self._close(f"{type(told).__name__}: {told}")
-            if told is not exception:
-                break_groups()  # the others find out now, and ask the store for the reason
-                if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
-                    time.sleep(_ASK_S)
+            )
+        watchdog = self._watchdog
+        if watchdog is None or isinstance(exception, SignalError) or _of_all_ranks(exception):
+            return exception
+        known = isinstance(exception, LostRankError)
+        of_connection = not known and any(words in text.lower() for words in _CONNECTION_ERRORS)
+        place, diagnosis = self._place, watchdog.diagnose() if of_connection and not watchdog.signum else ""
+        if watchdog.signum:  # of another rank, which broke the groups
+            return SignalError(watchdog.signalled_by, watchdog.signum)
+        if of_connection:
+            return LostRankError(f"{place}: a collective call failed; {diagnosis}")
+        return exception
 
-    def _end_by_signal(self, text: str, signum: int) -> None:
+    def _close_for(self, error: BaseException) -> None:
+        """Leave the run for an error of this rank, or of all."""
+        told = refusal_of(error) or error
+        self._close(f"{type(told).__name__}: {told}")
+        if told is not error:
+            break_groups()  # the others find out now, and ask the store for the reason
+            if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
+                time.sleep(_ASK_S)
+
+    def _end_by_signal(self, error: SignalError) -> None:
         _broken()
         if self._watchdog is not None:
-            self._watchdog.signum, self._watchdog.signalled_by, self._watchdog.verdict = signum, text, text
-        self._close(text)
+            watchdog = self._watchdog
+            watchdog.signum, watchdog.signalled_by, watchdog.verdict = error.signum, error.message, error.message
+        self._close(error.message)
         self._launched().end(within_s=_LEAVE_S)
         if self.global_rank == 0 and not signals.in_command():
-            log.error("%s", text)
+            log.error("%s", error.message)
 
     @property
     def _checkpoint_path(self) -> Any:
@@ -397,6 +408,11 @@ class GraphDDPStrategy(DDPStrategy):
                     start_method=method,
                     find_unused_parameters=unused,
                 )
+
+
+def _of_all_ranks(error: BaseException) -> bool:
+    """True for an error that all ranks raise alike, in order."""
+    return isinstance(error, InputError) and not error.of_one_rank
 
 
 def _broken() -> None:

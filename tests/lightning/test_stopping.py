@@ -21,11 +21,11 @@ from tests.lightning import runs
 class Signals(Callback):
     """Sends a signal to one rank in mid-run."""
 
-    def __init__(self, rank: int, signum: int) -> None:
-        self.rank, self.signum = rank, signum
+    def __init__(self, rank: int, signum: int, epoch: int = 2) -> None:
+        self.rank, self.signum, self.epoch = rank, signum, epoch
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_rank == self.rank and trainer.current_epoch == 2:
+        if trainer.global_rank == self.rank and trainer.current_epoch == self.epoch:
             os.kill(os.getpid(), self.signum)
 
 
@@ -43,12 +43,12 @@ def _fit(rank: int, world_size: int, folder: str, resume: str | None, *callbacks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
-def test_the_run_that_a_signal_saved_goes_on(who: int, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("who", "epoch"), [(0, 2), (1, 2), (1, 5)])  # 5 is the last one
+def test_the_run_that_a_signal_saved_goes_on(who: int, epoch: int, pool: RankPool, tmp_path: Path) -> None:
     whole = pool.run(_fit, 2, str(tmp_path), None)[0]
     path = tmp_path / "on_signal.ckpt"
     said = f"SIGTERM reached rank {who}; the run was saved in {path}"
-    assert pool.run(_fit, 2, str(tmp_path), None, Signals(who, signal.SIGTERM)) == [(said, 143)] * 2
+    assert pool.run(_fit, 2, str(tmp_path), None, Signals(who, signal.SIGTERM, epoch)) == [(said, 143)] * 2
     for state in pool.run(_fit, 2, str(tmp_path), str(path)):
         assert all(torch.equal(state[name], value) for name, value in whole.items())
 
