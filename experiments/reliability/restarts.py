@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--seed", type=int, default=0, help="the cases are drawn with it (default: 0)")
     cli.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     cli.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these cases")
+    cli.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for restarts.csv")
     return cli
 
@@ -226,18 +228,25 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases."""
     options = parser().parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for losses in draw(options.seed):
-        if losses.system not in options.systems or (options.only and losses.number not in options.only):
-            continue
+
+    def row(losses: Losses) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(attempt(losses, Path(folder)))
-        print(*rows[-1].values(), flush=True)
-        with (options.out / "restarts.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
-            writer.writeheader()
-            writer.writerows({**row, **provenance(1)} for row in rows)
+            outcome = attempt(losses, Path(folder))
+        print(*outcome.values(), flush=True)
+        return {**outcome, **machine}
+
+    chosen = [one for one in draw(options.seed) if one.system in options.systems]
+    chosen = [one for one in chosen if not options.only or one.number in options.only]
+    machine, rows = provenance(1), list[dict[str, Any]]()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool, (options.out / "restarts.csv").open("w", newline="") as file:
+        for one in pool.map(row, chosen):
+            writer = csv.DictWriter(file, one)
+            if not rows:
+                writer.writeheader()
+            rows.append(one)
+            writer.writerow(one)
+            file.flush()
     columns = ("kind", "system", "ranks", "losses", "seconds", "code", "wrong")
     table = Table(*columns)
     for row in rows:

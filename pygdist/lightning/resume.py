@@ -34,7 +34,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     for path in _newest_first(Path(folder)):
         try:
             checkpoints.read(path, needs=TRAINING_PARTS, **_lazily(path))
-        except InputError as error:
+        except (InputError, OSError) as error:
             rank_zero_warn(f"{error} (passed over: training does not go on from it)")
         else:
             return path
