@@ -136,7 +136,7 @@ def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mark, env, goes_on",
+    ("mark", "env", "goes_on"),
     [
         pytest.param("torchrun a", {"TORCHELASTIC_RUN_ID": "a"}, True, id="torchrun-other-machines"),
         pytest.param("torchrun b", {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, False,

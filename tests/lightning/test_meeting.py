@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "nnodes, env, words",
+    ("nnodes", "env", "words"),
     [
         pytest.param("1:2", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, ["DISABLE_SHARE", "--rdzv-id"], id="both"),
         pytest.param("1:2", {}, ["machines may join torchrun --nnodes=1:2 later: give it an --rdzv-id"], id="no-name"),
