@@ -116,11 +116,10 @@ class Resume(pl.Callback):
         if not isinstance(strategy, GraphDDPStrategy):
             return str(strategy.broadcast(text))
         texts = strategy.communicator.gather_text(text)
-        elsewhere = [(rank, path) for rank, path in enumerate(texts) if path]
-        if elsewhere and not texts[0]:
-            rank, path = elsewhere[0]
+        seeing = [rank for rank, one in enumerate(texts) if one]
+        if seeing and not texts[0]:
             raise InputError(
-                f"{path}: rank {rank} would go on from it, but rank 0 has no checkpoint of this run; let the machines "
+                f"{texts[seeing[0]]}: rank {seeing[0]} would go on from it, but rank 0 has no checkpoint of this run; let the machines "
                 "share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
             )
         return texts[0]
