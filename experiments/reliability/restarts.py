@@ -54,6 +54,7 @@ from experiments.reliability.campaign import (
 
 TOLERANCE = 1e-5  # of the loss on another number of ranks
 _GATES = "RESTARTS_GATES"  # environment variable
+_JOIN_S = 20  # a machine that joins later than others by this starts the ranks of all again
 _EARLY, _LATE = ("import", "setup", "step 0"), ("step", "checkpoint", "validation")
 _FIT = (f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01", f"--trainer.strategy.lost_after_s={LOST_AFTER_S}",
         "--trainer.callbacks+=experiments.reliability.restarts.Gates")  # fmt: skip
@@ -189,7 +190,7 @@ def _lose_machine(losses: Losses, case: Case, folder: Path) -> tuple[list[Run], 
     env = {_GATES: ";".join(losses.losses), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def start(is_host: bool) -> Run:
-        conf = f"--rdzv-conf=is_host={is_host},last_call_timeout=20,keep_alive_interval=1"
+        conf = f"--rdzv-conf=is_host={is_host},last_call_timeout={_JOIN_S},keep_alive_interval=1"
         return Run(replace(case, ranks=1), folder, "fit", *_FIT, torchrun=[*torchrun, conf], env=env)
 
     first, second = start(True), start(False)  # the first one hosts the store in which agents meet
