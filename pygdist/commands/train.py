@@ -107,10 +107,6 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["log"].items()}  # all ranks
-        for logger in trainer.loggers:
-            if isinstance(logger, EpochLogger):
-                logger.write_now(trainer, metrics)  # an epoch is in the table before its checkpoint is there
         super().on_train_epoch_end(trainer, pl_module)
         dry = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:

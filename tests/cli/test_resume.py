@@ -252,19 +252,59 @@ def test_names_of_checkpoints_that_are_not_there(folder: Path, command: str, nam
     assert not (folder / "runs").exists()
 
 
-def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path) -> None:
+STEPS = ("--checkpoint.every_n_train_steps=1",)
+TRIGGERS = {
+    "epochs": ((), ("train_loss", "val_loss", "epoch_s")),
+    "steps": (STEPS, ("train_loss",)),
+    "validations": (("--trainer.check_val_every_n_epoch=2",), ("train_loss",)),
+    "another-callback": (
+        ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=1"),
+        ("train_loss",),
+    ),
+}
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path, trigger: str) -> None:
+    options, wanted = TRIGGERS[trigger]
     (folder / "look.py").write_text(
         "import csv, lightning.pytorch as pl\n"
+        "from pygdist import checkpoints\n"
         "class Look(pl.Callback):\n"
-        "    def on_save_checkpoint(self, trainer, module, checkpoint):\n"
-        "        with open('runs/version_0/metrics.csv') as file:\n"
-        "            rows = list(csv.DictReader(file))\n"
-        "        wanted = ('train_loss', 'val_loss', 'epoch_s')\n"
-        "        epochs = [{int(row['epoch']) for row in rows if row.get(name)} for name in wanted]\n"
-        "        assert all(max(found) == trainer.current_epoch for found in epochs), rows\n"
-        "        open('looked', 'a').write('x')\n"
+        "    write = staticmethod(checkpoints.write)\n"
+        "def look(checkpoint, path):\n"
+        "    with open('runs/version_0/metrics.csv') as file:\n"
+        "        rows = list(csv.DictReader(file))\n"
+        f"    epochs = [{{int(row['epoch']) for row in rows if row.get(name)}} for name in {wanted}]\n"
+        "    assert all(max(found) == checkpoint['epoch'] for found in epochs), rows\n"
+        "    open('looked', 'a').write('x')\n"
+        "    Look.write(checkpoint, path)\n"
+        "checkpoints.write = look\n"
     )
-    _fit(folder, "--trainer.callbacks+=look.Look")
+    _fit(folder, "--trainer.callbacks+=look.Look", *options)
     assert len((folder / "looked").read_text()) >= 3
     assert list(_losses(folder)) == [0, 1, 2]
     assert os.listdir(folder / "runs") == ["version_0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "moment"),
+    [
+        pytest.param(STEPS, "on_validation_start", id="between-checkpoint-and-validation"),
+        pytest.param(STEPS, "on_train_epoch_end", id="after-validation"),
+        pytest.param(TRIGGERS["validations"][0], "on_train_epoch_end", id="between-checkpoint-and-end-of-epoch"),
+    ],
+)
+def test_no_epoch_is_missing_after_a_kill(folder: Path, unbroken: Path, options: tuple[str, ...], moment: str) -> None:
+    (folder / "die.py").write_text(
+        "import os, lightning.pytorch as pl\n"
+        "class Die(pl.Callback):\n"
+        f"    def {moment}(self, trainer, module):\n"
+        "        if trainer.current_epoch == 3 and not os.path.exists('died'):\n"
+        "            open('died', 'w').close()\n"
+        "            os._exit(9)\n"
+    )
+    args = (*options, "--trainer.callbacks+=die.Die", "--trainer.max_epochs=5")
+    assert pygdist(*FIT, *args, folder=folder).code == 9
+    _fit(folder, *args, "--resume")
+    assert _losses(folder) == _losses(unbroken)
