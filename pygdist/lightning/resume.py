@@ -18,6 +18,7 @@ from pygdist.checkpoints import TRAINING_PARTS
 from pygdist.errors import InputError
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.lightning.table import EpochLogger, kept_rows
+from pygdist.lightning.to_rank_zero import from_rank_zero
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -111,14 +112,12 @@ class Resume(pl.Callback):
 
     def _agreed(self, trainer: pl.Trainer) -> str:
         path = None if self.folder is None else newest_checkpoint(self.folder)
-        text, strategy = "" if path is None else str(path), trainer.strategy
-        if not isinstance(strategy, GraphDDPStrategy):
-            return str(strategy.broadcast(text))
-        texts = strategy.communicator.gather_text(text)
-        seeing = [rank for rank, one in enumerate(texts) if one]
-        if seeing and not texts[0]:
-            raise InputError(
-                f"{texts[seeing[0]]}: rank {seeing[0]} would go on from it, but rank 0 has no checkpoint of this run; let the machines "
-                "share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
-            )
-        return texts[0]
+        found, strategy = "" if path is None else str(path), trainer.strategy
+        agreed = from_rank_zero(found, strategy)
+        missed = (
+            f"{found}: rank {trainer.global_rank} would go on from it, but rank 0 has no checkpoint of this run; let "
+            "the machines share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
+        )
+        if isinstance(strategy, GraphDDPStrategy):  # the ranks of others share nothing, and are refused
+            strategy.communicator.agree(missed if found and not agreed else None)
+        return agreed
