@@ -183,6 +183,8 @@ class GraphCLI(LightningCLI):
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
+        if self.config[subcommand].resume and checkpoint is not None:
+            raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:

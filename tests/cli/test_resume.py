@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from pygdist import InputError
-from pygdist.commands.run_folder import RunFolder, folder_to_go_on, new_folder
+from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
 
 FIT = ("fit", "--config=run.yaml")
@@ -243,6 +243,16 @@ def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:
     shutil.copy(begun / "runs/version_0/checkpoints/last.ckpt", begun / "hpc_ckpt_2.ckpt")
     outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=hpc", folder=begun)
     assert "--ckpt_path=hpc: hpc_ckpt_2.ckpt" in outcome.err
+
+
+def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
+    folder = tmp_path / "version_0" / "checkpoints"
+    folder.mkdir(parents=True)
+    names = ("last.ckpt", "last-v9.ckpt", "last-v10.ckpt", "last-layer-frozen.ckpt", "last.1.ckpt", "xlast.ckpt")
+    for time, name in enumerate(names):
+        (folder / name).touch()
+        os.utime(folder / name, (time, time))
+    assert named_checkpoint("last", tmp_path, tmp_path).name == "last-v10.ckpt"
 
 
 @pytest.mark.parametrize("name", ["last", "best", "hpc"])
