@@ -89,7 +89,7 @@ def told(error: Exception) -> str | None:
 def require_files(num_ranks: int) -> None:
     """Raise the limit on open files, within what the system allows; refuse one with which ranks cannot meet.
 
-    Connections for which there is no file wait for minutes, or end the process without a word.
+    If a process has no descriptor left for a connection, it hangs for minutes or dies silently.
 
     Raises:
         RefusedError: If this process may open too few files.
