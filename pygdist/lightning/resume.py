@@ -17,7 +17,7 @@ from pygdist import checkpoints
 from pygdist.checkpoints import TRAINING_PARTS
 from pygdist.errors import InputError
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.lightning.table import EpochLogger, kept_rows
+from pygdist.lightning.table import EpochLogger, done_in
 from pygdist.lightning.to_rank_zero import from_rank_zero
 
 _VERSION = re.compile(r"version_(\d+)")
@@ -99,7 +99,7 @@ class Resume(pl.Callback):
         rank_zero_info(f"the run goes on from {path}")
         connector = trainer._checkpoint_connector
         connector._restore_modules_and_callbacks(path)  # as Lightning does here for strategies that restore late
-        whole, steps = kept_rows(connector._loaded_checkpoint["loops"]["fit_loop"])
+        whole, steps = done_in(connector._loaded_checkpoint["loops"]["fit_loop"])
         if trainer.max_epochs not in (None, -1) and whole >= trainer.max_epochs:
             rank_zero_info(f"the run had ended by itself after {whole} epochs (max_epochs={trainer.max_epochs})")
         stopping = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]  # type: ignore[attr-defined]

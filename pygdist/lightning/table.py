@@ -53,7 +53,7 @@ class EpochLogger(CSVLogger):
     def go_on(self, epochs: int, steps: int) -> None:
         """Drop the rows after a checkpoint from which the run goes on.
 
-        The checkpoint was made after ``epochs`` whole ones, and ``steps`` of the run if the next epoch had begun.
+        The checkpoint was made after ``epochs`` trained ones, and ``steps`` of the run if the next epoch had begun.
         """
         self.experiment.keep(lambda epoch, step: epoch < epochs or (epoch == epochs and step < steps))
 
@@ -67,27 +67,30 @@ def write_epoch(trainer: pl.Trainer) -> None:
     loop, loggers = trainer.fit_loop, [one for one in trainer.loggers if isinstance(one, EpochLogger)]
     if not loggers:
         return
-    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    batches: Any = loop.epoch_loop.batch_progress  # Lightning's types lack some of its attributes
+    epochs: Any = loop.epoch_progress
     metrics = dict[str, Any]()
     if batches.is_last_batch and batches.current.processed == batches.current.ready:
         metrics = {name: float(value) for name, value in loop.epoch_loop._results.metrics(on_step=False)["log"].items()}
     # Lightning counts the last step after the validation, and logs the epoch under the number of that step
-    step = loop.epoch_loop._batches_that_stepped - (epochs.processed > epochs.completed)
+    step = loop.epoch_loop._batches_that_stepped - (epochs.current.processed > epochs.current.completed)
     for logger in loggers:
         logger.write_now(metrics, trainer.current_epoch, step)
 
 
-def kept_rows(fit_loop: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the whole epochs in a checkpoint, and the steps if the next epoch had begun, given its ``loops.fit_loop``.
+def done_in(fit_loop: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epochs that are not trained again after a checkpoint, given its ``loops.fit_loop``.
 
-    See :meth:`EpochLogger.go_on`.
+    The second number is the steps of the run if the next epoch had begun; see :meth:`EpochLogger.go_on`.
     """
     epochs, batches = (fit_loop[name]["current"] for name in ("epoch_progress", "epoch_loop.batch_progress"))
     if epochs["started"] <= epochs["processed"]:
         return epochs["processed"], 0
+    is_trained = batches["processed"] == batches["ready"]  # the last batch that had begun
+    if is_trained and fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        return epochs["processed"] + 1, 0
     # Lightning has not counted the last step yet
-    stepped = fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
-    return epochs["processed"], stepped + (batches["processed"] == batches["ready"])
+    return epochs["processed"], fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] + is_trained
 
 
 class _Writer(ExperimentWriter):

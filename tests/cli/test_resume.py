@@ -33,10 +33,14 @@ def _last(folder: Path, version: int = 0) -> dict[str, Any]:
     return content
 
 
+def _rows(folder: Path, version: int = 0) -> list[dict[str, str]]:
+    with (folder / "runs" / f"version_{version}" / "metrics.csv").open() as lines:
+        return list(csv.DictReader(lines))
+
+
 def _losses(folder: Path, version: int = 0) -> dict[int, str]:
     """The training loss of each epoch; each epoch is there once."""
-    with (folder / "runs" / f"version_{version}" / "metrics.csv").open() as lines:
-        rows = [(int(row["epoch"]), row["train_loss"]) for row in csv.DictReader(lines) if row["train_loss"]]
+    rows = [(int(row["epoch"]), row["train_loss"]) for row in _rows(folder, version) if row["train_loss"]]
     assert len(dict(rows)) == len(rows)
     return dict(rows)
 
@@ -302,15 +306,17 @@ def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path, t
     [
         pytest.param(STEPS, "on_validation_start", id="between-checkpoint-and-validation"),
         pytest.param(STEPS, "on_train_epoch_end", id="after-validation"),
+        pytest.param(STEPS, "on_train_batch_start", id="in-the-next-epoch"),
         pytest.param(TRIGGERS["validations"][0], "on_train_epoch_end", id="between-checkpoint-and-end-of-epoch"),
     ],
 )
 def test_no_epoch_is_missing_after_a_kill(folder: Path, unbroken: Path, options: tuple[str, ...], moment: str) -> None:
+    epoch = 4 if moment == "on_train_batch_start" else 3
     (folder / "die.py").write_text(
         "import os, lightning.pytorch as pl\n"
         "class Die(pl.Callback):\n"
-        f"    def {moment}(self, trainer, module):\n"
-        "        if trainer.current_epoch == 3 and not os.path.exists('died'):\n"
+        f"    def {moment}(self, trainer, *_):\n"
+        f"        if trainer.current_epoch == {epoch} and not os.path.exists('died'):\n"
         "            open('died', 'w').close()\n"
         "            os._exit(9)\n"
     )
@@ -318,3 +324,5 @@ def test_no_epoch_is_missing_after_a_kill(folder: Path, unbroken: Path, options:
     assert pygdist(*FIT, *args, folder=folder).code == 9
     _fit(folder, *args, "--resume")
     assert _losses(folder) == _losses(unbroken)
+    seconds = [int(row["epoch"]) for row in _rows(folder) if row["epoch_s"]]
+    assert seconds == [0, 1, 2, 4] if epoch == 3 else [0, 1, 2, 3, 4]
