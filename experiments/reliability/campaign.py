@@ -299,7 +299,8 @@ def attempt(case: Case, folder: Path) -> Outcome:
     again = Run(replace(case, signal="", who=""), folder, "fit", *fit, "--resume=true")
     _, code, _ = again.wait(SLOW_S)
     loss, expected = last_loss(folder), unbroken_loss(case.system, case.ranks)
-    faults = [] if code == 0 and loss == expected else [f"exit code {code}, loss {loss}"]
+    right = code == 0 and loss == expected != "none"
+    faults = [] if right else [f"exit code {code}, loss {loss}, and the unbroken run's is {expected}"]
     if whole is not None and ("goes on from" not in again.errors or _versions(folder) != before):
         faults.append(f"it began anew, beside {whole.name}")
     if left := left_behind(folder):
@@ -334,11 +335,8 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
     if "Traceback" in errors and case.launcher == "ordinary":
         faults.append("a traceback")
     ours = errors.count("pygdist: error: ")
-    if (
-        expected
-        and case.launcher == "ordinary"
-        and (ours > 1 or (ours == 0 and case.phase != "import" and outcome.code))
-    ):
+    silent = case.phase == "import" or finished  # Python itself ends, or a command that is done
+    if expected and case.launcher == "ordinary" and ours != 1 and not (silent and ours == 0):
         faults.append(f"{ours} lines of error")
     if expected and outcome.said and case.signal not in outcome.said:
         faults.append(f"no line names {case.signal}")
