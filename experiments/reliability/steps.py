@@ -1,11 +1,11 @@
 """Trains each system for many steps: what a process holds must not grow.
 
     python -m experiments.reliability.steps --out figures
-    python -m experiments.reliability.steps --steps 1000 --out figures     # a short version
+    python -m experiments.reliability.steps --steps 2000 --out figures     # a short version
 
 ``pygdist fit`` on two ranks, on a small generated graph. It logs every step, and validates and saves a checkpoint every
 100 steps, when each rank also notes its resident memory, open descriptors and threads. The figures are the slopes over
-the last four fifths of the steps, largest over ranks: ``kb_per_step`` (KiB), ``descriptors`` and ``threads`` (per 1,000
+the second half of the steps, largest over ranks: ``kb_per_step`` (KiB), ``descriptors`` and ``threads`` (per 1,000
 steps). Prints a table, writes ``steps.csv``, and exits with code 1 if a slope is not below its limit or a run fails.
 """
 
@@ -60,7 +60,7 @@ def measure(system: str, steps: int, folder: Path) -> dict[str, Any]:
     tables = [np.loadtxt(path, delimiter=",", ndmin=2) for path in sorted(folder.glob("?.csv"))]
     if run.returncode or len(checkpoints) != 1 or not tables or min(map(len, tables)) < steps // EVERY:
         return {"system": system, "steps": 0, "note": run.stderr[-500:]}
-    late = [table[len(table) // 5 :] for table in tables]
+    late = [table[len(table) // 2 :] for table in tables]
     slopes = [np.polyfit(table[:, 0], table[:, 1:], 1)[0] for table in late]
     memory, descriptors, threads = (float(one) for one in np.max(slopes, axis=0))
     return {
