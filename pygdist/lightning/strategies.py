@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
-_LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
 _DESTROY_S = 3.0
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 _LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
@@ -69,7 +68,8 @@ class GraphDDPStrategy(DDPStrategy):
             within which ranks that wait for each other in different calls are found. The ranks then fail with an error
             that tells where each is, or exit, if they wait in a call that no error reaches.
         checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
-            at the next step, beside the other checkpoints, and then end. Without it ranks end at once.
+            at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
+            12 s, as in a long validation. Without this option they end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
@@ -129,6 +129,11 @@ class GraphDDPStrategy(DDPStrategy):
     def sends_gradients(self) -> bool:
         """Gradients are sent in every step, so all ranks must make every step."""
         return True
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that ranks have to end by themselves after a signal."""
+        return self._stopping.leave_s
 
     @override
     def _configure_launcher(self) -> None:
@@ -241,7 +246,7 @@ class GraphDDPStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self._current_trainer is not None
-        self._stopping.at_step(self._current_trainer, self.communicator)  # after the last step there is no next one
+        self._stopping.end(self._current_trainer, self.communicator)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -343,8 +348,8 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog = self._watchdog
             watchdog.signum, watchdog.signalled_by, watchdog.verdict = error.signum, error.message, error.message
         self._close(error.message)
-        self._launched().end(within_s=_LEAVE_S)
-        if self.global_rank == 0 and not signals.in_command():
+        self._launched().end(within_s=self.leave_s)
+        if self.global_rank == 0 and not signals.in_command() and not getattr(self._launcher, "in_rank", False):
             log.error("%s", error.message)
 
     @property
@@ -362,7 +367,7 @@ class GraphDDPStrategy(DDPStrategy):
         signum = 0 if self._watchdog is None else self._watchdog.signum
         if not signum:
             log.error("%s: %s; leaving", self._place, diagnosis)
-        self._launched().end(within_s=_LEAVE_S if signum else 0.0)
+        self._launched().end(within_s=self.leave_s if signum else 0.0)
         if signum:
             signals.end(signum, diagnosis if self.global_rank == 0 else "")
         os._exit(1)
