@@ -90,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as error:
                 if not (signum := signals.received()):
                     raise
-                # a library that was being imported took the signal for a failure of its own
                 raise SignalError(
                     f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum
                 ) from error
@@ -125,6 +124,8 @@ def _run(command: str, rest: list[str]) -> int:
     except SignalError:
         raise
     except Exception as error:
+        if signals.received():  # which a library took for a failure of its own
+            raise
         if (refused := refusal_of(error)) is not None:
             _complain(str(refused))
             return 2

@@ -39,6 +39,7 @@ class _State:
         self.before: dict[int, Any] = {}  # the handlers that ours replaced
         self.received = 0
         self.raised = False
+        self.told = False
         self.defer_s = 0.0
         self.interrupt_at = self.end_at = 0.0  # when a thread does so, unless the main thread has left the block
         self.expected = 0  # signals of this process's own
@@ -106,11 +107,12 @@ def install() -> bool:
     """
     if _state.installed or threading.current_thread() is not threading.main_thread():
         return False
-    _state.installed, _state.received, _state.raised, _state.left = True, 0, False, threading.Event()
+    _state.installed, _state.received, _state.raised, _state.told = True, 0, False, False
+    _state.left = threading.Event()
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules  # where Ctrl-C stops a cell, not the process
     for number in _ENDING[: 1 if interactive else 2]:
         before = signal.getsignal(number)
-        if before is not signal.SIG_IGN:  # as under nohup
+        if before not in (signal.SIG_IGN, None):  # as under nohup, or one in C that could not be put back
             signal.signal(number, _on_signal)
             if before is not _on_signal:
                 _state.before[number] = before
@@ -178,6 +180,10 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         return
     first = _state.received in (0, signum) and not _state.raised
     _state.received = _state.received or signum
+    before = _state.before.get(signum)
+    if first and not _state.told and callable(before) and before is not signal.default_int_handler:
+        _state.told = True
+        before(signum, frame)  # the user's
     if not first or _state.defer_s:
         return
     _state.raised = True
@@ -270,7 +276,7 @@ def follow_parent() -> None:
     Ranks do so from their first import of ``pygdist`` on, and in each run.
     """
     starter = parent()
-    if starter and starter == os.getppid() and _state.parent_watch is None:
+    if starter and (starter == os.getppid() or not _lives(starter)) and _state.parent_watch is None:
         _state.parent_watch = stop = threading.Event()
         threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
 
@@ -280,6 +286,16 @@ def outlive_parent() -> None:
     if _state.parent_watch is not None:
         _state.parent_watch.set()
         _state.parent_watch = None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def _watch_parent(starter: int, stop: threading.Event) -> None:

@@ -165,6 +165,24 @@ time.sleep(60)
     assert (tmp_path / "went on").exists() is not waits
 
 
+def test_a_rank_whose_starter_has_died_before_ends() -> None:
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    rank = "import time, pygdist; print('ready', flush=True); time.sleep(60)"
+    process = _begin(rank, PYGDIST_PARENT=str(starter.pid))
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.startswith(f"pygdist: error: process {starter.pid}, which started process {process.pid}, has ended")
+
+
+def test_the_users_handler_is_called_too() -> None:
+    handler = "import signal; signal.signal(signal.SIGTERM, lambda number, _: print('mine', number, flush=True))\n"
+    process = _begin(handler + COMMAND.format(work="time.sleep(60)"))
+    process.terminate()
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (143, "mine 15\n", f"SIGTERM reached process {process.pid}\n")
+
+
 def test_an_import_that_hides_the_signal_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

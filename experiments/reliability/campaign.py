@@ -301,7 +301,7 @@ def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str)
 
 def told(errors: str) -> str:
     """Return the line that names a rank or a signal."""
-    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|done nothing|not answered)"
+    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|stopped|not answered)"
     named += r"|which started rank \d|store does not"
     lines = [line for line in errors.splitlines() if re.search(named, line)]
     return lines[0][:300] if lines else ""

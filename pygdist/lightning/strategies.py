@@ -321,8 +321,11 @@ class GraphDDPStrategy(DDPStrategy):
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             )
-        watchdog = self._watchdog
-        if watchdog is None or isinstance(exception, SignalError) or _of_all_ranks(exception):
+        if isinstance(exception, SignalError) or _of_all_ranks(exception):
+            return exception
+        if signum := signals.received():  # which a library took for a failure of its own
+            return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
+        if (watchdog := self._watchdog) is None:
             return exception
         known = isinstance(exception, LostRankError)
         of_connection = not known and any(words in text.lower() for words in _CONNECTION_ERRORS)
