@@ -43,10 +43,11 @@ from torch_geometric.utils import (
 )
 
 from pygdist.backends.base import Backend
-from pygdist.errors import InputError
+from pygdist.errors import InputError, LostRankError
+from pygdist.graph import Adjacency
 from pygdist.hops.cheaper_side import cheaper_forward
 from pygdist.hops.fused_attention import UNSEEN, attention_forward
-from pygdist.hops.hop import Hop, each_end, with_passed_rows
+from pygdist.hops.hop import Hop, each_end, is_pair, target_of, with_passed_rows
 from pygdist.hops.kept import Kept
 from pygdist.hops.layer import (
     BASE,
@@ -70,12 +71,10 @@ from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.agreement import agree_on_layer, agree_on_pass
-from pygdist.routing.causes import reads_missing_rows
-from pygdist.routing.check import Ways
+from pygdist.routing.check import Ways, fails_alone
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
 
-_OTHER_ROWS = "Encountered tensor with size"  # PyG's words for rows that do not fit the size of a hop
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
@@ -178,7 +177,12 @@ class _BeginForward:
             self.compared.add(form)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
-        return self.backend.model_inputs(module, args, kwargs)
+        try:
+            return self.backend.model_inputs(module, args, kwargs)
+        except InputError as error:
+            if error.__cause__ is not None and fails_alone(module, error.__cause__):
+                raise error.__cause__ from None  # the model's own fault, told as on one process
+            raise
 
 
 class _EndForward:
@@ -345,12 +349,31 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
             if name == "edge_updater":
                 return backend.edge_updater(hop)
             backend.begin_hop()
-            if hop.is_product:
-                return backend.kept.first_hop.run(hop, lambda: backend.propagate(hop))
-            return backend.propagate(hop)
+            try:
+                if hop.is_product:
+                    return backend.kept.first_hop.run(hop, lambda: backend.propagate(hop))
+                return backend.propagate(hop)
+            except (IndexError, RuntimeError, ValueError) as error:
+                if isinstance(error, (InputError, LostRankError)) or not _leads_elsewhere(hop, backend):
+                    raise
+                raise InputError(
+                    f"{hop.layer_name}: {error} The hop leads to other rows than the nodes of this rank, such as one "
+                    "row for all of them, a node that the model adds, or the ends of edges that it turns round; only "
+                    "hops over edges of the graph are distributed",
+                    of_one_rank=True,
+                ) from error
 
     method.__name__ = name
     return method
+
+
+def _leads_elsewhere(hop: Hop, backend: Backend) -> bool:
+    """True if edges of a hop, or the rows that its layer passes for their destinations, are not those of this rank."""
+    num_rows, edges, dim = backend.num_rows, hop.edge_index, hop.layer.node_dim
+    if not isinstance(edges, Adjacency) and edges.layout == torch.strided and edges.numel():
+        return int(edges[1].max()) >= num_rows
+    ends = [target_of(value) for value in hop.arguments.values() if is_pair(value)]
+    return any(isinstance(one, Tensor) and one.dim() >= abs(dim) and one.size(dim) != num_rows for one in ends)
 
 
 def _with_gradient(value: Any) -> Any:
@@ -369,25 +392,8 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         if backend.kept.uncompared and backend.num_ranks > 1:
             _tell_uncompared(backend, self)
         args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
-        try:
-            with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
-                return backend.run_layer(self, forward, args, kwargs)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if _OTHER_ROWS in str(error) and not isinstance(error, InputError):
-                raise InputError(
-                    f"{layer_name(self)}: {error} The hop leads to other rows than the nodes of the graph, such as one "
-                    "row for all of them, and only hops from nodes to nodes are distributed",
-                    of_one_rank=True,
-                ) from error
-            if backend.communicator.world_size == 1 or not reads_missing_rows(error):
-                raise
-            raise InputError(
-                f"{layer_name(self)} on rank {backend.shard.rank}: {error}. If this layer indexes node rows by "
-                "edge_index outside propagate, where only the rank's own rows are available, pass the tensor to "
-                "propagate, for example propagate(edge_index, x=x, deg=deg), and use deg_j in message. A model cannot "
-                "turn edges round",
-                of_one_rank=True,
-            ) from error
+        with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
+            return backend.run_layer(self, forward, args, kwargs)
 
     return run
 
