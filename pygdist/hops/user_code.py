@@ -21,7 +21,9 @@ def in_one_line(error: BaseException) -> str:
         'IndexError: index 9 is out of bounds for dimension 1 with size 4 (model.py:12)'
     """
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({place_of(error)})" if text else f"{type(error).__name__} ({place_of(error)})"
+    return (
+        f"{type(error).__name__}: {text} ({place_of(error)})" if text else f"{type(error).__name__} ({place_of(error)})"
+    )
 
 
 def place_of(error: BaseException) -> str:

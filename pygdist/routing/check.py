@@ -60,6 +60,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
 _PASSED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 _FAILED: weakref.WeakKeyDictionary[nn.Module, tuple[object, str]] = weakref.WeakKeyDictionary()
+_NOTES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class Ways(NamedTuple):
@@ -103,16 +104,22 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
             warnings.simplefilter("ignore")
             note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
-        if error.__cause__ is not None:
-            _FAILED[model] = type(error.__cause__), place_of(error.__cause__)
+        if (cause := error.__cause__) is not None:
+            _FAILED[model] = type(cause), place_of(cause)
         note = (
             f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
             f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only"
         )
-    if note and communicator.rank == 0:
-        warnings.warn(note, stacklevel=2)
     passed.add(identity)
+    if note and communicator.rank == 0:
+        _NOTES[model] = note
     return True
+
+
+def tell_note(model: nn.Module) -> None:
+    """Warn of what the check could not compare, once a pass ended: a model that fails says so itself."""
+    if note := _NOTES.pop(model, ""):
+        warnings.warn(note, stacklevel=2)
 
 
 def fails_alone(model: nn.Module, error: BaseException) -> bool:

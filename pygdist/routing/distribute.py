@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -71,7 +72,7 @@ from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
 from pygdist.routing.agreement import agree_on_layer, agree_on_pass
-from pygdist.routing.check import Ways, fails_alone
+from pygdist.routing.check import Ways, fails_alone, tell_note
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
 
@@ -194,6 +195,8 @@ class _EndForward:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
+        if output is not None:  # the pass did not fail
+            tell_note(module)
         return self.backend.model_output(output)
 
 
@@ -370,8 +373,8 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
 def _leads_elsewhere(hop: Hop, backend: Backend) -> bool:
     """True if edges of a hop, or the rows that its layer passes for their destinations, are not those of this rank."""
     num_rows, edges, dim = backend.num_rows, hop.edge_index, hop.layer.node_dim
-    if not isinstance(edges, Adjacency) and edges.layout == torch.strided and edges.numel():
-        return int(edges[1].max()) >= num_rows
+    if not isinstance(edges, Adjacency) and edges.numel() and int(edges[1].max()) >= num_rows:
+        return True
     ends = [target_of(value) for value in hop.arguments.values() if is_pair(value)]
     return any(isinstance(one, Tensor) and one.dim() >= abs(dim) and one.size(dim) != num_rows for one in ends)
 
@@ -391,11 +394,25 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         backend.kept.relations.begin_layer()
         if backend.kept.uncompared and backend.num_ranks > 1:
             _tell_uncompared(backend, self)
-        args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
-        with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
-            return backend.run_layer(self, forward, args, kwargs)
+        try:
+            args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
+            with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
+                return backend.run_layer(self, forward, args, kwargs)
+        except TypeError:
+            if _takes(forward, self, args, kwargs):
+                raise
+        return getattr(type(self), BASE).forward(self, *args, **kwargs)  # Python says which argument is missing
 
     return run
+
+
+def _takes(forward: Callable[..., Any], layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a layer's ``forward`` has parameters for these arguments."""
+    try:
+        inspect.signature(forward).bind(layer, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _tell_uncompared(backend: Backend, layer: MessagePassing) -> None:

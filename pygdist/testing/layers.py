@@ -280,7 +280,9 @@ def _patches(in_channels: int, out_channels: int) -> nn.Module:
 
 
 def _placed(layer: type[nn.Module], make: Callable[[int, int], nn.Module]) -> LayerCase:
-    return LayerCase(layer, partial(Placed, make), "positions of nodes are an argument beside x, or columns of x", whole=True)
+    return LayerCase(
+        layer, partial(Placed, make), "positions of nodes are an argument beside x, or columns of x", whole=True
+    )
 
 
 def _typed(layer: type[nn.Module], make: Callable[[int], nn.Module], *takes: str) -> LayerCase:

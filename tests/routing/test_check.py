@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric import nn as pyg
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, global_add_pool, global_mean_pool
+from torch_geometric.transforms import VirtualNode
 from torch_geometric.utils import degree, scatter, to_undirected
 from typing_extensions import override
 
@@ -32,7 +34,7 @@ from pygdist.native import load
 from pygdist.nn.decoupled import decouple
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.ngnn import NGNN
-from pygdist.routing import causes, distribute, undistribute
+from pygdist.routing import causes, distribute, edges, undistribute
 from pygdist.routing import check as checks
 from pygdist.routing.miniature import awkward_graph
 from pygdist.testing import LAYERS, RankPool, random_graph
@@ -131,6 +133,39 @@ class Mirrored(nn.Module):
         return out
 
 
+class Before(nn.Module):
+    """A layer after a function of the rows and the edges."""
+
+    def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], layer: Any = SAGEConv) -> None:
+        super().__init__()
+        self.conv, self.before = layer(5, 3), before
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(*self.before(x, edge_index))
+        return out[: x.size(0)]
+
+
+def _mirrored(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.cat([edge_index, edge_index.flip(0)], 1)
+
+
+def _nearest(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """Join each node to the one that is most like it."""
+    return x, torch.stack([torch.cdist(x, x).fill_diagonal_(1e9).argmin(1), torch.arange(x.size(0))])
+
+
+def _with_virtual_node(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a node to all others."""
+    nodes, added = torch.arange(x.size(0)), torch.full((x.size(0),), x.size(0))
+    joined = torch.stack([torch.cat([nodes, added]), torch.cat([added, nodes])])
+    return torch.cat([x, x.new_zeros(1, x.size(1))]), torch.cat([edge_index, joined], 1)
+
+
+def _transformed(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    data = VirtualNode()(Data(x=x, edge_index=edge_index, num_nodes=x.size(0)))
+    return data.x, data.edge_index
+
+
 class Prototypes(nn.Module):
     """Learns a few rows, each of which attends to all nodes."""
 
@@ -194,7 +229,13 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own-degree": (lambda: OfSources(1), ELSEWHERE),
     "out-degree-by-hand": (lambda: OfSources(0), ELSEWHERE),
     "out-degree": (OutDegree, ELSEWHERE),
-    "mirrored": (Mirrored, ELSEWHERE),
+    "mirrored": (Mirrored, edges.TURNED),
+    "turned": (lambda: Before(lambda x, edge_index: (x, edge_index.flip(0))), edges.TURNED),
+    "mirrored-by-hand": (lambda: Before(_mirrored), edges.TURNED),
+    "ends-swapped": (lambda: Before(lambda x, ends: (x, torch.stack([ends[1], ends[0]])), pyg.GATConv), edges.TURNED),
+    "nearest-edges": (lambda: Before(_nearest), edges.MADE),
+    "virtual-node": (lambda: Before(_with_virtual_node, GCNConv), edges.OF_MORE_NODES),
+    "virtual-transform": (lambda: Before(_transformed), edges.OF_MORE_NODES),
     "prototypes": (Prototypes, OVER_NODES),
     "number-of-nodes": (lambda: Then(lambda x, _: x / x.size(0)), OVER_NODES),
     "sequence": (Sequence, BY_NUMBER),
@@ -208,6 +249,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+#: These get edges that the graph does not have, which is found on one process.
+OTHER_EDGES = {name for name, (_, kind) in WRONG.items() if kind in (edges.TURNED, edges.MADE, edges.OF_MORE_NODES)}
 #: Right here: with ``tensor`` all messages are at one place, with these two all rows of sources.
 EXACT = {("regularised", "tensor"), ("own-degree", "cache"), ("own-degree", "replica")}
 
@@ -356,8 +399,8 @@ def test_what_a_rank_cannot_compute_is_refused(
     for said in said_of_wrong(backend):
         if (name, backend) in EXACT:
             assert said[name] == ""
-        elif "indexes node rows by edge_index" not in said[name]:  # rows that are not there
-            assert "on one process" in said[name]
+        else:
+            assert "on one process" in said[name] or name in OTHER_EDGES
             over_nodes = causes.OVER_NODES_OF_PARTS.format("cache, comm, hybrid or tensor")
             kind = WRONG[name][1]
             assert (over_nodes if kind == OVER_NODES and backend == "replica" else kind) in said[name]
@@ -522,7 +565,9 @@ class OddPart(nn.Module):
 
 def test_what_fails_on_parts_alone_is_told_in_one_line(parts: str, pool: RankPool) -> None:
     for _, said in pool.run(_checked, 2, parts, OddPart):
-        assert "OddPart runs on one process, but not on a part of a graph: KeyError: 'an odd part' (" in said
+        assert (
+            "OddPart ran on a small graph on one process, and failed on a part of it: KeyError: 'an odd part' (" in said
+        )
         assert "test_check.py:" in said
         assert "propagate" not in said
 
@@ -708,7 +753,7 @@ class OfThisGraph(nn.Module):
 def test_a_model_of_one_graph_runs_with_a_warning(parts: str, pool: RankPool) -> None:
     (_, said), (_, other) = pool.run(_checked, 2, parts, OfThisGraph)
     assert "trains without having been compared" in said
-    assert "does not run on another graph (ValueError: expected another graph)" in said
+    assert "there it ends with ValueError: expected another graph (" in said
     assert other == ""
 
 
