@@ -203,7 +203,8 @@ class _Check:
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
         """Let all ranks go on, or none: what fails on one fails on all."""
-        reason, cause = "", None
+        reason = ""
+        cause: BaseException | None = None
         try:
             yield
         except (NotComparableError, IrreversibleError) as error:

@@ -156,6 +156,7 @@ def undistribute(model: nn.Module) -> nn.Module:
 
 _agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
+_tell: Any = torch.compiler.disable(tell_note)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
 )
@@ -196,7 +197,7 @@ class _EndForward:
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
         if output is not None:  # the pass did not fail
-            tell_note(module)
+            _tell(module)
         return self.backend.model_output(output)
 
 
@@ -373,7 +374,8 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
 def _leads_elsewhere(hop: Hop, backend: Backend) -> bool:
     """True if edges of a hop, or the rows that its layer passes for their destinations, are not those of this rank."""
     num_rows, edges, dim = backend.num_rows, hop.edge_index, hop.layer.node_dim
-    if not isinstance(edges, Adjacency) and edges.numel() and int(edges[1].max()) >= num_rows:
+    is_list = isinstance(edges, Tensor) and edges.layout == torch.strided and not isinstance(edges, Adjacency)
+    if is_list and edges.numel() and int(edges[1].max()) >= num_rows:
         return True
     ends = [target_of(value) for value in hop.arguments.values() if is_pair(value)]
     return any(isinstance(one, Tensor) and one.dim() >= abs(dim) and one.size(dim) != num_rows for one in ends)
