@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, global_add_pool, global_mean_pool
-from torch_geometric.transforms import VirtualNode
+from torch_geometric.transforms import ToUndirected, VirtualNode
 from torch_geometric.utils import degree, scatter, to_undirected
 from typing_extensions import override
 
@@ -481,7 +481,7 @@ def _checked(rank: int, world_size: int, folder: str, make: Callable[[], Any], c
                     model.called(shard) if hasattr(model, "called") else model(shard.x, shard.adjacency)
                     if isinstance(model, Changing):
                         model.change()
-                except InputError as error:
+                except (InputError, OSError) as error:
                     said += str(error)
             said += "".join(str(one.message) for one in warned)
             undistribute(model)
@@ -552,24 +552,50 @@ def test_models_that_are_called_in_other_ways_are_compared(make: Any, parts: str
 class OddPart(nn.Module):
     """Does not run on a part, for a reason of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.conv = GCNConv(5, 3)
+        self.conv, self.error = GCNConv(5, 3), error
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if type(edge_index) is not Tensor:
-            raise KeyError("an odd part")
+            raise self.error
         out: Tensor = self.conv(x, edge_index)
         return out
 
 
 def test_what_fails_on_parts_alone_is_told_in_one_line(parts: str, pool: RankPool) -> None:
-    for _, said in pool.run(_checked, 2, parts, OddPart):
+    for _, said in pool.run(_checked, 2, parts, partial(OddPart, KeyError("an odd part"))):
         assert (
             "OddPart ran on a small graph on one process, and failed on a part of it: KeyError: 'an odd part' (" in said
         )
         assert "test_check.py:" in said
         assert "propagate" not in said
+
+
+def test_a_file_that_is_missing_is_no_matter_of_parts(parts: str, pool: RankPool) -> None:
+    missing = FileNotFoundError(2, "No such file or directory", "weights.pt")
+    for _, said in pool.run(_checked, 2, parts, partial(OddPart, missing)):
+        assert said == "[Errno 2] No such file or directory: 'weights.pt'"
+
+
+def _mended(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, Tensor]:
+    shard, backend = _bound(backend_name, folder, rank, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    return shard.owned_id, distribute(SAGEConv(5, 3).double(), backend=backend)(shard.x, shard.adjacency).detach()
+
+
+@backends_
+@pytest.mark.parametrize("transform", [ToUndirected(), VirtualNode()], ids=lambda one: type(one).__name__)
+def test_what_messages_advise_for_edges_is_exact(transform: Any, backend: str, tmp_path: Path, pool: RankPool) -> None:
+    given, part = random_graph("directed")
+    data = transform(Data(x=given.x, edge_index=given.edge_index))
+    owner = np.append(part[2], 0)[: data.num_nodes]
+    folder = tmp_path / ("replicas" if backend == "replica" else "nodes")
+    write_store(data, owner, folder, num_parts=2, method="test", arguments={}, num_hops=3)
+    torch.manual_seed(0)
+    expected = SAGEConv(5, 3).double()(data.x, data.edge_index)
+    for rows, out in pool.run(_mended, 2, str(tmp_path), backend):
+        assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
 
 
 class Encodes(GCN):

@@ -294,7 +294,8 @@ class _TriedHop:
             again = self.run()
         if _equal(again, whole):
             return f"draws random numbers in its hops{when} ({self}), and each rank would draw others for its columns"
-        changed = ", ".join(_GENERATORS.get(name, name) for name in dict.fromkeys(snapshot.changed))
+        names = (name.removesuffix("._buffers") for name in snapshot.changed)
+        changed = ", ".join(dict.fromkeys(_GENERATORS.get(name, name) for name in names))
         why = f"as each run changes {changed}" if changed else "for a reason outside of the layer, such as a clock"
         return f"gives other numbers when a hop runs again{when} ({self}), {why}; a hop may run in several pieces"
 
