@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse_second_derivative(*_: Any) -> Any:
+def refuse_second_derivative(*_: Any) -> NoReturn:
     """Stand for a derivative that is not computed.
 
     Raises:
@@ -56,4 +56,6 @@ class _Refused(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
-    backward = staticmethod(refuse_second_derivative)
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative()

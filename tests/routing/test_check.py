@@ -163,6 +163,8 @@ def _with_virtual_node(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
 
 def _transformed(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
     data = VirtualNode()(Data(x=x, edge_index=edge_index, num_nodes=x.size(0)))
+    assert data.x is not None
+    assert data.edge_index is not None
     return data.x, data.edge_index
 
 

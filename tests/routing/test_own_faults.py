@@ -93,7 +93,7 @@ FAULTS: dict[str, Callable[[], nn.Module]] = {
     "scatter": lambda: Faulty(lambda _, h, __: scatter(h, torch.full((h.size(0),), 500), dim_size=h.size(0))),
     "file": lambda: Faulty(_wrong_file),
     "refusal": lambda: Faulty(_refusal),
-    "backward": lambda: Faulty(lambda _, h, __: LateFault.apply(h)),
+    "backward": lambda: Faulty(lambda _, h, __: LateFault.apply(h)),  # type: ignore[no-untyped-call]
     "message-column": lambda: InMessages(lambda _, x_j: x_j * x_j[:, 17, None]),
     "message-category": lambda: InMessages(lambda self, x_j: x_j + self.few(torch.full((x_j.size(0),), 7))),
     "message-shapes": lambda: InMessages(lambda _, x_j: x_j @ torch.ones(7, 3)),
@@ -130,9 +130,10 @@ def _ends(rank: int, world_size: int, folder: str, backend_name: str) -> dict[st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fault_of_the_model_is_told_as_on_one_process(backend: str, parts: str, pool: RankPool) -> None:
     data, _ = random_graph("directed")
+    assert data.x is not None
+    x = data.x.float()
     expected = {
-        name: _end(make, lambda model: model(data.x.float(), data.edge_index).sum().backward())
-        for name, make in FAULTS.items()
+        name: _end(make, lambda model: model(x, data.edge_index).sum().backward()) for name, make in FAULTS.items()
     }
     for ends in pool.run(_ends, 2, parts, backend):
         for name, (end, warned) in ends.items():
