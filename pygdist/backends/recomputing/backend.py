@@ -242,7 +242,9 @@ class RecomputingBackend(FetchingBackend):
         if facts is not None:
             reason = f"backend '{self._title}' cannot try {name} on a few nodes with the same result on all ranks"
         if not self.fetches:
-            raise InputError(reason) from mistake
+            raise InputError(reason) from (
+                mistake if has_edges else None
+            )  # without edges it is no matter of the model's
         if self.communicator.rank == 0:
             warnings.warn(f"all rows of other ranks are fetched, and none computed: {reason}", stacklevel=2)
         return None
