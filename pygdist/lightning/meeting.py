@@ -128,8 +128,8 @@ def warn_of_joining() -> None:
         if word.startswith("--nnodes"):
             nnodes = word.partition("=")[2] or following
     lacking = []
-    if _is_of_agent():  # the store that torch's agents share: one that joins later waits for its address in vain
-        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or they do not find the others")
+    if _is_of_agent():  # an agent that joins later waits in vain for the address of this store, and then all agents end
+        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or torch ends the job then")
     if os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         lacking.append("give it an --rdzv-id=NAME, or they do not know which run goes on")
     if ":" in nnodes and lacking:
