@@ -118,8 +118,9 @@ class Resume(pl.Callback):
         texts = strategy.communicator.gather_text(text)
         seeing = [rank for rank, one in enumerate(texts) if one]
         if seeing and not texts[0]:
+            rank = seeing[0]
             raise InputError(
-                f"{texts[seeing[0]]}: rank {seeing[0]} would go on from it, but rank 0 has no checkpoint of this run; let the machines "
-                "share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
+                f"{texts[rank]}: rank {rank} would go on from it, but rank 0 has no checkpoint of this run; let the "
+                "machines share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
             )
         return texts[0]
