@@ -279,16 +279,16 @@ class GraphCLI(LightningCLI):
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
         goes_on = bool(resume) and not self._logs
-        if self._logs and trainer.is_global_zero:
-            if self.subcommand == "fit":
-                ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
-                self._folder = folder_to_go_on(root, ours, resume, saved and Path(saved))
-            goes_on = self._folder is not None
-            if self._folder is None:
-                self._new_folders = [path for path in (root, *root.parents) if not path.exists()]
-                self._folder = new_folder(root)
-                self._new_folders.insert(0, self._folder.path)
-            saved = saved or self._folder.path
+        if self._logs and self.subcommand == "fit":
+            ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
+            folder = folder_to_go_on(root, ours, resume, saved and Path(saved))  # other ranks may see another disk
+            goes_on, saved = folder is not None, saved or folder
+            if folder is not None and trainer.is_global_zero:
+                self._folder = RunFolder(folder)
+        if self._logs and trainer.is_global_zero and self._folder is None:
+            self._new_folders = [path for path in (root, *root.parents) if not path.exists()]
+            self._folder = new_folder(root)
+            self._new_folders.insert(0, self._folder.path)
         if self._logs:
             trainer.loggers = _loggers(root, self._folder)
         if goes_on:

@@ -92,8 +92,8 @@ def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
     fitting = trainer.state.fn == TrainerFn.FITTING
     check(checkpoint, path, needs=TRAINING_PARTS if fitting else ("state_dict",))
     if fitting and checkpoint.get("pytorch-lightning_version") == pl.__version__:  # other versions are migrated
-        own = trainer.fit_loop.state_dict()
-        counted = {name: value for name, value in own.items() if name.endswith(("progress", "epoch_loop.state_dict"))}
+        here = trainer.fit_loop.state_dict()
+        counted = {name: value for name, value in here.items() if name.endswith(("progress", "epoch_loop.state_dict"))}
         for name in _unlike(counted, checkpoint["loops"]["fit_loop"], "loops.fit_loop"):
             raise InputError(f"{path}: is damaged or forged: '{name}' must be there, and count from 0 on")
         extra = checkpoint["loops"]["fit_loop"].get("state_dict")
@@ -102,15 +102,15 @@ def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
             raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
 
 
-def _unlike(own: Any, saved: Any, name: str) -> Iterator[str]:
+def _unlike(expected: Any, saved: Any, name: str) -> Iterator[str]:
     """Yield what is lacking in a loop's progress, or no number."""
-    if not isinstance(own, Mapping):
-        if type(saved) is not type(own) or saved < 0:
+    if not isinstance(expected, Mapping):
+        if type(saved) is not type(expected) or saved < 0:
             yield name
     elif not isinstance(saved, Mapping):
         yield name
     else:
-        for key, value in own.items():
+        for key, value in expected.items():
             yield from _unlike(value, saved.get(key), f"{name}.{key}")
 
 

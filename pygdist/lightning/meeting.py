@@ -7,8 +7,10 @@ the store when all have imported, leaves the port to others for seconds, and wai
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
+import functools
 import logging
 import os
 import signal
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
@@ -107,6 +110,32 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
 
 
+def agent() -> str:
+    """Name the process of ``torchrun`` that started this one, as no other is named, before or after; empty if none."""
+    starter = parent()
+    with contextlib.suppress(psutil.Error):
+        return f"{machine()} {starter} {psutil.Process(starter).create_time()}" if starter else ""
+    return ""
+
+
+@functools.cache
+def warn_of_joining() -> None:
+    """Warn if machines may join the job of ``torchrun`` later, which torch and pygdist must be prepared for."""
+    starter, nnodes, words = parent(), os.environ.get("PET_NNODES", ""), list[str]()
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process(starter).cmdline() if starter else []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("--nnodes"):
+            nnodes = word.partition("=")[2] or following
+    lacking = []
+    if _is_of_agent():  # an agent that joins later waits in vain for the address of this store, and then all agents end
+        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or torch ends the job then")
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        lacking.append("give it an --rdzv-id=NAME, or they do not know which run goes on")
+    if ":" in nnodes and lacking:
+        log.warning("machines may join torchrun --nnodes=%s later: %s", nnodes, "; ".join(lacking))
+
+
 def _is_of_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -142,13 +171,14 @@ def _of_this_start(
 def _answer(agent: dist.TCPStore, place: str, world_size: int) -> None:
     """Tell each rank that knocks where the ranks meet, until all have the answer; one that is gone may have knocked."""
     waiting = set(range(1, world_size))
-    while waiting:
-        for rank in sorted(waiting):
-            if agent.check([f"{_KNOCKS}/{place}/{rank}"]):
-                waiting.remove(rank)
-            elif agent.check([f"{_KNOCKS}/{rank}"]):
-                agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
-        time.sleep(_POLL_S)
+    with contextlib.suppress(RuntimeError):  # the agent has ended, so this process does as well
+        while waiting:
+            for rank in sorted(waiting):
+                if agent.check([f"{_KNOCKS}/{place}/{rank}"]):
+                    waiting.remove(rank)
+                elif agent.check([f"{_KNOCKS}/{rank}"]):
+                    agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
+            time.sleep(_POLL_S)
 
 
 def _within(seconds: float, make: Callable[..., dist.TCPStore], *args: Any) -> dist.TCPStore | None:

@@ -37,7 +37,7 @@ from pygdist.lightning import optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect, hosts_store
+from pygdist.lightning.meeting import Launched, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
@@ -150,6 +150,8 @@ class GraphDDPStrategy(DDPStrategy):
         global _OURS
         _OURS = _OURS or not dist.is_initialized()
         self.set_world_ranks()
+        if self.global_rank == 0:
+            warn_of_joining()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
         try:

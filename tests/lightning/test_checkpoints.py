@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -237,10 +238,12 @@ def test_a_callback_goes_on_from_the_newest_whole_checkpoint(strategy: str, pool
     assert all(not losses for losses, *_ in pool.run(_go_on, 3, folder, 4, strategy)), "it had ended"
 
 
-def _which(rank: int, world_size: int, folder: str) -> str:
-    """What a rank says that does not see the file of rank 0."""
+def _which(rank: int, world_size: int, folder: str, blind: int) -> str:
+    """What is said if a rank does not see the file of the others."""
     error = InputError("last.ckpt: there is no such checkpoint")
-    missing = mock.patch.object(checkpoints, "read", side_effect=error) if rank else mock.patch.dict(os.environ)
+    missing = (
+        mock.patch.object(checkpoints, "read", side_effect=error) if rank == blind else mock.patch.dict(os.environ)
+    )
     with missing, pytest.raises(InputError) as said:
         _go_on(rank, world_size, folder, 9)
     return str(said.value)
@@ -248,8 +251,10 @@ def _which(rank: int, world_size: int, folder: str) -> str:
 
 def test_a_rank_that_does_not_see_the_file_is_named(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_go_on, 2, str(tmp_path), 1)
-    said, _ = pool.run(_which, 2, str(tmp_path))
+    said, _ = pool.run(_which, 2, str(tmp_path), 1)
     assert "there is no such checkpoint (found by rank 1)" in said
+    for said in pool.run(_which, 2, str(tmp_path), 0):
+        assert re.search(r"ckpt: rank 1 would go on from it, but rank 0 has no checkpoint of this run; let", said)
 
 
 def test_the_newest_checkpoint_of_the_last_version_counts(tmp_path: Path) -> None:
