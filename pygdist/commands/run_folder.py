@@ -138,7 +138,10 @@ def _versions(root: Path) -> list[tuple[int, Path]]:
 def _difference(folder: Path, config: Mapping[str, Any]) -> str:
     """Name an option in which a run learns something else; empty if there is none, or nothing to compare."""
     path = folder / "config.yaml"
-    theirs = read_yaml(path) if path.is_file() else None
+    try:
+        theirs = read_yaml(path) if path.is_file() else None
+    except InputError as error:  # cut off, as its disk was full
+        return str(error)
     if not isinstance(theirs, dict):
         return ""
     for part in _COMPARED:
