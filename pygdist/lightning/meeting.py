@@ -29,7 +29,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import name_of, parent, signal_of
+from pygdist.signals import exit_now, name_of, parent, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
         where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
         log.error("%s, but has not answered for %.0f s; leaving", where, warn_after_s)
         kill_stopped((machine(), parent()))
-        os._exit(1)  # a thread still waits
+        exit_now(1)  # a thread still waits
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store

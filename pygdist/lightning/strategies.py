@@ -10,7 +10,6 @@ import atexit
 import datetime
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -375,7 +374,7 @@ class GraphDDPStrategy(DDPStrategy):
         self._launched().end(within_s=self.leave_s if signum else 0.0)
         if signum:
             signals.end(signum, diagnosis if self.global_rank == 0 else "")
-        os._exit(1)
+        signals.exit_now(1)
 
     @property
     def _place(self) -> str:

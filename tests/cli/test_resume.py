@@ -131,6 +131,7 @@ def test_a_run_whose_configuration_was_cut_off_is_passed_over(begun: Path, unbro
     outcome = _fit(begun, "--resume", "--trainer.max_epochs=5")
     assert outcome.code == 0, outcome.err
     assert "runs/version_1: is another run's (runs/version_1/config.yaml" in outcome.err
+    shutil.rmtree(cut)
     _assert_as_unbroken(begun, unbroken)
 
 
