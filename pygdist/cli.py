@@ -72,8 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        _complain(f"the current folder: {error.strerror}; change to a folder that is there")
+        return 2
+    if here not in sys.path:
+        sys.path.insert(0, here)  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
     with signals.command():
         try:
@@ -136,6 +141,8 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
         similar = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"; did you mean '{similar[0]}'?" if similar else "."
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
+    if _COMMANDS[command] in ("train", "verify"):  # these import Lightning
+        importlib.import_module("pygdist.commands.launch_variables").check_launch(os.environ)
     run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
     return run
 
@@ -196,7 +203,7 @@ def _is_named(error: OSError, arguments: list[str]) -> bool:
 def _is_first_rank() -> bool:
     """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return all(number == "0" for number in numbers)
+    return not any(number.isdecimal() and int(number) for number in numbers)
 
 
 def _complain(message: str) -> None:

@@ -227,8 +227,11 @@ def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[st
     if not count:
         return
     finite = bool(torch.isfinite(value[first]).all())
-    held = "values that float32 cannot hold (above 3.4e38)" if finite else "NaN or infinite values"
-    advice = "scale or replace them" if finite else "replace them"
+    held = "values above 3.4e38, the largest of float32," if finite else "NaN or infinite values"
+    # a store serves runs of every precision, and sums over neighbours need room above
+    advice = (
+        "divide the column by its largest value, as parts serve runs of any precision" if finite else "replace them"
+    )
     raise InputError(f"{name}: {count} of {value.size(0)} {what}s hold {held}, the first is {what} {first}; {advice}")
 
 
