@@ -177,7 +177,13 @@ def main() -> int:
     ):
         for row in _rows(options, Path(name)):
             if row["wrong"] or options.show:
-                print(*(f"{key}: {value} |" for key, value in row.items() if key not in ("seed", "options")))
+                told = (
+                    row["wrong"] or "well",
+                    f"{row['number']} {row['kind']}: {row['input']}",
+                    row["seconds"],
+                    row["line"],
+                )
+                print(*told, sep=" | ")
             sys.stdout.flush()
             rows.append({**row, **facts})
             if len(rows) == 1:

@@ -37,7 +37,7 @@ _TOP = (
     (re.compile(r"^unrecognized arguments: (.*)$"), r"unknown option \1"),
     (re.compile(r"^Subcommand '\w+' does not accept option '(.*)'$"), r"unknown option \1"),
     (
-        re.compile(r"^the following arguments are required: (?:(?:fit|validate|test|predict)\.)?(\S+)$"),
+        re.compile(r"^the following arguments are required: (?:-\w/--)?(?:(?:fit|validate|test|predict)\.)?(\S+)$"),
         r"--\1 is required",
     ),
     (re.compile(r"^argument (?:-\w/)?(--\S+): "), r"\1: "),
@@ -82,15 +82,26 @@ def check_value(option: str, value: str) -> None:
     name, text = option, value
     if option in ("-c", "--config") or value.endswith((".yaml", ".yml")):
         path = Path(value)
+        if _is_named_pipe(value):
+            raise InputError(f"{option}: {value} is a pipe, which may never end; name a file")
         if "\0" in value or len(value) > _LONGEST_PATH or not path.is_file():
             return
         name, text = value, read_text(path)
+        lines = text.splitlines() if option in ("-c", "--config") else ["an option of another kind"]
+        if not any(line.strip() and not line.lstrip().startswith("#") for line in lines):
+            raise InputError(f"{value}: is empty, expected options as YAML")
     elif not value.lstrip().startswith(("[", "{", "-", "!", "&", "*")) and "\n" not in value:
         return
     try:
         check_yaml(text, name)
     except yaml.YAMLError:
         return  # jsonargparse explains
+
+
+def _is_named_pipe(value: str) -> bool:
+    """Tell if a path is a pipe; one of the shell's, as in ``--config <(...)``, is none."""
+    named = "\0" not in value and len(value) <= _LONGEST_PATH and not value.startswith(("/dev/", "/proc/"))
+    return named and Path(value).is_fifo()
 
 
 def _load_bounded(text: str) -> Any:

@@ -183,7 +183,7 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
-        defaults = {name: parser.get_default(name) for name in ("model.lr", "model.weight_decay")}
+        defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
         check_settings(self.config[subcommand], defaults)
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from typing_extensions import override
 
 from pygdist import checkpoints
@@ -91,6 +93,8 @@ def check_alike(path: str | Path, trainer: pl.Trainer, checkpoint: Any, communic
 def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
     fitting = trainer.state.fn == TrainerFn.FITTING
     check(checkpoint, path, needs=TRAINING_PARTS if fitting else ("state_dict",))
+    for name, problem in _wrong_weights(checkpoint["state_dict"], trainer.lightning_module):
+        raise InputError(f"{path}: is damaged or forged: '{name}' in state_dict {problem}; take another checkpoint")
     if fitting and checkpoint.get("pytorch-lightning_version") == pl.__version__:  # other versions are migrated
         own = trainer.fit_loop.state_dict()
         counted = {name: value for name, value in own.items() if name.endswith(("progress", "epoch_loop.state_dict"))}
@@ -100,6 +104,20 @@ def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
         loaders = extra.get("combined_loader", []) if isinstance(extra, dict) else None
         if not isinstance(loaders, list) or not all(isinstance(one, dict) for one in loaders):
             raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
+
+
+def _wrong_weights(saved: Mapping[str, Any], module: pl.LightningModule) -> Iterator[tuple[str, str]]:
+    """Yield tensors that would be turned into those of the model with a loss, and weights that are no numbers."""
+    finite = getattr(module, "detect_nan", True)
+    parameters = dict(module.named_parameters())
+    for name, own in module.state_dict(keep_vars=True).items():
+        value = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
+            continue  # Lightning says what is lacking
+        if (value.is_floating_point(), value.is_complex()) != (own.is_floating_point(), own.is_complex()):
+            yield name, f"is {value.dtype}, but in the model {own.dtype}"
+        elif finite and name in parameters and value.layout is torch.strided and not bool(value.isfinite().all()):
+            yield name, "holds NaN or infinite weights (--model.detect_nan=false takes them)"
 
 
 def _unlike(own: Any, saved: Any, name: str) -> Iterator[str]:

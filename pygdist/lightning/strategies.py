@@ -281,7 +281,9 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer_states.check(self.optimizers, [state["state"] for state in checkpoint["optimizer_states"]])
+        states = checkpoint["optimizer_states"]
+        optimizer_states.check(self.optimizers, [state["state"] for state in states])
+        optimizer_states.check_options(self.optimizers, [state["param_groups"] for state in states])
         super().load_optimizer_state_dict(checkpoint)
 
     @override

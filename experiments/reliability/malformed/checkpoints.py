@@ -11,7 +11,7 @@ from experiments.reliability.malformed.case import EITHER, FIT, REFUSED, Case, w
 
 #: The command that leaves ``last.ckpt`` in the folder of the template.
 TRAIN = (*FIT, "--trainer.enable_checkpointing=true", "--checkpoint.dirpath=.", "--checkpoint.monitor=null")
-GO_ON = (*FIT, "--ckpt_path=last.ckpt", "--trainer.max_epochs=3")
+GO_ON = (*TRAIN[:-2], "--checkpoint.dirpath=again", TRAIN[-1], "--ckpt_path=last.ckpt", "--trainer.max_epochs=3")
 TEST = ("test", "--config=run.yaml", "--ckpt_path=last.ckpt")
 EXPORT = ("export", "last.ckpt", "model.pt")
 

@@ -111,7 +111,7 @@ OPTIONS: dict[tuple[str, ...], dict[str, str]] = {
     },
     FILES: {
         "input": "path", "columns": "mapping", "string_ids": "flag", "first_id": "natural", "features": "path",
-        "labels": "path", "names": "path", "num_nodes": "count", "relabel": "flag",
+        "labels": "path", "names": "path", "num_nodes": "count", "relabel": "flag", "num_classes": "count",
     },
     GENERATE: {
         "scale": "positive", "seed": "natural", "features": "flag", "overwrite": "flag",
@@ -140,7 +140,6 @@ TAKEN = {
     ("seed", str(10**30)), ("model.hits_at", str(10**30)),
     ("model.hits_at", str(10**13)), ("model.savings.block_mib", "0"),
     ("data.batches.init_args.batch_size", str(10**30)), ("data.batches.init_args.batch_size", str(10**13)),
-    ("data.num_classes", str(10**30)),
     ("data.batches.init_args.num_neighbors", "[1]"),
 }  # fmt: skip
 
@@ -149,7 +148,7 @@ TAKEN = {
 HARMLESS = {
     "trainer.min_epochs", "trainer.check_val_every_n_epoch", "trainer.log_every_n_steps", "trainer.fast_dev_run",
     "trainer.reload_dataloaders_every_n_epochs", "checkpoint.every_n_epochs", "data.split_seed", "split_seed", "seed",
-    "data.dataset_args.seed", "data.num_classes", "num_classes", "seed_everything",
+    "data.dataset_args.seed", "seed_everything",
 }  # fmt: skip
 
 
@@ -198,7 +197,7 @@ def contradictions() -> Iterator[Case]:
             "--model.savings.first_hop=false",
             "--model.savings.first_hop_mib=3",
         ),
-        "overfit and limit": (*FIT, "--trainer.overfit_batches=1", "--trainer.limit_train_batches=1"),
+        "overfit and limit": (*FIT, "--trainer.overfit_batches=1", "--trainer.limit_train_batches=0.5"),
         "ratio and replan": (
             *FIT,
             "--model.backend=pygdist.backends.HybridBackend",
@@ -216,7 +215,6 @@ def contradictions() -> Iterator[Case]:
         "other number of nodes": (*FILES, "--num_nodes=999", "--features=graph/x.npy"),
         "first id of names": (*FILES, "--string_ids=true", "--first_id=1"),
         "arguments of a folder": (*PARTITION, "--dataset_args={num_nodes: 5}"),
-        "parts of verify": (*VERIFY, "--data.num_parts=5"),
         "store and auto": (*FIT, "--data.store=store", "--data.num_parts=auto"),
         "memory without auto": (*FIT, "--data.memory_gib=1"),
         "reserve without auto": (*FIT, "--data.reserve=0.5"),
