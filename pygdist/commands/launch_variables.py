@@ -30,12 +30,14 @@ def check_launch(environment: Mapping[str, str]) -> None:
             if not (text.isascii() and text.isdecimal() and len(text) < 11 and least <= int(text) <= most):
                 raise InputError(
                     f"the environment variable {name} is {text[:40]!r}, expected a number from {least} to {most}, as "
-                    f"torchrun or SLURM sets it; start with one of these, or unset {name}"
+                    f"torchrun or SLURM sets it; start with one of these, or unset {name}",
+                    of_one_rank=True,  # which rank is the first is not known
                 )
             numbers[name] = int(text)
     for name, size in _OF.items():
         if name in numbers and size in numbers and numbers[name] >= numbers[size]:
             raise InputError(
                 f"the environment variable {name} is {numbers[name]}, but {size} is {numbers[size]}, and ranks count "
-                f"from 0; start all ranks with torchrun or SLURM, or unset both"
+                f"from 0; start all ranks with torchrun or SLURM, or unset both",
+                of_one_rank=True,
             )

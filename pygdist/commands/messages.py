@@ -7,7 +7,10 @@ the path to the option and the innermost messages.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import stat
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ import yaml
 from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
-from pygdist.bounded_yaml import check_yaml, read_text
+from pygdist.bounded_yaml import LOADER, check_yaml, read_text
 from pygdist.errors import InputError
 
 _LONGEST_PATH = 4000  # of Linux
@@ -80,10 +83,9 @@ def check_value(option: str, value: str) -> None:
         InputError: As :func:`~pygdist.bounded_yaml.check_yaml`.
     """
     name, text = option, value
+    _refuse_pipe(option, value)
     if option in ("-c", "--config") or value.endswith((".yaml", ".yml")):
         path = Path(value)
-        if _is_named_pipe(value):
-            raise InputError(f"{option}: {value} is a pipe, which may never end; name a file")
         if "\0" in value or len(value) > _LONGEST_PATH or not path.is_file():
             return
         name, text = value, read_text(path)
@@ -96,12 +98,18 @@ def check_value(option: str, value: str) -> None:
         check_yaml(text, name)
     except yaml.YAMLError:
         return  # jsonargparse explains
+    for event in yaml.parse(text, Loader=LOADER):
+        if isinstance(event, yaml.ScalarEvent):
+            _refuse_pipe(name, event.value)
 
 
-def _is_named_pipe(value: str) -> bool:
-    """Tell if a path is a pipe; one of the shell's, as in ``--config <(...)``, is none."""
-    named = "\0" not in value and len(value) <= _LONGEST_PATH and not value.startswith(("/dev/", "/proc/"))
-    return named and Path(value).is_fifo()
+def _refuse_pipe(option: str, value: str) -> None:
+    """Refuse the name of a pipe, which jsonargparse would open and wait for; the shell's, as in ``<(...)``, will do."""
+    is_pipe = False
+    with contextlib.suppress(OSError, ValueError):  # no name of a file
+        is_pipe = stat.S_ISFIFO(os.stat(value).st_mode)
+    if is_pipe and not value.startswith(("/dev/", "/proc/")):
+        raise InputError(f"{option}: {value} is a pipe, which may never end; name a file")
 
 
 def _load_bounded(text: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +125,17 @@ def test_values_out_of_bounds_are_refused_by_the_name_of_their_option() -> None:
         check_value("--data.dataset_args", "{a: " * 60 + "1" + "}" * 60)
     check_value("--data.dataset", "no/such/file.yaml")
     check_value("--data.dataset_args", "{")  # jsonargparse says what is wrong
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run.yaml").write_text(f"data: {{dataset: {tmp_path / 'pipe'}}}\n")
+    for option, value in (("--config", "pipe"), ("--data.dataset", "pipe"), ("--config", "run.yaml")):
+        with pytest.raises(InputError, match=r"pipe is a pipe, which may never end; name a file"):
+            check_value(option, str(tmp_path / value))
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    with pytest.raises(InputError, match=r"empty.yaml: is empty, expected options as YAML"):
+        check_value("--config", str(tmp_path / "empty.yaml"))
 
 
 class _Picky:

@@ -233,7 +233,7 @@ def file_cases() -> Iterator[Case]:
             if name in WRITTEN and "/" in what:
                 continue
             ends = EITHER if (name, what) in SOUND else REFUSED
-            words = (name.rpartition("/")[2], "there is no", "has no")
+            words = (name.rpartition("/")[2], "there is no", "has no", "Input/output error")
             yield Case("no file", f"{name}: {what}", command, words, _named(make, name), ends)
     for name in GOOD_NAMES:
         yield Case("odd name", name, (*FIT, f"--data.dataset=./{name}"), (), _moved(name), TAKEN)
