@@ -10,6 +10,8 @@ import difflib
 import importlib
 import logging
 import os
+import select
+import signal
 import sys
 import tempfile
 import threading
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         here = os.getcwd()
     except OSError as error:
@@ -94,6 +97,7 @@ def _run(command: str, rest: list[str]) -> int:
     try:
         if command in ("-h", "--help", "help"):
             sys.stdout.write(_HELP)
+            sys.stdout.flush()
             return 0
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
@@ -102,6 +106,7 @@ def _run(command: str, rest: list[str]) -> int:
             run = _load(command)
             logging.basicConfig(level=logging.INFO, format="%(message)s")  # before Lightning is imported, it would echo
             code = run(command, rest)
+            sys.stdout.flush()  # while what a full disk says can still be told
             if of_threads:
                 raise of_threads[0]
             return code
@@ -117,6 +122,9 @@ def _run(command: str, rest: list[str]) -> int:
     except SignalError as error:
         return _ended(error)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the stream once more as it ends
+            return 128 + signal.SIGPIPE
         if (refused := refusal_of(error)) is not None:
             _complain(str(refused))
             return 2
@@ -127,6 +135,23 @@ def _run(command: str, rest: list[str]) -> int:
         return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def _open_streams() -> None:
+    """Open a standard stream that is closed, so that no file of ours gets its number, to which libraries print."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free: this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process
+
+
+def _nobody_reads() -> bool:
+    """Tell if standard output is a pipe whose reader has gone, as that of ``pygdist --help | head -1``."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _ended(error: SignalError) -> int:
@@ -143,7 +168,12 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
     if _COMMANDS[command] in ("train", "verify"):  # these import Lightning
         importlib.import_module("pygdist.commands.launch_variables").check_launch(os.environ)
-    run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
+    try:
+        run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
+    except (ValueError, RuntimeError) as error:  # torch refuses variables of the environment so
+        if signals.received():
+            raise
+        raise InputError(f"pygdist {command} cannot be imported: {error}; look at the environment variables") from error
     return run
 
 

@@ -5,6 +5,7 @@ Lightning reads them while it is imported, and fails on one that is no number.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 from pygdist.errors import InputError
@@ -12,11 +13,12 @@ from pygdist.errors import InputError
 _RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_ID")
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 _OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
 
 
 def check_launch(environment: Mapping[str, str]) -> None:
-    """Refuse a rank, a number of ranks, or a port that is no number, or out of range.
+    """Refuse a rank, a number of ranks or a port that is no number or out of range, and an interface that is none.
 
     Raises:
         InputError: Names the variable.
@@ -34,6 +36,14 @@ def check_launch(environment: Mapping[str, str]) -> None:
                     of_one_rank=True,  # which rank is the first is not known
                 )
             numbers[name] = int(text)
+    known = [name for _, name in socket.if_nameindex()]
+    for interface in filter(None, environment.get(_INTERFACES, "").split(",")):
+        if interface not in known:
+            raise InputError(
+                f"the environment variable {_INTERFACES} names {interface[:40]!r}, but the network interfaces of this "
+                f"machine are {', '.join(known)}; name one of these, or unset {_INTERFACES}",
+                of_one_rank=True,
+            )
     for name, size in _OF.items():
         if name in numbers and size in numbers and numbers[name] >= numbers[size]:
             raise InputError(

@@ -235,6 +235,13 @@ class GraphCLI(LightningCLI):
             self.save_config_callback = None
             kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), trainer.num_devices
+        if local >= devices and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's are compared by Lightning
+            raise InputError(
+                f"the environment variable LOCAL_RANK is {local}, so this process would be one of several ranks, but "
+                f"--trainer.devices is {devices}; unset LOCAL_RANK, or raise the devices",
+                of_one_rank=True,
+            )
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
                 f"--trainer.strategy: '{config['strategy']}' averages gradients as if each of the {trainer.world_size} "

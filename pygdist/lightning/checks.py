@@ -25,7 +25,8 @@ from pygdist.backends import Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 
-_OF_GRAPHS = {"dataset": "sbm", "partitioner": "chunk"}  # by default
+# defaults of options that say how a store is made
+_OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": "chunk", "partitioner_args": {}}
 RESERVE = 2 / 3  # of a rank's memory, by default left to training
 
 
@@ -120,10 +121,20 @@ def check_graph_options(
             raise InputError(f"{name}={number} is for mini-batches; give batches, or leave it out")
 
 
-def unused_beside_store(store: str | Path, **given: Any) -> list[str]:
-    """Return a note on options of the data module that a ``store`` leaves unused, if there are any."""
-    names = [name for name, value in given.items() if value not in (None, {}) and value != _OF_GRAPHS.get(name)]
-    return [f"{store} is partitioned already; not used: {', '.join(names)}"] if names else []
+def left_unused(options: Mapping[str, Any]) -> list[str]:
+    """Return a note on options of the data module that its ``store`` leaves unused, if there are any."""
+    names = [name for name, default in _OF_GRAPHS.items() if options[name] != default]
+    return [f"{options['store']} is partitioned already; not used: {', '.join(names)}"] if names else []
+
+
+def expanded(cache_dir: str | Path) -> Path:
+    """Return the folder of the cache, in which ``~`` stands for the user's own; some users of containers have none."""
+    try:
+        return Path(cache_dir).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"cache_dir: {cache_dir} is in the home folder, but there is none; set HOME, or cache_dir"
+        ) from error
 
 
 def check_model(model: nn.Module, name: str = "model") -> None:

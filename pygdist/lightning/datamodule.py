@@ -21,7 +21,7 @@ from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, rea
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, read_only_folder, unused_beside_store
+from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
@@ -34,7 +34,6 @@ from pygdist.sampler import BatchLoader, MiniBatches
 
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
 
-_OF_GRAPHS = ("dataset", "dataset_args", "partitioner", "partitioner_args")
 DEFAULT_CACHE = Path("~/.cache/pygdist")
 
 
@@ -124,7 +123,7 @@ class GraphDataModule(pl.LightningDataModule):
         self.edge_split = edge_split
         self.batches, self.batch_seed, self.num_workers = batches, batch_seed, num_workers
         self.store = None if store is None else Path(store)
-        self.cache_dir = Path(cache_dir).expanduser()
+        self.cache_dir = expanded(cache_dir)
         self._folder: Path | None = self.store
         self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
@@ -167,7 +166,7 @@ class GraphDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.world_size == 1 and (reason := read_only_folder(self.trainer)):
             raise InputError(reason)
         if self.store is not None:
-            self._tell(unused_beside_store(self.store, **{name: getattr(self, name) for name in _OF_GRAPHS}))
+            self._tell(left_unused(vars(self)))
             return
         try:
             self._folder = self._prepare()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from experiments.reliability import inputs
 from experiments.reliability.malformed.case import write_template
 from experiments.reliability.malformed.checkpoints import TRAIN
 from pygdist.cli import main
+from pygdist.errors import InputError
+from pygdist.lightning import GraphDataModule
 from tests.cli.commands import pygdist
 
 _GROUPS = 6
@@ -67,6 +71,42 @@ def test_a_current_folder_that_is_gone_is_told(
     (tmp_path / "gone").rmdir()
     assert main(["partition", "--dataset=sbm"]) == 2
     assert capsys.readouterr().err.startswith("pygdist: error: the current folder: No such file or directory; change")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">&-", 0, ""),
+        ("<&- >&-", 0, ""),
+        (
+            ">/dev/full",
+            2,
+            "pygdist: error: No space left on device; make room there, or choose another folder\n",
+        ),
+        ("| true", 141, ""),
+    ],
+)
+def test_standard_output_that_takes_nothing(redirection: str, code: int, said: str) -> None:
+    # the reader of the pipe is gone before anything is written
+    late = "sleep 0.5; " if redirection == "| true" else ""
+    command = f"{{ {late}{sys.executable} -m pygdist.cli --help; echo $? >&3; }} 3>&2 {redirection}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.stderr == f"{said}{code}\n"
+
+
+def test_a_stray_local_rank_is_told(template: Path) -> None:
+    ended = pygdist("fit", "--config=run.yaml", folder=template, env={"LOCAL_RANK": "9"})
+    assert ended.code == 2
+    assert "pygdist: error: the environment variable LOCAL_RANK is 9, so this process would be one of" in ended.err
+
+
+def test_a_user_without_a_home_is_told_which_option_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    with pytest.raises(InputError, match=r"cache_dir: ~/.cache/pygdist: there is no home folder; set HOME"):
+        GraphDataModule("sbm")
 
 
 def test_a_path_that_is_too_long_is_named(tmp_path: Path, template: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_geometric.data import Data
 
 from pygdist.backends import HybridBackend, Savings
 from pygdist.backends.planning.greedy import Costs
@@ -15,7 +16,7 @@ from pygdist.commands.messages import check_value, described, refused_by
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy
-from pygdist.lightning.checks import unused_beside_store
+from pygdist.lightning.checks import left_unused
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,10 @@ def test_options_that_others_leave_without_effect() -> None:
 
 def test_a_store_leaves_options_of_the_graph_unused() -> None:
     given = {"dataset": "Cora", "dataset_args": {"root": "a"}, "partitioner": "hash", "partitioner_args": {"seed": 3}}
-    assert unused_beside_store("parts", **given) == [f"parts is partitioned already; not used: {', '.join(given)}"]
-    assert unused_beside_store("parts", dataset="sbm", dataset_args={}, partitioner="chunk") == []
+    assert left_unused({"store": "parts", **given}) == [f"parts is partitioned already; not used: {', '.join(given)}"]
+    assert left_unused(vars(GraphDataModule(store="parts"))) == []
+    (said,) = left_unused(vars(GraphDataModule(Data(), store="parts", partitioner="hash")))
+    assert said.endswith("not used: dataset, partitioner")
 
 
 @pytest.mark.parametrize("name", ["num_layers", "layers", "pool_layers", "K", "depth", "num_blocks"])
@@ -108,6 +111,7 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
         *((name, value, {}) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") for value in ("abc", "", "-1", "1e3")),
         *((name, value, {}) for name in ("LOCAL_RANK", "SLURM_NTASKS", "NODE_RANK") for value in ("9" * 99, "\u0663")),
         ("WORLD_SIZE", "0", {}),
+        ("GLOO_SOCKET_IFNAME", "nosuch", {}),
         ("MASTER_PORT", "65536", {}),
         ("RANK", "2", {"WORLD_SIZE": "2"}),
         ("LOCAL_RANK", "9", {"LOCAL_WORLD_SIZE": "1"}),
@@ -115,8 +119,8 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
     ],
 )
 def test_variables_of_launchers(name: str, value: str, others: dict[str, str]) -> None:
-    check_launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "PATH": "abc"})
-    with pytest.raises(InputError, match=rf"^the environment variable {name} is"):
+    check_launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"})
+    with pytest.raises(InputError, match=rf"^the environment variable {name} (is|names)"):
         check_launch({name: value, **others})
 
 

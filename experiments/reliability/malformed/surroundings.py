@@ -44,7 +44,7 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
             ("PYGDIST_FIT__MODEL__LR", "fast"), ("PYGDIST_NOSUCH", "\n"), ("PYGDIST_THREADS", "abc"),
             ("PYGDIST_CONFIG", "no"), ("OMP_NUM_THREADS", "abc"), ("OMP_NUM_THREADS", "-4"),
             ("OMP_NUM_THREADS", "99999999"), ("MKL_NUM_THREADS", "abc"), ("CUDA_VISIBLE_DEVICES", "abc"),
-            ("PYTHONWARNINGS", "error"), ("PYTHONHASHSEED", "7"), ("PYTHONIOENCODING", "ascii"), ("LC_ALL", "nosuch"),
+            ("PYTHONHASHSEED", "7"), ("PYTHONIOENCODING", "ascii"), ("LC_ALL", "nosuch"),
             ("LC_ALL", "C"), ("LANG", "\xff"), ("TERM", ""), ("COLUMNS", "abc"), ("COLUMNS", "-3"), ("PATH", ""),
             ("GLOO_SOCKET_IFNAME", "nosuch"), ("TP_SOCKET_IFNAME", "nosuch"), ("JSONARGPARSE_DEBUG", "1"),
             ("TORCH_LOGS", "nosuch"), ("TORCH_DISTRIBUTED_DEBUG", "abc"), ("MPLBACKEND", "nosuch"),
