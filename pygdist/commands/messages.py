@@ -108,7 +108,7 @@ def _refuse_pipe(option: str, value: str) -> None:
     is_pipe = False
     with contextlib.suppress(OSError, ValueError):  # no name of a file
         is_pipe = stat.S_ISFIFO(os.stat(value).st_mode)
-    if is_pipe and not value.startswith(("/dev/", "/proc/")):
+    if is_pipe and not value.startswith(("/dev/fd/", "/proc/")):
         raise InputError(f"{option}: {value} is a pipe, which may never end; name a file")
 
 

@@ -105,7 +105,9 @@ def test_a_user_without_a_home_is_told_which_option_needs_one(monkeypatch: pytes
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", expanduser)
-    with pytest.raises(InputError, match=r"cache_dir: ~/.cache/pygdist: there is no home folder; set HOME"):
+    with pytest.raises(
+        InputError, match=r"cache_dir: ~/.cache/pygdist is in the home folder, but there is none; set HOME"
+    ):
         GraphDataModule("sbm")
 
 
