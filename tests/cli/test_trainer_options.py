@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from torch_geometric.data import Data
 
 from pygdist.backends import HybridBackend, Savings
 from pygdist.backends.planning.greedy import Costs
+from pygdist.cli import main
 from pygdist.commands.launch_variables import check_launch
-from pygdist.commands.messages import check_value, described, refused_by
+from pygdist.commands.messages import check_value, described, refused_by, shorten
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy
@@ -140,6 +142,22 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     with pytest.raises(InputError, match=r"empty.yaml: is empty, expected options as YAML"):
         check_value("--config", str(tmp_path / "empty.yaml"))
+
+
+def test_lacking_arguments_are_named_by_their_long_option() -> None:
+    assert shorten("the following arguments are required: -o/--out") == "--out is required"
+    assert shorten("the following arguments are required: fit.model") == "--model is required"
+
+
+def test_a_library_that_refuses_the_environment_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_module(name: str) -> None:
+        raise RuntimeError("TORCH_DISTRIBUTED_DEBUG must be OFF, INFO or DETAIL")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert main(["check", "parts"]) == 2
+    assert "pygdist check cannot be imported: TORCH_DISTRIBUTED_DEBUG must be" in capsys.readouterr().err
 
 
 class _Picky:

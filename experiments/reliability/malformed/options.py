@@ -100,7 +100,7 @@ OPTIONS: dict[tuple[str, ...], dict[str, str]] = {
         "data.batches.init_args.num_clusters": "count", "data.batches.init_args.partitioner": "class",
         "data.batches.init_args.partitioner_args": "mapping",
     },
-    (*PARTITION, "--method=2ps-l"): {"method_args.seed": "count", "method_args.nosuch": "count"},
+    (*PARTITION, "--method=2ps-l"): {"method_args.seed": "natural", "method_args.nosuch": "count"},
     PARTITION: {
         "dataset": "class", "dataset_args": "mapping", "parts": "count", "method": "class", "method_args": "mapping",
         "hops": "count", "placement": "choice", "split": "shares", "split_seed": "natural", "num_classes": "count",
@@ -148,7 +148,7 @@ TAKEN = {
 HARMLESS = {
     "trainer.min_epochs", "trainer.check_val_every_n_epoch", "trainer.log_every_n_steps", "trainer.fast_dev_run",
     "trainer.reload_dataloaders_every_n_epochs", "checkpoint.every_n_epochs", "data.split_seed", "split_seed", "seed",
-    "data.dataset_args.seed", "seed_everything",
+    "data.dataset_args.seed", "seed_everything", "method_args.seed",
 }  # fmt: skip
 
 
