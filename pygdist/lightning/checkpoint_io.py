@@ -31,6 +31,12 @@ _RESTORING = {
     "restore_lr_schedulers": "lr_schedulers",
 }
 
+_LOOPS = {
+    TrainerFn.FITTING: "fit_loop",
+    TrainerFn.VALIDATING: "validate_loop",
+    TrainerFn.TESTING: "test_loop",
+    TrainerFn.PREDICTING: "predict_loop",
+}
 _OF_RANKS = ".temp.ckpt"  # the parameters that Lightning brings back from forked ranks, which are no checkpoint
 
 
@@ -95,15 +101,17 @@ def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
     check(checkpoint, path, needs=TRAINING_PARTS if fitting else ("state_dict",))
     for name, problem in _wrong_weights(checkpoint["state_dict"], trainer.lightning_module):
         raise InputError(f"{path}: is damaged or forged: '{name}' in state_dict {problem}; take another checkpoint")
-    if fitting and checkpoint.get("pytorch-lightning_version") == pl.__version__:  # other versions are migrated
-        own = trainer.fit_loop.state_dict()
-        counted = {name: value for name, value in own.items() if name.endswith(("progress", "epoch_loop.state_dict"))}
-        for name in _unlike(counted, checkpoint["loops"]["fit_loop"], "loops.fit_loop"):
-            raise InputError(f"{path}: is damaged or forged: '{name}' must be there, and count from 0 on")
-        extra = checkpoint["loops"]["fit_loop"].get("state_dict")
-        loaders = extra.get("combined_loader", []) if isinstance(extra, dict) else None
-        if not isinstance(loaders, list) or not all(isinstance(one, dict) for one in loaders):
-            raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
+    name = _LOOPS.get(trainer.state.fn)
+    if name is None or "loops" not in checkpoint or checkpoint.get("pytorch-lightning_version") != pl.__version__:
+        return  # those of other versions are migrated
+    own, saved = getattr(trainer, name).state_dict(), checkpoint["loops"].get(name)
+    counted = {part: value for part, value in own.items() if part.endswith(("progress", "epoch_loop.state_dict"))}
+    for part in _unlike(counted, saved, f"loops.{name}"):
+        raise InputError(f"{path}: is damaged or forged: '{part}' must be there, and count from 0 on")
+    extra = saved.get("state_dict")
+    loaders = extra.get("combined_loader", []) if isinstance(extra, dict) else None
+    if fitting and (not isinstance(loaders, list) or not all(isinstance(one, dict) for one in loaders)):
+        raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
 
 
 def _wrong_weights(saved: Mapping[str, Any], module: pl.LightningModule) -> Iterator[tuple[str, str]]:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from pygdist import InputError, checkpoints
 from pygdist.commands.export import export
-from pygdist.lightning import ModelAveragingStrategy, Resume, newest_checkpoint
+from pygdist.lightning import ModelAveragingStrategy, Resume, checkpoint_io, newest_checkpoint
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -214,6 +216,23 @@ def test_what_is_wrong_inside_a_part_is_named_on_all_ranks(pool: RankPool, tmp_p
         for place, (_, words) in INNER.items():
             assert words in said[place], place
             assert "\n" not in said[place]
+
+
+def test_the_loop_of_an_evaluation_is_compared_too() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.strategy.connect(pl.LightningModule())
+    trainer.state.fn = TrainerFn.TESTING
+    saved: dict[str, Any] = {
+        "state_dict": {},
+        "pytorch-lightning_version": pl.__version__,
+        "loops": {"fit_loop": {}, "test_loop": trainer.test_loop.state_dict()},
+    }
+    checkpoint_io._check(saved, "a.ckpt", trainer)
+    saved["loops"]["test_loop"]["batch_progress"]["total"]["started"] = {}
+    with pytest.raises(
+        InputError, match=r"a.ckpt: is damaged or forged: 'loops.test_loop.batch_progress.total.started'"
+    ):
+        checkpoint_io._check(saved, "a.ckpt", trainer)
 
 
 def _go_on(rank: int, world_size: int, folder: str, epochs: int, strategy: str = "graph_ddp") -> tuple[Any, ...]:

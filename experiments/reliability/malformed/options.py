@@ -140,7 +140,7 @@ TAKEN = {
     ("seed", str(10**30)), ("model.hits_at", str(10**30)),
     ("model.hits_at", str(10**13)), ("model.savings.block_mib", "0"),
     ("data.batches.init_args.batch_size", str(10**30)), ("data.batches.init_args.batch_size", str(10**13)),
-    ("data.batches.init_args.num_neighbors", "[1]"),
+    ("data.batches.init_args.num_neighbors", "[1]"), ("data.batches.init_args.num_clusters", str(10**30)),
 }  # fmt: skip
 
 
@@ -149,6 +149,7 @@ HARMLESS = {
     "trainer.min_epochs", "trainer.check_val_every_n_epoch", "trainer.log_every_n_steps", "trainer.fast_dev_run",
     "trainer.reload_dataloaders_every_n_epochs", "checkpoint.every_n_epochs", "data.split_seed", "split_seed", "seed",
     "data.dataset_args.seed", "seed_everything", "method_args.seed",
+    "data.batches.init_args.num_clusters",
 }  # fmt: skip
 
 
