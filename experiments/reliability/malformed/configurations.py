@@ -120,4 +120,6 @@ def yaml_cases() -> Iterator[Case]:
     for name, text in yaml_texts().items():
         if name in ("date", "null for a model", "two documents", "huge number", "percent"):
             continue
-        yield Case("description", name, ("report", "results"), prepare=writes("results/a.yaml", text))
+        yield Case(
+            "description", name, ("report", "results", "--out=page.html"), prepare=writes("results/a.yaml", text)
+        )

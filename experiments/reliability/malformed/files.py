@@ -69,6 +69,21 @@ TEXTS: dict[str, tuple[str, bytes, str]] = {
 }
 
 
+#: Tables that ``pygdist report`` reads.
+RESULTS = [
+    ("a byte-order mark", b"\xef\xbb\xbfx,y\n1,2\n", TAKEN),
+    ("UTF-16", "x,y\n1,2\n".encode("utf-16"), REFUSED),
+    ("not UTF-8", b"x,y\n1,\xff\n", REFUSED),
+    ("a NUL", b"x,y\n1,\0\n", EITHER),
+    ("binary", bytes(range(256)) * 20, REFUSED),
+    ("a column given twice", b"x,x\n1,2\n", REFUSED),
+    ("a row too long", b"x,y\n1,2,3\n", REFUSED),
+    ("a cell of 20 MB", b"x,y\n1," + b"2" * 20_000_000 + b"\n", REFUSED),
+    ("markup", b"x,y\n<script>alert(1)</script>,2\n", TAKEN),
+    ("ten thousand columns", b",".join(b"c%d" % i for i in range(10_000)) + b"\n", EITHER),
+]
+
+
 def _parquet(columns: dict[str, Any]) -> bytes:
     import pyarrow
     from pyarrow import parquet
@@ -180,8 +195,8 @@ READ: dict[str, tuple[str, ...]] = {
     "store/meta.json": STORE,
     "store/part_0/x.npy": STORE,
     "last.ckpt": ("test", "--config=run.yaml", "--ckpt_path=last.ckpt"),
-    "results/a.csv": ("report", "results"),
-    "results/a.yaml": ("report", "results"),
+    "results/a.csv": ("report", "results", "--out=page.html"),
+    "results/a.yaml": ("report", "results", "--out=page.html"),
     "cache": FIT,
     "out": PARTITION,
 }
@@ -223,6 +238,9 @@ def file_cases() -> Iterator[Case]:
     for what, (suffix, content, ends) in TEXTS.items():
         command = ("partition", f"--input=odd{suffix}", "--out=out")
         yield Case("odd text", what, command, (f"odd{suffix}",), writes(f"odd{suffix}", content), ends)
+    for what, content, ends in RESULTS:
+        command = ("report", "results", "--out=page.html")
+        yield Case("odd results", what, command, ("a.csv",), writes("results/a.csv", content), ends)
     for what, columns in TABLES.items():
         command = ("partition", "--input=odd.parquet", "--out=out")
         yield Case("odd Parquet", what, command, ("odd.parquet",), _table(columns))
@@ -232,8 +250,8 @@ def file_cases() -> Iterator[Case]:
         for what, make in KINDS.items():
             if name in WRITTEN and "/" in what:
                 continue
-            ends = EITHER if (name, what) in SOUND else REFUSED
-            words = (name.rpartition("/")[2], "there is no", "has no", "Input/output error")
+            ends = EITHER if (name, what) in SOUND or name == "results/a.yaml" else REFUSED
+            words = (name.rpartition("/")[2], "there is no", "has no", "neither", "Input/output error")
             yield Case("no file", f"{name}: {what}", command, words, _named(make, name), ends)
     for name in GOOD_NAMES:
         yield Case("odd name", name, (*FIT, f"--data.dataset=./{name}"), (), _moved(name), TAKEN)

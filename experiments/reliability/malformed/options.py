@@ -238,7 +238,7 @@ def contradictions() -> Iterator[Case]:
         "no checkpoint": ("export",),
         "format": ("export", "no.ckpt", "model.bin"),
         "unknown generator": ("generate", "nosuch-like"),
-        "no results": ("report", "nowhere"),
+        "no results": ("report", "nowhere", "--out=page.html"),
         "clipping without value": (*FIT, "--trainer.gradient_clip_algorithm=norm"),
         "min over max epochs": (*FIT, "--trainer.min_epochs=5"),
     }
