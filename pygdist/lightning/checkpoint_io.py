@@ -101,9 +101,13 @@ def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
     check(checkpoint, path, needs=TRAINING_PARTS if fitting else ("state_dict",))
     for name, problem in _wrong_weights(checkpoint["state_dict"], trainer.lightning_module):
         raise InputError(f"{path}: is damaged or forged: '{name}' in state_dict {problem}; take another checkpoint")
-    name = _LOOPS.get(trainer.state.fn)
-    if name is None or "loops" not in checkpoint or checkpoint.get("pytorch-lightning_version") != pl.__version__:
+    if (
+        trainer.state.fn is None
+        or "loops" not in checkpoint
+        or checkpoint.get("pytorch-lightning_version") != pl.__version__
+    ):
         return  # those of other versions are migrated
+    name = _LOOPS[trainer.state.fn]
     own, saved = getattr(trainer, name).state_dict(), checkpoint["loops"].get(name)
     counted = {part: value for part, value in own.items() if part.endswith(("progress", "epoch_loop.state_dict"))}
     for part in _unlike(counted, saved, f"loops.{name}"):

@@ -116,9 +116,8 @@ def check_graph_options(
         raise InputError(
             f"split_seed: {store} is split already; give it to pygdist partition, or edge_split to this run"
         )
-    for name, number in (("num_workers", num_workers), ("batch_seed", batch_seed)):
-        if number and batches is None:
-            raise InputError(f"{name}={number} is for mini-batches; give batches, or leave it out")
+    if num_workers and batches is None:  # a seed that is not used does no harm: scripts pass theirs to all
+        raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
 
 
 def left_unused(options: Mapping[str, Any]) -> list[str]:

@@ -79,7 +79,6 @@ def test_options_that_others_leave_without_effect() -> None:
         check_trainer({"overfit_batches": 1, "limit_train_batches": 2})
     for store, option, others in (
         ("parts", "split_seed", {"split_seed": 3}),
-        (None, "batch_seed", {"batch_seed": 3}),
         (None, "num_workers", {"num_workers": 1}),
     ):
         with pytest.raises(InputError, match=f"^{option}"):
