@@ -188,6 +188,7 @@ def contradictions() -> Iterator[Case]:
         "store and self-loops": (*FIT, "--data.store=store", "--data.remove_self_loops=true"),
         "store and num_classes": (*FIT, "--data.store=store", "--data.num_classes=4"),
         "store and split_seed": (*FIT, "--data.store=store", "--data.split_seed=3"),
+        "arguments of a partitioner that takes none": (*FIT, "--data.partitioner_args={seed: 3}"),
         "split of nodes for links": (*FIT, "--task=links", "--data.edge_split=[0.1,0.1]", "--data.split=[0.5,0.2,0.3]"),
         "lr beside an optimizer": (*FIT, "--optimizer=Adam", "--model.lr=0.3"),
         "weight_decay beside an optimizer": (*FIT, "--optimizer=Adam", "--model.weight_decay=0.3"),
