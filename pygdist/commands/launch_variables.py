@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pygdist.errors import InputError
 
 _RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_ID")
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES")
+_JOBS = ("SLURM_JOB_ID",)  # Lightning makes a port of it
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 _OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
@@ -24,12 +25,12 @@ def check_launch(environment: Mapping[str, str]) -> None:
         InputError: Names the variable.
     """
     numbers = {}
-    for names, least, most in ((_RANKS, 0, 2**31), (_SIZES, 1, 2**31), (_PORTS, 1, 65_535)):
+    for names, least, most in ((_RANKS, 0, 2**31), (_SIZES, 1, 2**31), (_JOBS, 1, 2**63), (_PORTS, 1, 65_535)):
         for name in names:
             text = environment.get(name)
             if text is None:
                 continue
-            if not (text.isascii() and text.isdecimal() and len(text) < 11 and least <= int(text) <= most):
+            if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
                 raise InputError(
                     f"the environment variable {name} is {text[:40]!r}, expected a number from {least} to {most}, as "
                     f"torchrun or SLURM sets it; start with one of these, or unset {name}",

@@ -120,7 +120,15 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
     ],
 )
 def test_variables_of_launchers(name: str, value: str, others: dict[str, str]) -> None:
-    check_launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"})
+    check_launch(
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_PORT": "29500",
+            "SLURM_JOB_ID": "4227858433",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    )
     with pytest.raises(InputError, match=rf"^the environment variable {name} (is|names)"):
         check_launch({name: value, **others})
 
