@@ -242,6 +242,14 @@ class GraphCLI(LightningCLI):
                 f"--trainer.devices is {devices}; unset LOCAL_RANK, or raise the devices",
                 of_one_rank=True,
             )
+        asked = devices * trainer.num_nodes
+        if (
+            trainer.world_size != asked and "TORCHELASTIC_RUN_ID" not in os.environ
+        ):  # Lightning waits for SLURM's others
+            raise InputError(
+                f"{trainer.world_size} ranks were started, but --trainer.devices and --trainer.num_nodes ask for "
+                f"{asked}; make them equal"
+            )
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
                 f"--trainer.strategy: '{config['strategy']}' averages gradients as if each of the {trainer.world_size} "

@@ -184,14 +184,20 @@ def _serve(address: str, port: int) -> dist.TCPStore:
                 f"MASTER_PORT={port} is taken by another process of this machine; choose another, or leave MASTER_PORT "
                 "out on one machine, and a free port is found"
             ) from error
-        if isinstance(error, socket.gaierror) and not _is_known(address):
-            raise InputError(
-                f"MASTER_ADDR: there is no host {address[:100]!r} ({error.strerror}); give the name or the address of "
-                "the machine of rank 0, or leave MASTER_ADDR out on one machine"
-            ) from error
+        if isinstance(error, socket.gaierror):
+            check_address(address)
         fd = None  # a name for this machine that it does not know itself: torch listens on all addresses
     # torch's own rendezvous shares the server
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+
+
+def check_address(address: str) -> None:
+    """Refuse a name of rank 0's machine that is none, which torch would wait for."""
+    if not _is_known(address):
+        raise InputError(
+            f"MASTER_ADDR: there is no host {address[:100]!r}; give the name or the address of the machine of rank 0, "
+            "or leave MASTER_ADDR out on one machine"
+        )
 
 
 def _is_known(address: str) -> bool:

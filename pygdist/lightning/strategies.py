@@ -37,7 +37,7 @@ from pygdist.lightning import optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect, hosts_store
+from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store
 from pygdist.lightning.stopping import Stopping
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
@@ -147,6 +147,8 @@ class GraphDDPStrategy(DDPStrategy):
         self.set_world_ranks()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
+        if self.world_size == 1 and not dist.is_initialized() and self.cluster_environment is not None:
+            check_address(self.cluster_environment.main_address)
         try:
             super().setup_distributed()
         except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
