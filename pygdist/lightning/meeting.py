@@ -33,7 +33,7 @@ from pygdist.signals import exit_now, name_of, parent, signal_of
 
 log = logging.getLogger(__name__)
 
-_PROBE_S, _POLL_S = 2.0, 0.2
+_PROBE_S, _POLL_S, _NAMED_S = 2.0, 0.2, 15.0
 _LOOPBACK = "127.0.0.1"
 _KNOCKS = "pygdist/knocks"
 _OWN_PORT = "PYGDIST_OWN_PORT"  # the MASTER_PORT that pygdist chose
@@ -214,9 +214,32 @@ def _serve(address: str, port: int) -> dist.TCPStore:
                 f"MASTER_PORT={port} is taken by another process of this machine; choose another, or leave MASTER_PORT "
                 "out on one machine, and a free port is found"
             ) from error
+        if isinstance(error, socket.gaierror):
+            check_address(address)
         fd = None  # a name for this machine that it does not know itself: torch listens on all addresses
     # torch's own rendezvous shares the server
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+
+
+def check_address(address: str) -> None:
+    """Refuse a name of rank 0's machine that is none, which torch would wait for."""
+    if not _is_known(address):
+        raise InputError(
+            f"MASTER_ADDR: there is no host {address[:100]!r}; give the name or the address of the machine of rank 0, "
+            "or leave MASTER_ADDR out on one machine"
+        )
+
+
+def _is_known(address: str) -> bool:
+    """Tell if a name has an address; names of containers that have just started get theirs after some seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            return bool(socket.getaddrinfo(address, None))
+        except (OSError, ValueError):
+            if time.monotonic() - began > _NAMED_S:
+                return False
+        time.sleep(_POLL_S)
 
 
 def _answers(address: str, port: int) -> bool:

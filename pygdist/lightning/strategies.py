@@ -36,7 +36,7 @@ from pygdist.lightning import optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect, hosts_store, warn_of_joining
+from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
@@ -153,6 +153,8 @@ class GraphDDPStrategy(DDPStrategy):
             warn_of_joining()
         if self.world_size > 1 and self._watchdog is None:
             self._meet()
+        if self.world_size == 1 and not dist.is_initialized() and self.cluster_environment is not None:
+            check_address(self.cluster_environment.main_address)
         try:
             super().setup_distributed()
         except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
@@ -293,7 +295,9 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer_states.check(self.optimizers, [state["state"] for state in checkpoint["optimizer_states"]])
+        states = checkpoint["optimizer_states"]
+        optimizer_states.check(self.optimizers, [state["state"] for state in states])
+        optimizer_states.check_options(self.optimizers, [state["param_groups"] for state in states])
         super().load_optimizer_state_dict(checkpoint)
 
     @override

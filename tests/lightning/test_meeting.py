@@ -136,6 +136,16 @@ def test_a_port_that_the_user_chose_and_another_process_has_is_named(
             meeting.host(environment)
 
 
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "a b", "256.1.1.1"])
+def test_an_address_that_is_none_is_named(
+    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_NAMED_S", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(InputError, match=f"MASTER_ADDR: there is no host '{address}'"):
+        meeting.host(environment)
+
+
 def test_otherwise_the_store_is_there_before_ranks_start(
     environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
