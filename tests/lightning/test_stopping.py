@@ -110,7 +110,7 @@ def _begin(folder: Path, *options: str) -> subprocess.Popen[str]:
          "--model.model.hidden_channels=8", "--model.model.num_layers=2", "--model.model.out_channels=10",
          "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_epochs=100000",
          "--trainer.enable_progress_bar=false", "--trainer.callbacks+=slow.Slow", *options],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder, env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
 
