@@ -115,36 +115,56 @@ def read(path: str | Path, *, needs: tuple[str, ...] = ("state_dict",), **option
     Raises:
         InputError: If there is no such file, it is no Lightning checkpoint or a damaged one, or it lacks a part.
     """
+    return read_identified(path, needs=needs, **options)[0]
+
+
+def read_identified(
+    path: str | Path, *, needs: tuple[str, ...] = ("state_dict",), **options: Any
+) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Return what :func:`read` does, and the size and checksum of the file, by which ranks compare what each has read.
+
+    Raises:
+        InputError: As :func:`read`.
+    """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: there is no such checkpoint")
-    try:
-        verify(path)
-        checkpoint = torch.load(path, **{"map_location": "cpu", **options})
-    except InputError:
-        raise
-    except Exception as error:  # torch.load raises nearly any for a file of another kind
-        raise InputError(f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})") from error
+    with _opened(path) as file:  # once: another file may get this name meanwhile
+        try:
+            identity = _verify(file, path)
+            file.seek(0)
+            source = f"/dev/fd/{file.fileno()}" if options.get("mmap") else file
+            checkpoint = torch.load(source, **{"map_location": "cpu", **options})
+        except InputError:
+            raise
+        except Exception as error:  # torch.load raises nearly any for a file of another kind
+            raise InputError(
+                f"{path}: not a Lightning checkpoint, or a damaged one ({type(error).__name__})"
+            ) from error
     check(checkpoint, path, needs=needs)
-    result: dict[str, Any] = checkpoint
-    return result
+    return checkpoint, identity
 
 
-def verify(path: Path) -> None:
-    """Compare a file with its checksum; one without has those of the zip file's members.
+def _opened(path: Path) -> BinaryIO:
+    try:
+        if path.is_file():
+            return path.open("rb")
+    except OSError as error:
+        raise InputError(f"{path}: the checkpoint cannot be read ({error.strerror}); name another file") from error
+    raise InputError(f"{path}: there is no such checkpoint")
+
+
+def _verify(file: BinaryIO, path: Path) -> tuple[float, float]:
+    """Compare a file with its checksum, or with those of the zip file's members; return its size and checksum.
 
     Raises:
         InputError: If they differ, or a zip file does not end as it should.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if (stated := _stated_checksum(file, size)) is not None:
-            if _checksum(file, size - _LENGTH) != stated:
-                raise InputError(f"{path}: is damaged, its checksum differs; take an earlier checkpoint")
-            return
-        file.seek(0)
-        if file.read(2) != b"PK":
-            return  # torch's format before zip files, or another kind of file
+    size = file.seek(0, os.SEEK_END)
+    if (stated := _stated_checksum(file, size)) is not None:
+        if _checksum(file, size - _LENGTH) != stated:
+            raise InputError(f"{path}: is damaged, its checksum differs; take an earlier checkpoint")
+        return float(size), float(stated)
+    file.seek(0)
+    if file.read(2) == b"PK":  # otherwise torch's format before zip files, or another kind of file
         file.seek(max(0, size - _END_BYTES))
         end = file.read()
         if end[:4] != _END or end[-2:] != b"\0\0":
@@ -152,14 +172,7 @@ def verify(path: Path) -> None:
         with zipfile.ZipFile(file) as members:
             if bad := members.testzip():
                 raise InputError(f"{path}: is damaged, the checksum of {bad} in it differs; take an earlier checkpoint")
-
-
-def identity(path: Path) -> list[float]:
-    """Return size and checksum of a file, by which ranks compare what each of them reads."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        stated = _stated_checksum(file, size)
-        return [float(size), float(_checksum(file, size) if stated is None else stated)]
+    return float(size), float(_checksum(file, size))
 
 
 def _stated_checksum(file: BinaryIO, size: int) -> int | None:

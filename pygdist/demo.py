@@ -7,11 +7,11 @@ compared number by number. Each run has its own, fresh processes. The demo needs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import csv
 import logging
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ from torch_geometric.nn import GCN, MLP
 from pygdist.graph import load_graph
 from pygdist.lightning import ExchangeMonitor, GraphDataModule, GraphDDPStrategy, NodeClassifier
 from pygdist.memory.machine import peak_rss_bytes
+from pygdist.memory.scratch import ScratchFolder
 
 HIDDEN, LEARNING_RATE, WEIGHT_DECAY = 64, 0.01, 5e-4
 _TOLERANCE = 1e-3  # of losses in float32: Adam divides by small numbers, so rounding grows along the run
@@ -165,11 +166,11 @@ def compare(console: Console, *, nodes: int, epochs: int, ranks: int, seed: int)
     with ProcessPoolExecutor(1, mp_context=_context()) as executor:
         pyg, no_edges = executor.submit(_references, gcn, mlp, data, epochs).result()
     runs = []
-    with tempfile.TemporaryDirectory(prefix="pygdist-demo-") as folder:
+    with contextlib.closing(ScratchFolder()) as scratch:
         for world_size in (1, ranks):
             say(f"pygdist on {world_size} process{'es' if world_size > 1 else ''}")
             model = copy.deepcopy(gcn)
-            runs.append(train_with_pygdist(model, data, epochs, ranks=world_size, folder=Path(folder)))
+            runs.append(train_with_pygdist(model, data, epochs, ranks=world_size, folder=scratch.path))
     say("done")
     one, many = runs
     console.print(_table((pyg, one, many), ranks))

@@ -26,7 +26,8 @@ class InputError(ValueError):
 class RefusedError(InputError):
     """The machine refuses what a command needs: room on a disk, a file, memory (:mod:`pygdist.memory.limits`).
 
-    It is of one rank: that rank prints the message, and the others, which lose it, end with the same exit code.
+    Only one rank has this error, and it prints the message. The other ranks lose that rank and end with the same exit
+    code.
     """
 
     def __init__(self, message: str) -> None:

@@ -94,6 +94,32 @@ def test_files_of_other_tools_and_of_old_ones_are_read(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("options", [{}, {"mmap": True}], ids=["read", "mapped"])
+def test_what_is_checked_is_what_is_read(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Another checkpoint gets the name between the check and the reading."""
+    path, load = tmp_path / "last.ckpt", torch.load
+    checkpoints.write(CHECKPOINT, path)
+    _, identity = checkpoints.read_identified(path)
+    checkpoints.write({**CHECKPOINT, "epoch": 7}, tmp_path / "other.ckpt")
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        (tmp_path / "other.ckpt").replace(path)
+        return load(*args, **options)
+
+    with mock.patch.object(torch, "load", replaced):
+        content, found = checkpoints.read_identified(path, **options)
+    assert (content["epoch"], found) == (1, identity)
+    content, found = checkpoints.read_identified(path)
+    assert content["epoch"] == 7
+    assert found != identity
+
+
+def test_files_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    for name, said in (("a" * 100_000, "File name too long"), ("a\0b", "there is no such checkpoint"), ("", "no such")):
+        with pytest.raises(InputError, match=said):
+            checkpoints.read(tmp_path / name)
+
+
 def _full(room: int) -> Any:
     """A disk that is full after so many bytes of a file that is being written."""
     original = Path.open

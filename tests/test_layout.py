@@ -99,6 +99,12 @@ def test_the_rooms_of_the_graph_import_downward() -> None:
         assert not [module for module in _imports(path) if module.startswith(above)], f"{path} imports a room above it"
 
 
+def test_temporary_folders_are_of_the_kind_that_the_next_process_removes() -> None:
+    for path in ROOT.rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"TemporaryDirectory", "mkdtemp"}, f"{path.name}: use ScratchFolder"
+
+
 def test_the_root_exports_at_most_ten_names() -> None:
     assert len(pygdist.__all__) <= 10
     assert all(hasattr(pygdist, name) for name in pygdist.__all__)

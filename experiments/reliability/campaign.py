@@ -11,9 +11,11 @@ as ranks reach them. After the signal:
 - ``gone_s``: seconds until no process of the run is left; all must be within 30 s, or with a stopped rank within
   ``lost_after_s`` and 15 s;
 - ``code``: the exit code of the process that started the others; 0 only if the work was done before;
-- ``said``: one line on standard error names the rank or the signal, and there is no traceback;
+- ``said``: one line on standard error names the rank or the signal, and there is no traceback. After SIGTERM and SIGINT
+  the line names the signal, and under the ordinary launcher there is no other line of pygdist's;
 - ``left``: processes that the campaign had to kill;
-- ``loss``: what ``pygdist fit --resume`` ends with; equal to the unbroken run's, bit for bit.
+- ``loss``: what ``pygdist fit --resume`` ends with; equal to the unbroken run's, bit for bit. Where the kill left a
+  whole checkpoint, this run goes on from one, in the same folder. No temporary file is left, of either run.
 
 Prints a table of counts and writes ``campaign.csv``, a line for each case. Exits with code 1 if a case is not as it
 must be.
@@ -44,6 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.machine import provenance
+from pygdist.lightning import newest_checkpoint
 
 PHASES = ("import", "meeting", "partitioning", "first step", "training", "checkpoint", "validation", "test", "end")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL", "SIGSTOP")
@@ -58,6 +61,8 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
 LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
 SLOW_S = 300.0  # a phase that is not reached by then fails the case
+#: names of temporary files and folders
+TEMPORARY = re.compile(r"(^|/)(\.[^/]*(\.partial|\.tmp|\.tmp-[^/]*|\.lock)|[^/]*\.tmp|pygdist-[^/]*|\.pygdist-[^/]*)$")
 
 
 class Phases(pl.Callback):
@@ -158,6 +163,17 @@ def draw(number: int, seed: int) -> list[Case]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+def arguments(folder: Path, ranks: int) -> list[str]:
+    """Return options of a run on a generated graph, whose cache and results are in a folder."""
+    return [
+        "--data.dataset=sbm", "--data.dataset_args={num_nodes: 20000, avg_degree: 10}",
+        f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN",
+        "--model.model.in_channels=-1", "--model.model.hidden_channels=16", "--model.model.num_layers=2",
+        "--model.model.out_channels=10", f"--trainer.devices={ranks}", "--trainer.accelerator=cpu",
+        f"--trainer.default_root_dir={folder / 'runs'}", "--trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+
+
 class Run:
     """A run of ``pygdist`` in a folder of its own, with every process that belongs to it.
 
@@ -183,19 +199,15 @@ class Run:
         if case.launcher == "torchrun":
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
             program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *torchrun, "-m", "pygdist.cli"]
-        arguments = [
-            command, "--data.dataset=sbm", "--data.dataset_args={num_nodes: 20000, avg_degree: 10}",
-            f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN",
-            "--model.model.in_channels=-1", "--model.model.hidden_channels=16", "--model.model.num_layers=2",
-            "--model.model.out_channels=10", f"--trainer.devices={case.ranks}", "--trainer.accelerator=cpu",
-            f"--trainer.default_root_dir={folder / 'runs'}", "--trainer.enable_progress_bar=false",
-            "--trainer.callbacks+=experiments.reliability.campaign.Phases", *SYSTEMS[case.system], *options,
-        ]  # fmt: skip
+        scratch = folder / "tmp"
+        scratch.mkdir(exist_ok=True)
+        program += [command, *arguments(folder, case.ranks), *SYSTEMS[case.system], *options]
+        program += ["--trainer.callbacks+=experiments.reliability.campaign.Phases"]
         with self._told.open("wb") as told:
             self.process = subprocess.Popen(
-                [*program, *arguments], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
-                env={**os.environ, MARKS: str(self.marks), _RUN: self.id, **(env or {})}, start_new_session=True,
-                preexec_fn=_like_a_terminal,
+                program, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
+                env={**os.environ, "TMPDIR": str(scratch), MARKS: str(self.marks), _RUN: self.id, **(env or {})},
+                start_new_session=True, preexec_fn=_like_a_terminal,
             )  # fmt: skip
 
     @property
@@ -209,8 +221,8 @@ class Run:
         mark = {"import": "", "partitioning": "meeting"}.get(phase, phase)
         while time.monotonic() < deadline and self.process.poll() is None:
             reached = path.read_text().split("\n") if path.exists() else []
-            cut = phase != "partitioning" or any((self.folder / "cache").rglob("*"))
-            if not mark or (mark in reached and cut):
+            begun = phase != "partitioning" or any((self.folder / "cache").glob(".*.tmp-*/*"))  # files of parts
+            if not mark or (mark in reached and begun):
                 return True
             time.sleep(0.002)
         return False
@@ -276,21 +288,38 @@ def attempt(case: Case, folder: Path) -> Outcome:
     run.send()
     limit_s = LOST_AFTER_S + 15.0 if case.signal == "SIGSTOP" else 30.0
     gone_s, code, left = run.wait(limit_s + 60.0)
-    outcome = Outcome(round(gone_s, 1), code, told(run.errors), left)
+    outcome = Outcome(round(gone_s, 1), code, told(run.errors, case.signal), left)
     if reached:
-        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s, run.last))
+        outcome = replace(outcome, wrong=what_is_wrong(case, outcome, run.errors, limit_s, run.last))
     else:
         outcome = replace(outcome, wrong=f"'{case.phase}' was not reached: {run.errors[-500:]}")
     if case.phase == "test" or outcome.wrong:
         return outcome
+    whole, before = newest_checkpoint(folder / "runs"), _versions(folder)
     again = Run(replace(case, signal="", who=""), folder, "fit", *fit, "--resume=true")
     _, code, _ = again.wait(SLOW_S)
     loss, expected = last_loss(folder), unbroken_loss(case.system, case.ranks)
-    wrong = "" if code == 0 and loss == expected else f"resumed: exit code {code}, loss {loss}: {again.errors[-500:]}"
+    right = code == 0 and loss == expected != "none"
+    faults = [] if right else [f"exit code {code}, loss {loss}, and the unbroken run's is {expected}"]
+    if whole is not None and ("goes on from" not in again.errors or _versions(folder) != before):
+        faults.append(f"it began anew, beside {whole.name}")
+    if left := left_behind(folder):
+        faults.append(f"{left[0]} is left")
+    wrong = f"resumed: {'; '.join(faults)}: {again.errors[-500:]}" if faults else ""
     return replace(outcome, loss=loss, expected=expected, wrong=wrong)
 
 
-def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str) -> str:
+def _versions(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs").glob("version_*"))
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Return the names of temporary files and folders below a folder."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return [name for name in names if TEMPORARY.search(name)]
+
+
+def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str) -> str:
     """Say what is not as it must be; ``last`` are the processes that ended last."""
     faults = []
     if outcome.gone_s > limit_s:
@@ -305,18 +334,24 @@ def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str)
         faults.append(f"exit code {outcome.code}")
     if "Traceback" in errors and case.launcher == "ordinary":
         faults.append("a traceback")
+    ours = errors.count("pygdist: error: ")
+    silent = case.phase == "import" or finished  # Python itself ends, or a command that is done
+    if expected and case.launcher == "ordinary" and ours != 1 and not (silent and ours == 0):
+        faults.append(f"{ours} lines of error")
+    if expected and outcome.said and case.signal not in outcome.said:
+        faults.append(f"no line names {case.signal}")
     alone = case.who in ("starter", "all") and case.signal == "SIGKILL"  # nobody is left to say a word
     if not outcome.said and not finished and not alone and case.phase != "import":
         faults.append("nothing said")
     return "; ".join(faults)
 
 
-def told(errors: str) -> str:
-    """Return the line that names a rank or a signal."""
+def told(errors: str, signal_name: str = "") -> str:
+    """Return the line that names a rank or a signal; that of this signal, if there is one."""
     named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|stopped|not answered)"
     named += r"|which started rank \d|store does not"
     lines = [line for line in errors.splitlines() if re.search(named, line)]
-    return lines[0][:300] if lines else ""
+    return next((line for line in lines if signal_name in line), lines[0])[:300] if lines else ""
 
 
 def last_loss(folder: Path) -> str:

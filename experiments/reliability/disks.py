@@ -22,7 +22,6 @@ import csv
 import math
 import os
 import random
-import re
 import resource
 import selectors
 import shutil
@@ -49,6 +48,7 @@ import pygdist.commands.report
 import pygdist.commands.train
 import pygdist.commands.verify  # noqa: F401  (all of them: forked processes need not)
 from experiments.machine import SOME_FAILED, provenance
+from experiments.reliability.campaign import TEMPORARY
 from pygdist import cli
 from pygdist.checkpoints import read
 from pygdist.graph import degree_corrected_sbm, read_description, read_meta, save_npy
@@ -61,7 +61,6 @@ MOUNTED = ("space", "names", "read-only")  # kinds that need a file system of th
 LIMITS = {"file size": resource.RLIMIT_FSIZE, "open files": resource.RLIMIT_NOFILE, "memory": resource.RLIMIT_AS}
 KINDS = (*MOUNTED, *LIMITS)
 _FEWEST_FILES = 24  # that Python and torch need to start
-_LEFT = re.compile(r"(^|/)(\.[^/]*(\.partial|\.tmp|\.tmp-[^/]*|\.lock)|[^/]*\.tmp|pygdist-[^/]*|\.pygdist-[^/]*)$")
 
 CONFIG = """\
 seed_everything: 0
@@ -322,7 +321,7 @@ def what_is_wrong(command: Command, made: Run, folder: Path, whole: Mapping[str,
         return f"{len(lines)} lines of error"
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if _LEFT.search(name):
+        if TEMPORARY.search(name):
             return f"{name} is left"
         if reason := _damage(path, whole.get(name)):
             return f"{name} looks whole: {reason}"

@@ -3,10 +3,10 @@
     python -m experiments.reliability.steps --out figures
     python -m experiments.reliability.steps --steps 1000 --out figures     # a short version
 
-``pygdist fit`` on two ranks, on a small generated graph, with logs and checkpoints switched off. Every 100 steps each
-rank notes its resident memory, open descriptors and threads. The figures are the slopes over the last four fifths of
-the steps, largest over ranks: ``kb_per_step`` (KiB), ``descriptors`` and ``threads`` (per 1,000 steps). Prints a table,
-writes ``steps.csv``, and exits with code 1 if a slope is not below its limit or a run fails.
+``pygdist fit`` on two ranks, on a small generated graph. It logs every step, and validates and saves a checkpoint every
+100 steps, when each rank also notes its resident memory, open descriptors and threads. The figures are the slopes over
+the last four fifths of the steps, largest over ranks: ``kb_per_step`` (KiB), ``descriptors`` and ``threads`` (per 1,000
+steps). Prints a table, writes ``steps.csv``, and exits with code 1 if a slope is not below its limit or a run fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.machine import provenance
-from experiments.reliability.campaign import SYSTEMS
+from experiments.reliability.campaign import SYSTEMS, arguments
 
 EVERY = 100
 LIMITS = {"kb_per_step": 0.1, "descriptors": 0.1, "threads": 0.1}
@@ -50,18 +50,15 @@ class Growth(pl.Callback):
 def measure(system: str, steps: int, folder: Path) -> dict[str, Any]:
     """Train one system; return its slopes."""
     command = [
-        sys.executable, "-m", "pygdist.cli", "fit", "--data.dataset=sbm", "--data.dataset_args={num_nodes: 500}",
-        f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN", "--model.model.in_channels=-1",
-        "--model.model.hidden_channels=8", "--model.model.num_layers=2", "--model.model.out_channels=10",
-        "--trainer.devices=2", "--trainer.accelerator=cpu", f"--trainer.max_epochs={steps}", "--trainer.logger=false",
-        "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=100",
-        "--trainer.check_val_every_n_epoch=100", f"--trainer.default_root_dir={folder}",
+        sys.executable, "-m", "pygdist.cli", "fit", *arguments(folder, 2), "--data.dataset_args={num_nodes: 500}",
+        f"--trainer.max_epochs={steps}", f"--trainer.check_val_every_n_epoch={EVERY}",
+        f"--checkpoint.every_n_epochs={EVERY}", "--checkpoint.monitor=null", "--checkpoint.save_last=false",
         "--trainer.callbacks+=experiments.reliability.steps.Growth", *SYSTEMS[system],
     ]  # fmt: skip
     run = subprocess.run(command, env={**os.environ, _FOLDER: str(folder)}, capture_output=True, text=True)
+    checkpoints = list(folder.glob("runs/version_0/checkpoints/*.ckpt"))
     tables = [np.loadtxt(path, delimiter=",", ndmin=2) for path in sorted(folder.glob("?.csv"))]
-    if run.returncode or not tables or min(map(len, tables)) < steps // EVERY:
+    if run.returncode or len(checkpoints) != 1 or not tables or min(map(len, tables)) < steps // EVERY:
         return {"system": system, "steps": 0, "note": run.stderr[-500:]}
     late = [table[len(table) // 5 :] for table in tables]
     slopes = [np.polyfit(table[:, 0], table[:, 1:], 1)[0] for table in late]

@@ -133,10 +133,10 @@ def first_line(text: str) -> str:
 def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patience_s: float) -> str | None:
     """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
 
-    Proof is: every rank waits for others, or has left, and two of them made different exchanges (for ``soon_s``), or
-    no byte moves between ranks (for ``patience_s``), or, where that is not seen, one has left that never made the
-    exchange, or may not have made the call, in which another waits (``patience_s``). Ranks that wait in different
-    calls prove nothing by themselves: an exchange ends on one rank earlier than on another.
+    Every rank waits or has left, and one of these holds. (a) Two ranks made different exchanges, for ``soon_s``. (b) No
+    byte has moved for ``patience_s``. (c) Bytes cannot be seen, and a rank waits, for ``patience_s``, for one that left
+    before this exchange, or may not have made its call. Ranks that wait in different calls prove nothing by themselves:
+    an exchange ends on one rank earlier than on another.
 
     Args:
         rank: The rank that asks.

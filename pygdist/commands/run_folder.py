@@ -24,6 +24,7 @@ from pygdist.lightning.meeting import agent
 from pygdist.lightning.resume import newest_checkpoint
 
 _MARK = ".unfinished"
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")  # as Lightning names them
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone
 # a run is the same one with other values of these
 _MAY_DIFFER = {
@@ -190,7 +191,7 @@ def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
         return max(numbered)[1]
     for _, folder in [*sorted(_versions(root), reverse=True), (-1, root)]:
         if saved := _oldest_first(folder):
-            last = [path for path in saved if path.name.startswith("last")]
+            last = [path for path in saved if _LAST.fullmatch(path.name)]
             meant = last[-1:] if name == "last" else _best(saved[-1])
             if not meant:
                 raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")

@@ -107,10 +107,6 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["log"].items()}  # all ranks
-        for logger in trainer.loggers:
-            if isinstance(logger, EpochLogger):
-                logger.write_now(trainer, metrics)  # an epoch is in the table before its checkpoint is there
         super().on_train_epoch_end(trainer, pl_module)
         dry = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
@@ -188,6 +184,8 @@ class GraphCLI(LightningCLI):
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
+        if self.config[subcommand].resume and checkpoint is not None:
+            raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
         if checkpoint is None and subcommand != "fit":
             log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:

@@ -67,7 +67,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
         )  # not in older Lightning
         if is_remote(path) or Path(path).name == _OF_RANKS:
             return super().load_checkpoint(path, map_location=map_location, **options)
-        return checkpoints.read(path, map_location=map_location, **options)
+        checkpoint, identity = checkpoints.read_identified(path, map_location=map_location, **options)
+        content = _Content(checkpoint)
+        content.identity = identity
+        return content
+
+
+class _Content(dict[str, Any]):
+    """The content of a checkpoint, and the identity of the file from which it was read."""
+
+    identity: tuple[float, float]
 
 
 def is_remote(path: str | Path) -> bool:
@@ -76,7 +85,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def check_alike(path: str | Path, trainer: pl.Trainer, checkpoint: Any, communicator: Communicator) -> None:
-    """Refuse on all ranks a checkpoint in which a part is wrong, or that is another file on another rank.
+    """Refuse on all ranks a checkpoint in which a part is wrong, or that another rank has read from another file.
 
     All ranks make the call, each with the content that it has read, or with the error that it met instead.
 
@@ -90,9 +99,10 @@ def check_alike(path: str | Path, trainer: pl.Trainer, checkpoint: Any, communic
         except InputError as mistake:
             error = str(mistake)
     communicator.agree(error)
-    if not is_remote(path) and not communicator.are_alike(checkpoints.identity(Path(path))):
+    if isinstance(checkpoint, _Content) and not communicator.are_alike(checkpoint.identity):
         raise InputError(
-            f"{path}: is another file on some ranks, as their machines do not share it; copy the same one to all"
+            f"{path}: the ranks read different files under this name: either their machines do not share the folder, "
+            "or the file was replaced meanwhile; copy one file to all machines, or start again"
         )
 
 

@@ -17,7 +17,8 @@ from pygdist import checkpoints
 from pygdist.checkpoints import TRAINING_PARTS
 from pygdist.errors import InputError
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.lightning.table import EpochLogger
+from pygdist.lightning.table import EpochLogger, done_in
+from pygdist.lightning.to_rank_zero import from_rank_zero
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -98,8 +99,7 @@ class Resume(pl.Callback):
         rank_zero_info(f"the run goes on from {path}")
         connector = trainer._checkpoint_connector
         connector._restore_modules_and_callbacks(path)  # as Lightning does here for strategies that restore late
-        state = connector._loaded_checkpoint["loops"]["fit_loop"]
-        begun, whole = (int(state["epoch_progress"]["current"][name]) for name in ("started", "processed"))
+        whole, steps = done_in(connector._loaded_checkpoint["loops"]["fit_loop"])
         if trainer.max_epochs not in (None, -1) and whole >= trainer.max_epochs:
             rank_zero_info(f"the run had ended by itself after {whole} epochs (max_epochs={trainer.max_epochs})")
         stopping = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]  # type: ignore[attr-defined]
@@ -108,19 +108,16 @@ class Resume(pl.Callback):
             trainer.should_stop = True
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, EpochLogger):
-                logger.go_on(whole, state["epoch_loop.state_dict"]["_batches_that_stepped"] if begun > whole else 0)
+                logger.go_on(whole, steps)
 
     def _agreed(self, trainer: pl.Trainer) -> str:
         path = None if self.folder is None else newest_checkpoint(self.folder)
-        text, strategy = "" if path is None else str(path), trainer.strategy
-        if not isinstance(strategy, GraphDDPStrategy):
-            return str(strategy.broadcast(text))
-        texts = strategy.communicator.gather_text(text)
-        seeing = [rank for rank, one in enumerate(texts) if one]
-        if seeing and not texts[0]:
-            rank = seeing[0]
-            raise InputError(
-                f"{texts[rank]}: rank {rank} would go on from it, but rank 0 has no checkpoint of this run; let the "
-                "machines share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
-            )
-        return texts[0]
+        found, strategy = "" if path is None else str(path), trainer.strategy
+        agreed = from_rank_zero(found, strategy)
+        missed = (
+            f"{found}: rank {trainer.global_rank} would go on from it, but rank 0 has no checkpoint of this run; let "
+            "the machines share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
+        )
+        if isinstance(strategy, GraphDDPStrategy):  # the ranks of others share nothing, and are refused
+            strategy.communicator.agree(missed if found and not agreed else None)
+        return agreed

@@ -34,6 +34,7 @@ from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
+from pygdist.lightning.table import write_epoch
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
 
@@ -260,6 +261,8 @@ class GraphDDPStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a file on rank 0; all ranks make the call, and raise if it cannot be written."""
         error = None
+        if self._communicator is not None and self._current_trainer is not None:
+            write_epoch(self._current_trainer)
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         except InputError as mistake:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class EpochLogger(CSVLogger):
     reach the disk.
     """
 
-    _written = ""  # the row that was written before Lightning logs it
+    _written: Mapping[str, int] = {}  # the step of each number that was written before Lightning logs it
 
     @property
     @override
@@ -37,30 +38,59 @@ class EpochLogger(CSVLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        written, self._written = self._written, ""
-        if written != _text(metrics, step):
-            super().log_metrics(metrics, step)
+        new = {name: value for name, value in metrics.items() if self._written.get(name, -1) != step}
+        if new.keys() - {"epoch"}:
+            super().log_metrics(new, step)
 
-    def write_now(self, trainer: pl.Trainer, metrics: dict[str, Any]) -> None:
-        """Write the row of an epoch that ends, before Lightning does, and wait until all rows are on disk."""
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
-        metrics = {**metrics, "epoch": trainer.current_epoch}
-        if len(metrics) > 1:
-            self.log_metrics(metrics, step)
-            self._written = _text(metrics, step)
+    def write_now(self, metrics: dict[str, Any], epoch: int, step: int) -> None:
+        """Write numbers of an epoch before Lightning does, and wait until all rows are on disk."""
+        if metrics:
+            self.log_metrics({**metrics, "epoch": epoch}, step)
+            self._written = dict.fromkeys(metrics, step)
         self.save()
         self.experiment.flush()
 
     def go_on(self, epochs: int, steps: int) -> None:
         """Drop the rows after a checkpoint from which the run goes on.
 
-        The checkpoint was made after ``epochs`` whole ones, and ``steps`` of the run if the next epoch had begun.
+        The checkpoint was made after ``epochs`` trained ones, and ``steps`` of the run if the next epoch had begun.
         """
         self.experiment.keep(lambda epoch, step: epoch < epochs or (epoch == epochs and step < steps))
 
 
-def _text(metrics: dict[str, Any], step: int | None) -> str:
-    return repr((sorted(metrics.items()), step))
+def write_epoch(trainer: pl.Trainer) -> None:
+    """Write the numbers of an epoch in which all batches are trained, if its row is not in the table yet.
+
+    A checkpoint that is made now takes the epoch for done, whether its validation has run or not. All ranks make the
+    call, as they compute the numbers together.
+    """
+    loop, loggers = trainer.fit_loop, [one for one in trainer.loggers if isinstance(one, EpochLogger)]
+    if not loggers:
+        return
+    batches: Any = loop.epoch_loop.batch_progress  # Lightning's types lack some of its attributes
+    epochs: Any = loop.epoch_progress
+    metrics = dict[str, Any]()
+    if batches.is_last_batch and batches.current.processed == batches.current.ready:
+        metrics = {name: float(value) for name, value in loop.epoch_loop._results.metrics(on_step=False)["log"].items()}
+    # Lightning counts the last step after the validation, and logs the epoch under the number of that step
+    step = loop.epoch_loop._batches_that_stepped - (epochs.current.processed > epochs.current.completed)
+    for logger in loggers:
+        logger.write_now(metrics, trainer.current_epoch, step)
+
+
+def done_in(fit_loop: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epochs that are not trained again after a checkpoint, given its ``loops.fit_loop``.
+
+    The second number is the steps of the run if the next epoch had begun; see :meth:`EpochLogger.go_on`.
+    """
+    epochs, batches = (fit_loop[name]["current"] for name in ("epoch_progress", "epoch_loop.batch_progress"))
+    if epochs["started"] <= epochs["processed"]:
+        return epochs["processed"], 0
+    is_trained = batches["processed"] == batches["ready"]  # the last batch that had begun
+    if is_trained and fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        return epochs["processed"] + 1, 0
+    # Lightning has not counted the last step yet
+    return epochs["processed"], fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] + is_trained
 
 
 class _Writer(ExperimentWriter):

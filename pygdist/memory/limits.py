@@ -46,6 +46,9 @@ _WORDS = {
 }
 _FILE = re.compile(r"(?:\[Errno \d+\] [^:\n]*: |file ?)['<]([^'>\n]+)['>]")
 _STREAM = re.compile(r"PytorchStreamWriter failed[^\n]*|unexpected pos \d+ vs \d+")
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: \w[\w ]*|exited unexpectedly)"
+)
 _NO_SCRATCH = "No usable temporary directory"
 
 
@@ -59,6 +62,13 @@ def refusal_of(error: BaseException) -> RefusedError | None:
     text = str(error)
     if _NO_SCRATCH in text:
         return RefusedError(f"no folder for temporary files can be written to; set TMPDIR ({text.partition('] ')[2]})")
+    if lost := _WORKER.search(f"{error.__cause__}; {text}"):  # the cause tells the signal
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")
+        where = f"process {os.getpid()}" if rank is None else f"rank {rank}"
+        return RefusedError(
+            f"{where}: worker {lost[1]} of its DataLoader {lost[2]}; most likely there was no memory for it: use fewer "
+            "workers (num_workers) or smaller mini-batches"
+        )
     code = _code_of(error, text)
     file = None if code in _WITHOUT_PATH else _file_of(error, text)
     if code is None and (stream := _STREAM.search(text)):  # torch keeps the reason to itself
@@ -79,7 +89,7 @@ def told(error: Exception) -> str | None:
 def require_files(num_ranks: int) -> None:
     """Raise the limit on open files, within what the system allows; refuse one with which ranks cannot meet.
 
-    Connections for which there is no file wait for minutes, or end the process without a word.
+    If a process has no descriptor left for a connection, it hangs for minutes or dies silently.
 
     Raises:
         RefusedError: If this process may open too few files.

@@ -6,11 +6,10 @@ other, and a part without training nodes. Every rank makes all of it, from one s
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError, RefusedError
 from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.memory.scratch import ScratchFolder
 
 _NODES_OF_A_PART = 11  # odd, so that few widths of rows equal a number of nodes
 _FIELDS = ("x", *EDGE_FIELDS)
@@ -152,8 +152,8 @@ class Miniature:
         fields = {one.field: self._as(one.value, dtype).cpu() for one in self.inputs if one.field}
         fields.setdefault("x", torch.zeros(self.num_nodes, 1, dtype=dtype))
         data = Data(edge_index=self.graph.edge_index, num_nodes=self.num_nodes, **fields)
-        with tempfile.TemporaryDirectory(prefix="pygdist-check-") as folder:
-            store = Path(folder) / "parts"
+        with contextlib.closing(ScratchFolder()) as scratch:
+            store = scratch.path / "parts"
             try:
                 meta = write_store(
                     data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
+from pygdist.memory.scratch import ScratchFolder
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.loss import labelled, summed_loss
 from pygdist.routing import distribute, undistribute
@@ -243,7 +243,7 @@ def assert_exact(
     sizes = _Sizes(num_nodes, num_features, hidden_channels, num_layers, seed)
     differences: list[tuple[str, str, float]] = []  # layer, text, value
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pygdist-exact-")))
+        folder = stack.enter_context(contextlib.closing(ScratchFolder())).path
         pool = stack.enter_context(RankPool(max(world_sizes))) if pool is None else pool
         for world_size, kind in itertools.product(world_sizes, graphs):
             store = sizes.write(folder / f"{kind}-{world_size}", kind, world_size, abilities, num_hops)

@@ -12,18 +12,17 @@ import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pygdist.memory.limits import require_files
+from pygdist.memory.scratch import ScratchFolder
 
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 
@@ -51,7 +50,7 @@ class RankPool:
     def __init__(self, size: int, *, timeout_s: float = 300.0) -> None:
         require_files(size)
         self.size, self.timeout_s = size, timeout_s
-        self._folder = tempfile.TemporaryDirectory(prefix="pygdist-ranks-")
+        self._folder = ScratchFolder()
         self._calls = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -81,7 +80,7 @@ class RankPool:
             raise ValueError(f"world_size must be between 1 and the pool's {self.size}, got {world_size}")
         self._start(world_size)
         self._calls += 1
-        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        store = str(self._folder.path / f"store-{self._calls}")
         for rank in range(world_size):
             # pickled here: a pipe would put tensors into shared memory, where ranks change each other's parameters
             self._pipes[rank].send_bytes(pickle.dumps((function, rank, world_size, store, args)))
@@ -109,7 +108,7 @@ class RankPool:
             context.set_forkserver_preload(["__main__", __name__])  # no effect on a server that runs
         for _ in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._folder.name), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, str(self._folder.path)), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -141,7 +140,7 @@ class RankPool:
     def _stacks(self, rank: int) -> str:
         """Return the stacks of a rank's threads, as Python sees them."""
         pid = self._processes[rank].pid
-        path = Path(self._folder.name) / str(pid)
+        path = self._folder.path / str(pid)
         if not path.exists() or pid is None:
             return "unknown"
         os.kill(pid, signal.SIGUSR1)

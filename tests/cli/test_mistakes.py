@@ -86,6 +86,7 @@ OPTIONS = {
         ["dataset 'sbm'", "num_nodes is 'many', expected a whole number"],
     ),
     "negative rate": ([*FIT, "--model.lr=-1"], ["lr is -1.0"]),
+    "resume from two": ([*FIT, "--resume", "--ckpt_path=a.ckpt"], ["--resume", "--ckpt_path", "leave one of them out"]),
     "resume what": (["test", "--config=run.yaml", "--resume"], ["--resume is for fit; test takes --ckpt_path=last"]),
     "best of what": (["test", "--config=run.yaml", "--ckpt_path=best"], ["--ckpt_path=best"]),
     "no predictions": (

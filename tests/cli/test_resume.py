@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from pygdist import InputError
-from pygdist.commands.run_folder import RunFolder, folder_to_go_on, new_folder
+from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
 
 FIT = ("fit", "--config=run.yaml")
@@ -33,10 +33,14 @@ def _last(folder: Path, version: int = 0) -> dict[str, Any]:
     return content
 
 
+def _rows(folder: Path, version: int = 0) -> list[dict[str, str]]:
+    with (folder / "runs" / f"version_{version}" / "metrics.csv").open() as lines:
+        return list(csv.DictReader(lines))
+
+
 def _losses(folder: Path, version: int = 0) -> dict[int, str]:
     """The training loss of each epoch; each epoch is there once."""
-    with (folder / "runs" / f"version_{version}" / "metrics.csv").open() as lines:
-        rows = [(int(row["epoch"]), row["train_loss"]) for row in csv.DictReader(lines) if row["train_loss"]]
+    rows = [(int(row["epoch"]), row["train_loss"]) for row in _rows(folder, version) if row["train_loss"]]
     assert len(dict(rows)) == len(rows)
     return dict(rows)
 
@@ -256,6 +260,16 @@ def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:
     assert "--ckpt_path=hpc: hpc_ckpt_2.ckpt" in outcome.err
 
 
+def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
+    folder = tmp_path / "version_0" / "checkpoints"
+    folder.mkdir(parents=True)
+    names = ("last.ckpt", "last-v9.ckpt", "last-v10.ckpt", "last-layer-frozen.ckpt", "last.1.ckpt", "xlast.ckpt")
+    for time, name in enumerate(names):
+        (folder / name).touch()
+        os.utime(folder / name, (time, time))
+    assert named_checkpoint("last", tmp_path, tmp_path).name == "last-v10.ckpt"
+
+
 @pytest.mark.parametrize("name", ["last", "best", "hpc"])
 @pytest.mark.parametrize("command", ["fit", "test", "predict"])
 def test_names_of_checkpoints_that_are_not_there(folder: Path, command: str, name: str) -> None:
@@ -263,19 +277,63 @@ def test_names_of_checkpoints_that_are_not_there(folder: Path, command: str, nam
     assert not (folder / "runs").exists()
 
 
-def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path) -> None:
+STEPS = ("--checkpoint.every_n_train_steps=1",)
+TRIGGERS = {
+    "epochs": ((), ("train_loss", "val_loss", "epoch_s")),
+    "steps": (STEPS, ("train_loss",)),
+    "validations": (("--trainer.check_val_every_n_epoch=2",), ("train_loss",)),
+    "another-callback": (
+        ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=1"),
+        ("train_loss",),
+    ),
+}
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_an_epoch_is_in_the_table_before_its_checkpoint_is_there(folder: Path, trigger: str) -> None:
+    options, wanted = TRIGGERS[trigger]
     (folder / "look.py").write_text(
         "import csv, lightning.pytorch as pl\n"
+        "from pygdist import checkpoints\n"
         "class Look(pl.Callback):\n"
-        "    def on_save_checkpoint(self, trainer, module, checkpoint):\n"
-        "        with open('runs/version_0/metrics.csv') as file:\n"
-        "            rows = list(csv.DictReader(file))\n"
-        "        wanted = ('train_loss', 'val_loss', 'epoch_s')\n"
-        "        epochs = [{int(row['epoch']) for row in rows if row.get(name)} for name in wanted]\n"
-        "        assert all(max(found) == trainer.current_epoch for found in epochs), rows\n"
-        "        open('looked', 'a').write('x')\n"
+        "    write = staticmethod(checkpoints.write)\n"
+        "def look(checkpoint, path):\n"
+        "    with open('runs/version_0/metrics.csv') as file:\n"
+        "        rows = list(csv.DictReader(file))\n"
+        f"    epochs = [{{int(row['epoch']) for row in rows if row.get(name)}} for name in {wanted}]\n"
+        "    assert all(max(found) == checkpoint['epoch'] for found in epochs), rows\n"
+        "    open('looked', 'a').write('x')\n"
+        "    Look.write(checkpoint, path)\n"
+        "checkpoints.write = look\n"
     )
-    _fit(folder, "--trainer.callbacks+=look.Look")
+    _fit(folder, "--trainer.callbacks+=look.Look", *options)
     assert len((folder / "looked").read_text()) >= 3
     assert list(_losses(folder)) == [0, 1, 2]
     assert os.listdir(folder / "runs") == ["version_0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "moment"),
+    [
+        pytest.param(STEPS, "on_validation_start", id="between-checkpoint-and-validation"),
+        pytest.param(STEPS, "on_train_epoch_end", id="after-validation"),
+        pytest.param(STEPS, "on_train_batch_start", id="in-the-next-epoch"),
+        pytest.param(TRIGGERS["validations"][0], "on_train_epoch_end", id="between-checkpoint-and-end-of-epoch"),
+    ],
+)
+def test_no_epoch_is_missing_after_a_kill(folder: Path, unbroken: Path, options: tuple[str, ...], moment: str) -> None:
+    epoch = 4 if moment == "on_train_batch_start" else 3
+    (folder / "die.py").write_text(
+        "import os, lightning.pytorch as pl\n"
+        "class Die(pl.Callback):\n"
+        f"    def {moment}(self, trainer, *_):\n"
+        f"        if trainer.current_epoch == {epoch} and not os.path.exists('died'):\n"
+        "            open('died', 'w').close()\n"
+        "            os._exit(9)\n"
+    )
+    args = (*options, "--trainer.callbacks+=die.Die", "--trainer.max_epochs=5")
+    assert pygdist(*FIT, *args, folder=folder).code == 9
+    _fit(folder, *args, "--resume")
+    assert _losses(folder) == _losses(unbroken)
+    seconds = [int(row["epoch"]) for row in _rows(folder) if row["epoch_s"]]
+    assert seconds == [0, 1, 2, 4] if epoch == 3 else [0, 1, 2, 3, 4]

@@ -138,11 +138,8 @@ def test_all_ranks_say_what_cannot_be_saved_or_read(pool: RankPool, tmp_path: Pa
 def _of_each_rank(rank: int, world_size: int, folder: str, lacking: bool) -> str:
     """What a fit says that resumes from a file of the rank's own; that of rank 1 is older, or not there."""
     path = Path(folder) / ("0.ckpt" if rank == 0 else "none.ckpt" if lacking else "1.ckpt")
-    identity, read = checkpoints.identity, checkpoints.read
-    with (
-        mock.patch.object(checkpoints, "read", lambda _, **options: read(path, **options)),
-        mock.patch.object(checkpoints, "identity", return_value=identity(path) if path.exists() else []),
-    ):
+    read = checkpoints.read_identified
+    with mock.patch.object(checkpoints, "read_identified", lambda _, **options: read(path, **options)):
         return _refused(rank, world_size, folder, "", 9, str(Path(folder) / "last.ckpt"))
 
 
@@ -152,7 +149,7 @@ def test_ranks_that_do_not_share_a_file_are_told(pool: RankPool, tmp_path: Path)
         pool.run(_fit, 2, str(tmp_path / str(epochs)), epochs, None)
         (tmp_path / str(epochs) / "last.ckpt").rename(tmp_path / f"{2 - epochs}.ckpt")
     for said in pool.run(_of_each_rank, 2, str(tmp_path), False):
-        assert "is another file on some ranks, as their machines do not share it" in said
+        assert "the ranks read different files under this name: either their machines do not share the" in said
     said, _ = pool.run(_of_each_rank, 2, str(tmp_path), True)
     assert "none.ckpt: there is no such checkpoint (found by rank 1)" in said
 
@@ -253,10 +250,10 @@ def _go_on(rank: int, world_size: int, folder: str, epochs: int, strategy: str =
 @pytest.mark.parametrize("strategy", ["graph_ddp", "model_averaging"])
 def test_a_callback_goes_on_from_the_newest_whole_checkpoint(strategy: str, pool: RankPool, tmp_path: Path) -> None:
     whole, parameters, _ = pool.run(_go_on, 3, str(tmp_path / "whole"), 4, strategy)[0]
-    folder = str(tmp_path / "parts")
+    folder = str(tmp_path.joinpath(*(["a" * 240] * 5), "parts"))  # longer than a line that ranks gather
     first, _, began = pool.run(_go_on, 3, folder, 2, strategy)[0]
     assert not began, "there was nothing to go on from"
-    (tmp_path / "parts" / "saved" / "torn.ckpt").write_bytes(b"PK" + bytes(100))
+    Path(folder, "saved", "torn.ckpt").write_bytes(b"PK" + bytes(100))
     for losses, state, began in pool.run(_go_on, 3, folder, 4, strategy):
         assert Path(began).name in ("last.ckpt", "epoch=1-step=2.ckpt")
         assert first + losses == whole
@@ -269,7 +266,9 @@ def _which(rank: int, world_size: int, folder: str, blind: int) -> str:
     """What is said if a rank does not see the file of the others."""
     error = InputError("last.ckpt: there is no such checkpoint")
     missing = (
-        mock.patch.object(checkpoints, "read", side_effect=error) if rank == blind else mock.patch.dict(os.environ)
+        mock.patch.object(checkpoints, "read_identified", side_effect=error)
+        if rank == blind
+        else mock.patch.dict(os.environ)
     )
     with missing, pytest.raises(InputError) as said:
         _go_on(rank, world_size, folder, 9)

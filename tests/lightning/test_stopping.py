@@ -104,13 +104,14 @@ def _await(run: subprocess.Popen[str], word: str, times: int) -> None:
 
 def _begin(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "slow.py").write_text(_SLOW)
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     return subprocess.Popen(
         [sys.executable, "-m", "pygdist.cli", "fit", "--data.dataset=sbm", "--data.dataset_args={num_nodes: 500}",
          "--data.cache_dir=cache", "--model.model=torch_geometric.nn.GCN", "--model.model.in_channels=-1",
          "--model.model.hidden_channels=8", "--model.model.num_layers=2", "--model.model.out_channels=10",
          "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_epochs=100000",
          "--trainer.enable_progress_bar=false", "--trainer.callbacks+=slow.Slow", *options],
-        cwd=folder, env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pygdist.errors import InputError, RefusedError
 from pygdist.memory.limits import refusal_of, told
@@ -47,18 +49,37 @@ def _open_many(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def _lose_a_worker(folder: Path) -> None:
+    list(DataLoader(range(4), num_workers=1, worker_init_fn=lambda _: os.kill(os.getpid(), signal.SIGKILL)))  # type: ignore[arg-type]
+
+
+def _let_a_worker_leave(folder: Path) -> None:
+    list(DataLoader(range(4), num_workers=1, worker_init_fn=lambda _: os._exit(0)))  # type: ignore[arg-type]
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "disk": (_write_to_full_file, r"^/dev/full: No space left on device; make room there"),
     "torch's disk": (_save_to_full_file, r"^/dev/full: "),
     "memory of torch": (_allocate, r"^Cannot allocate memory; use more or smaller parts.*tried to allocate"),
     "memory of numpy": (_allocate_array, r"^Cannot allocate memory; .*Unable to allocate"),
+    "worker": (
+        _lose_a_worker,
+        r"^rank 1: worker \d+ of its DataLoader is killed by signal: Killed; most likely there was",
+    ),
+    "worker that leaves": (
+        _let_a_worker_leave,
+        r"^rank 1: worker \d+ of its DataLoader exited unexpectedly; most likely",
+    ),
     "files": (_open_many, r"given\.csv: Too many open files; raise the limit \(ulimit -n\)"),
     "folder": (lambda folder: (folder / "given.csv" / "x").touch(), r"given\.csv/x: Not a directory; choose another"),
 }
 
 
 @pytest.mark.parametrize(("refuse", "words"), REFUSED.values(), ids=REFUSED)
-def test_errors_as_they_come(refuse: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+def test_errors_as_they_come(
+    refuse: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
     (tmp_path / "given.csv").touch()
     with pytest.raises((OSError, MemoryError, RuntimeError)) as caught:
         refuse(tmp_path)
