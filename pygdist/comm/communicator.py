@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pygdist.comm.places import apart
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
 from pygdist.comm.transfer import Transfer, as_bytes
@@ -29,6 +30,7 @@ from pygdist.comm.transport import Transport
 from pygdist.errors import InputError, UnequalRanksError
 
 _TEXT_BYTES = 1024
+_SMALL = 2**18  # bytes of a sum whose rounds take about as long as its bytes
 _ROW = 8  # numbers, of one size on all ranks, so that different calls meet and are compared
 
 
@@ -178,7 +180,9 @@ class Communicator(Transport):
     def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
         """Say that the ranks made different calls before this one; every rank has found that."""
         counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, calls in enumerate(made[:, 0].tolist()))
-        texts = self._gather_text(last, _TEXT_BYTES)
+        places, texts = (self._gather_text(text, _TEXT_BYTES) for text in (self._at, last))
+        if found := apart(places, [""] * self.world_size):
+            raise UnequalRanksError(found)
         lasts = ", ".join(f"rank {rank} in {text or 'none'}" for rank, text in enumerate(texts))
         raise UnequalRanksError(
             f"the ranks made different exchanges, or in another order (calls of {counts}; last was {lasts}): does the "
@@ -323,13 +327,28 @@ class Communicator(Transport):
         self.announce(label)
         self.meter.total.calls += 1
         with self.meter.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
-            dist.all_reduce(x, group=self.group)
+            if self.is_nccl or x.nbytes > _SMALL or x.is_cuda:
+                dist.all_reduce(x, group=self.group)
+            else:
+                self._reduce_by_pairs(x)
         # what a ring all-reduce sends per rank
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         self.meter.sent(num_bytes)
         self.meter.received(num_bytes)
         self.meter.total.summed_bytes[label] += num_bytes
         self.done()
+
+    def _reduce_by_pairs(self, x: Tensor) -> None:
+        """Sum ``x`` in two rounds: each rank sums a share, and sends it to all. As many bytes as gloo's all-reduce.
+
+        That would add numbers of different sums if ranks made different calls, or abort if these had other sizes.
+        """
+        shares = x.view(-1).tensor_split(self.world_size)
+        mine = shares[self.rank]
+        rows = mine.repeat(self.world_size, 1)
+        self.swap(shares, list(rows), self.tag)
+        torch.sum(rows, dim=0, out=mine)
+        self.swap([mine] * self.world_size, shares, self.tag)
 
 
 class _ExchangeRows(torch.autograd.Function):

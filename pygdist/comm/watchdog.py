@@ -114,8 +114,12 @@ class Watchdog:
         self._since = time.monotonic()
         self.place = replace(self.place, epoch=epoch, exchange=self.place.exchange + counted, label=label, waiting=True)
         if counted:
-            self._digest = zlib.crc32(label.encode(), self._digest)
+            self._digest = zlib.crc32(f"{self.place.at}, {label}".encode(), self._digest)
             self._made.append((self.place.exchange, self._digest))
+
+    def move(self, at: str) -> None:
+        """Note where this rank is in a model."""
+        self.place = replace(self.place, at=at)
 
     def leave(self) -> None:
         """Note that the exchange is over."""

@@ -29,7 +29,7 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, first_line
 from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
@@ -318,7 +318,7 @@ class GraphDDPStrategy(DDPStrategy):
                 self._end_by_signal(text, signum)
                 raise SignalError(text, signum) from exception
             self._close(LOST_A_NEIGHBOUR)
-            raise LostRankError(f"{place}: a collective call failed; {diagnosis}") from exception
+            raise failure(diagnosis, f"{place}: a collective call failed; {diagnosis}") from exception
         else:
             told = refusal_of(exception) or exception
             self._close(f"{type(told).__name__}: {told}")

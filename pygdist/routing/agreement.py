@@ -28,6 +28,19 @@ _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
 
+def move(backend: Backend, at: str, module: nn.Module | None = None) -> None:
+    """Note where the rank is in the pass of a model: the next exchange meets those of ranks at the same place alone.
+
+    Args:
+        backend: The backend.
+        at: The place, such as ``"in propagate 3"``.
+        module: The module that runs.
+    """
+    if not _runs_alone(backend):
+        name = "" if module is None else f" ({backend.kept.names.get(module) or layer_name(module)})"
+        backend.move(f"{at} of forward pass {backend.kept.passes}{name}")
+
+
 def agree_on_layer(
     layer: MessagePassing, backend: Backend, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -45,6 +58,7 @@ def agree_on_layer(
     """
     if _runs_alone(backend):
         return args, kwargs
+    move(backend, f"in propagate {backend.kept.hops + 1}", layer)
     _, *values = named_values(forward, (layer, *args), kwargs)
     kinds = [f"{name}: {_kind(value)}" for name, value in values]
     tensors = [value for _, value in values if isinstance(value, Tensor) and not isinstance(value, EdgeIndex)]
@@ -84,6 +98,7 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
         UnequalRanksError: On all ranks, if they made different exchanges before.
     """
     backend.kept.passes += 1
+    move(backend, "at the start", model)
     inputs = _inputs(model, args, kwargs)
     if not _runs_alone(backend):
         _compare(model, backend.communicator, [_mode(model), _frozen(model), inputs])

@@ -24,7 +24,7 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError, RefusedError
+from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
@@ -212,6 +212,8 @@ class _Check:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
         except (LostRankError, RefusedError):
             raise
+        except UnequalRanksError as error:
+            raise UnequalRanksError(f"on a small graph, on which {type(plain).__name__} is tried, {error}") from error
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:  # whatever a model says of what it gets on a rank

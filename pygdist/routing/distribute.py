@@ -69,7 +69,7 @@ from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
-from pygdist.routing.agreement import agree_on_layer, agree_on_pass
+from pygdist.routing.agreement import agree_on_layer, agree_on_pass, move
 from pygdist.routing.causes import reads_missing_rows
 from pygdist.routing.check import Ways
 from pygdist.routing.check import check as compare_with_one_process
@@ -104,7 +104,9 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    kept = backend.kept
     for path, module in model.named_modules():
+        kept.names[module] = f"'{path}', {layer_name(module)}" if path else layer_name(module)
         if getattr(type(module), BASE, None) is not None:
             raise InputError(
                 f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
@@ -113,7 +115,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
-    kept, savings = backend.kept, Savings() if savings is None else savings
+    savings = Savings() if savings is None else savings
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
@@ -178,7 +180,9 @@ class _BeginForward:
             self.compared.add(form)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
-        return self.backend.model_inputs(module, args, kwargs)
+        given = self.backend.model_inputs(module, args, kwargs)
+        self.backend.kept.hops = 0  # those before were tried
+        return given
 
 
 class _EndForward:
@@ -188,6 +192,7 @@ class _EndForward:
         self.backend = backend
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        move(self.backend, f"past the {self.backend.kept.hops} calls of propagate", module)
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
         return self.backend.model_output(output)
@@ -282,6 +287,7 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     if norm is not None:
 
         def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            move(backend, f"after propagate {backend.kept.hops}", self)
             backend.begin_module(self)
             return norm(self, backend, *args, **kwargs)
 
@@ -344,6 +350,8 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
         with undecomposed(layer):
             if name == "edge_updater":
                 return backend.edge_updater(hop)
+            move(backend, f"in propagate {backend.kept.hops + 1}", self)
+            backend.kept.hops += 1
             backend.begin_hop()
             if hop.is_product:
                 return backend.kept.first_hop.run(hop, lambda: backend.propagate(hop))

@@ -383,6 +383,11 @@ class RecomputingBackend(FetchingBackend):
             super().note(text)
 
     @override
+    def move(self, at: str) -> None:
+        if not self._alone:
+            super().move(at)
+
+    @override
     def over_ranks(self, values: Sequence[float]) -> Tensor:
         return torch.tensor([values], dtype=torch.float64) if self._alone else super().over_ranks(values)
 
