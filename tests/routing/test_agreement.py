@@ -294,8 +294,9 @@ def test_the_check_tells_of_passes_that_rows_decide_on(
     for told in pool.run(_decided, world_size, deciding[1], backend, kinds, False, True):
         found = {kind: text for kind, text in told.items() if isinstance(text, str)}
         assert all(ADVICE in text for text in found.values()), found
-        assert any("on a small graph, " in text for text in found.values())
+        assert found
         if backend != "replica":
+            assert any("on a small graph, " in text for text in found.values())
             assert list(found) == kinds
             assert all(text.startswith("UnequalRanksError: ") for text in found.values())
 
@@ -325,6 +326,7 @@ def test_passes_that_all_nodes_decide_on_are_exact(backend: str, deciding: tuple
                 expected = plain(data_x, data.edge_index)
                 expected.square().sum().backward()
             for told in ranks:
+                assert not isinstance(told[kind], str), told[kind]
                 rows, out, _ = told[kind]
                 torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-10)
             for at, one in enumerate(plain.parameters()):

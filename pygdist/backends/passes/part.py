@@ -7,6 +7,7 @@ that all layers put out as many rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,6 +79,7 @@ class PartPass:
         fetcher: Fetches rows for hops; ``None`` if no hop fetches any.
         alone: Nothing is exchanged: the model is tried on these rows.
         name: The backend's name, for messages.
+        late: Makes a fetcher for hops that come after those that are planned; ``None`` if there may be none.
 
     Attributes:
         ended: The model's forward pass is over; layers that run from then on run again, in the backward pass.
@@ -92,11 +94,12 @@ class PartPass:
         *,
         alone: bool = False,
         name: str = "",
+        late: Callable[[], Fetcher] | None = None,
     ) -> None:
         if fetcher is None and not alone and any(rows.exchanges):
             raise InputError(f"backend '{name}' leaves rows to be fetched, but was made without FetchOptions")
         self.rows, self.facts, self.alone = rows, facts, alone
-        self._communicator, self._fetcher, self._name = communicator, fetcher, name
+        self._communicator, self._fetcher, self._name, self._late = communicator, fetcher, name, late
         self._hops = 0  # so far
         self._layer: _Layer | None = None
         self._before: dict[int, set[int]] = {}  # by the id of a module: numbers of hops before it
@@ -242,7 +245,9 @@ class PartPass:
         rows, first, hops = self.rows, self._hops + 1, self.facts.hops_of.get(id(layer), 1)
         if hops == 0:
             return None
-        is_beyond = first > rows.num_hops and self._fetcher is not None and rows.num_hops > 0
+        is_beyond = first > rows.num_hops > 0 and self._late is not None
+        if is_beyond and self._fetcher is None and self._late is not None:
+            self._fetcher = self._late()
         if first - 1 + hops > rows.num_hops and not is_beyond:
             raise self._too_many(layer)
         # a layer of several hops needs all its rows to the last one
@@ -270,7 +275,7 @@ class PartPass:
             f"{names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}, and let it decide by the rows "
             "of all nodes: by what MeanAggregation() or SumAggregation(), as a module of the model, makes of them. If "
             "the model has changed, call undistribute(model) and distribute(model)",
-            of_one_rank=self._fetcher is None,
+            of_one_rank=self._late is None,
         )
 
     def _trimmed(self, running: _Layer, layer: MessagePassing, name: str, value: Any) -> Any:
