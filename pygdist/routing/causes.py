@@ -21,11 +21,6 @@ OVER_NODES = (
 OVER_NODES_OF_PARTS = (
     "The model computes over all nodes, and a part that trains by itself knows its own alone; use backend {}"
 )
-PASSES_OF_PARTS = (
-    "The model makes other calls of propagate on a part than on the whole graph: a loop or a condition decides by rows "
-    "of nodes, and a part that trains by itself knows its own alone; use backend {}, and let it decide by what "
-    "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
-)
 OF_GRADIENTS = (
     "The outputs are equal, so something in the backward pass (a hook, an autograd function) looks at the gradients of "
     "all nodes, and a rank has those of its own; let it work on each row by itself, or on gradients of parameters"

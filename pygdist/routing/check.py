@@ -35,7 +35,6 @@ from pygdist.routing.causes import (
     OF_GRADIENTS,
     OVER_NODES,
     OVER_NODES_OF_PARTS,
-    PASSES_OF_PARTS,
     cause_of,
     reads_missing_rows,
 )
@@ -162,8 +161,6 @@ class _Check:
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
             of_gradients = all(name.startswith("gradient of ") for name in wrong)
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
-            if self.communicator.world_size == 1 and any(part.num_hops != whole.num_hops for _, part in runs):
-                cause = PASSES_OF_PARTS.format(names_of(lambda abilities: abilities.exact))  # no rank has compared them
             raise self._refused(place, max(worst), cause)
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
 

@@ -61,7 +61,7 @@ class Run:
         buffers: By name, afterwards.
         modules: What each module put out, by its name, in the order in which they ended; empty unless traced.
         numbers: By name: single numbers with a gradient, as of a loss, that training put out or left in a module.
-        num_hops: Calls of ``propagate`` in each pass; of layers on a backend that takes shortcuts these are fewer.
+        num_hops: Calls of ``propagate`` in each pass, by layers that are not distributed.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -190,7 +190,6 @@ def _pass_by(
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
         if backend is not None:
-            run.num_hops[-1] = backend.kept.hops
             backend.communicator.compare_calls()  # before a backward pass, whose exchanges would wait
         # whole numbers may be edges, which are of another class on a rank
         numbers = [one for one in tensors_of(out) if one.is_floating_point() or one.is_complex()]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.nn import GCN, BatchNorm, GCNConv, GraphConv, MeanAggregation
 
-from pygdist.backends import ReplicaBackend, resolve_backend
+from pygdist.backends import resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.process import watch
 from pygdist.graph import Shard, write_store
@@ -253,21 +253,16 @@ def deciding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("deciding")
     for size in (2, 3):
         data.x = _features(data, size)
-        for placement, hops in (("nodes", 1), ("replicas", 3)):
-            write_store(
-                data, parts[size], folder / f"{size}-{placement}", num_parts=size, method="x", arguments={}, notes=[],
-                placement=placement, num_hops=hops,
-            )  # fmt: skip
+        write_store(data, parts[size], folder / str(size), num_parts=size, method="x", arguments={}, notes=[])
     return data, str(folder)
 
 
 def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str], whole: bool, check: bool) -> Any:
     """What two steps of each model say, or how far a pass is from one process."""
-    placement = "replicas" if name == "replica" else "nodes"
-    shard, said = Shard.load(f"{folder}/{world_size}-{placement}", rank), {}
+    shard, said = Shard.load(f"{folder}/{world_size}", rank), {}
     watch().beat_s, watch().lost_after_s = 0.3, 8.0
     for kind in kinds:
-        bound = ReplicaBackend(hops=3) if name == "replica" else resolve_backend(name)
+        bound = resolve_backend(name)
         bound.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
         plain = Deciding(kind, whole).double()
@@ -285,20 +280,18 @@ def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", [*BACKENDS, "replica"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_check_tells_of_passes_that_rows_decide_on(
     backend: str, world_size: int, deciding: tuple[Any, str], pool: RankPool
 ) -> None:
-    """Where parts of its small graph decide otherwise than each other; the others fail in the pass, but for replica."""
+    """Where parts of its small graph decide otherwise than each other; the others fail in the pass."""
     kinds = DECISIONS[:3]
     for told in pool.run(_decided, world_size, deciding[1], backend, kinds, False, True):
         found = {kind: text for kind, text in told.items() if isinstance(text, str)}
         assert all(ADVICE in text for text in found.values()), found
-        assert found
-        if backend != "replica":
-            assert any("on a small graph, " in text for text in found.values())
-            assert list(found) == kinds
-            assert all(text.startswith("UnequalRanksError: ") for text in found.values())
+        assert any("on a small graph, " in text for text in found.values())
+        assert list(found) == kinds
+        assert all(text.startswith("UnequalRanksError: ") for text in found.values())
 
 
 @pytest.mark.parametrize("kind", DECISIONS)
