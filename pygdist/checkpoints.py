@@ -51,7 +51,11 @@ def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
     sink = _Sink(file)
-    torch.save(checkpoint, cast(IO[bytes], sink))
+    try:
+        torch.save(checkpoint, cast(IO[bytes], sink))
+    except Exception:
+        if sink.error is None:
+            raise
     if sink.error is not None:
         raise sink.error
     file.seek(-_END_BYTES, os.SEEK_END)
@@ -65,16 +69,19 @@ def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 class _Sink:
-    """A file for ``torch.save``, which reports the error of a write as another one, or not at all: keeps the first."""
+    """A file for ``torch.save``, which reports the error of a write as another one, or not at all: keeps the first.
+
+    A signal may be one: torch makes its ``SystemExit`` an error, too.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.error = file, None  # type: BinaryIO, OSError | None
+        self._file, self.error = file, None  # type: BinaryIO, BaseException | None
 
     def write(self, data: Any) -> int:
         if self.error is None:
             try:
                 self._file.write(data)
-            except OSError as error:
+            except BaseException as error:
                 self.error = error
         return len(data)
 
@@ -82,7 +89,7 @@ class _Sink:
         if self.error is None:
             try:
                 self._file.flush()
-            except OSError as error:
+            except BaseException as error:
                 self.error = error
 
 

@@ -63,6 +63,14 @@ _COMMANDS = {
 }
 
 
+def program() -> int:
+    """Run the command line as a process of its own, which a signal ends without a word once the command has ended."""
+    try:
+        return main()
+    finally:
+        signals.default()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -75,14 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
-    with signals.command():
-        try:
-            return _run(command, rest)
-        except Exception as error:
-            if not (signum := signals.received()):
-                raise
-            # a library that was being imported took the signal for a failure of its own
-            return _ended(SignalError(f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum))
+    try:
+        with signals.command():
+            try:
+                return _run(command, rest)
+            except Exception as error:
+                if not (signum := signals.received()):
+                    raise
+                raise SignalError(
+                    f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum
+                ) from error
+    except SignalError as error:
+        return _ended(error)
 
 
 def _run(command: str, rest: list[str]) -> int:
@@ -109,9 +121,11 @@ def _run(command: str, rest: list[str]) -> int:
         if not refusal:
             _complain(str(error))
         return 2 if refusal else 1  # the rank that was refused something has said so
-    except SignalError as error:
-        return _ended(error)
+    except SignalError:
+        raise
     except Exception as error:
+        if signals.received():  # which a library took for a failure of its own
+            raise
         if (refused := refusal_of(error)) is not None:
             _complain(str(refused))
             return 2
@@ -208,4 +222,4 @@ def _complain(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from pygdist import InputError, checkpoints
+from pygdist.errors import SignalError
 
 CHECKPOINT: dict[str, Any] = {
     "state_dict": {"model.weight": torch.arange(3000.0).view(100, 30), "model.bias": torch.ones(3)},
@@ -153,6 +156,17 @@ def test_a_limit_on_the_size_of_files_ends_in_a_line(tmp_path: Path, warm_python
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": "/dev/shm"})
     assert "last.ckpt: the checkpoint could not be written (File too large)" in run.stdout, run.stderr
     assert _names(tmp_path) == []
+
+
+def test_a_signal_while_a_file_is_written_is_told_as_one(tmp_path: Path) -> None:
+    class Signalled(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > 100:
+                raise SignalError("SIGTERM reached process 1", signal.SIGTERM)
+            return super().write(data)
+
+    with Signalled(tmp_path / "file", "w+") as file, pytest.raises(SignalError, match="SIGTERM reached"):
+        checkpoints._write({"state_dict": {"weight": torch.zeros(1000)}}, file)  # type: ignore[arg-type]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,7 @@ class Run:
         self._marks = folder / f"marks-{self.id}"
         self._marks.mkdir()
         self._told = folder / f"told-{self.id}"
+        self.last = ""  # the processes that were there to the end
         program = [sys.executable, "-m", "pygdist.cli"]
         if case.launcher == "torchrun":
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
@@ -234,6 +237,7 @@ class Run:
         """Return the seconds until all processes are gone, the exit code, and how many had to be killed."""
         began, left = time.monotonic(), 0
         while (self.process.poll() is None or self.pids()) and time.monotonic() - began < limit_s:
+            self.last = ", ".join(sorted(self.pids())) or self.last
             time.sleep(0.1)
         took_s = time.monotonic() - began
         for pid in self.pids().values():
@@ -262,7 +266,7 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     gone_s, code, left = run.wait(limit_s + 60.0)
     outcome = Outcome(round(gone_s, 1), code, told(run.errors), left)
     if reached:
-        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s))
+        outcome = replace(outcome, wrong=_wrong(case, outcome, run.errors, limit_s, run.last))
     else:
         outcome = replace(outcome, wrong=f"'{case.phase}' was not reached: {run.errors[-500:]}")
     if case.phase == "test" or outcome.wrong:
@@ -274,11 +278,11 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     return replace(outcome, loss=loss, expected=expected, wrong=wrong)
 
 
-def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float) -> str:
-    """Say what is not as it must be."""
+def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, last: str) -> str:
+    """Say what is not as it must be; ``last`` are the processes that ended last."""
     faults = []
     if outcome.gone_s > limit_s:
-        faults.append(f"gone after {outcome.gone_s:.0f} s")
+        faults.append(f"{last} gone after {outcome.gone_s:.0f} s")
     if outcome.left:
         faults.append(f"{outcome.left} left")
     finished = "Trainer.fit` stopped" in errors  # a signal after the work is done ends nothing
@@ -297,7 +301,7 @@ def _wrong(case: Case, outcome: Outcome, errors: str, limit_s: float) -> str:
 
 def told(errors: str) -> str:
     """Return the line that names a rank or a signal."""
-    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|done nothing|not answered)"
+    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|stopped|not answered)"
     named += r"|which started rank \d|store does not"
     lines = [line for line in errors.splitlines() if re.search(named, line)]
     return lines[0][:300] if lines else ""
@@ -315,6 +319,7 @@ def parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
     cli.add_argument("--kills", type=int, default=100, help="number of cases (default: 100, about an hour)")
     cli.add_argument("--seed", type=int, default=0, help="the cases are drawn with it (default: 0)")
+    cli.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
     cli.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these cases")
     cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for campaign.csv")
     return cli
@@ -324,29 +329,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign."""
     options = parser().parse_args(argv)
     losses: dict[tuple[str, int], str] = {}
+    one_at_a_time = threading.Lock()
 
     def unbroken(case: Case) -> str:
         key = case.system, case.ranks
-        if key not in losses:
-            with tempfile.TemporaryDirectory() as folder:
-                run = Run(replace(case, launcher="ordinary"), Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}",
-                          "--model.lr=0.01")  # fmt: skip
-                run.wait(_SLOW_S)
-                losses[key] = last_loss(Path(folder))
-        return losses[key]
+        with one_at_a_time:
+            if key not in losses:
+                with tempfile.TemporaryDirectory() as folder:
+                    run = Run(replace(case, launcher="ordinary"), Path(folder), "fit",
+                              f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01")  # fmt: skip
+                    run.wait(_SLOW_S)
+                    losses[key] = last_loss(Path(folder))
+            return losses[key]
 
-    cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
-    rows = []
-    for case in cases:
+    def row(case: Case) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             outcome = attempt(case, Path(folder), unbroken)
-        rows.append({**asdict(case), **asdict(outcome)})
         print(*asdict(case).values(), "->", *asdict(outcome).values(), flush=True)
+        return {**asdict(case), **asdict(outcome), **machine}
+
+    cases = [case for case in draw(options.kills, options.seed) if not options.only or case.number in options.only]
+    machine, rows = provenance(1), []
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "campaign.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance(1)])
+    with ThreadPoolExecutor(options.jobs) as pool, (options.out / "campaign.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*Case.__annotations__, *Outcome.__annotations__, *machine])
         writer.writeheader()
-        writer.writerows({**row, **provenance(1)} for row in rows)
+        for one in pool.map(row, cases):
+            rows.append(one)
+            writer.writerow(one)
+            file.flush()
     _print_counts(rows)
     return int(any(row["wrong"] for row in rows))
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.places import apart
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
@@ -381,6 +381,7 @@ class _SumOverRanks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}")

@@ -46,6 +46,9 @@ class RunFolder:
         self._mark.write(launch + "\n")
         self._mark.flush()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}  # a spawned rank gets one without the lock
+
     def finish(self) -> None:
         """Note that the run has ended by itself."""
         (self.path / _MARK).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from pygdist.comm.places import busy_ticks, first_line, is_stopped, kill_stopped, machine
+from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
 from pygdist.signals import name_of, parent, signal_of
 
@@ -203,14 +203,14 @@ class Launched:
     Args:
         processes: Those that this process started.
         first_rank: The rank of the first.
-        lost_after_s: Seconds without work after which a process counts as lost, if it has not reported.
+        lost_after_s: Seconds after which a process that is stopped counts as lost, if it has not reported.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, lost_after_s: float) -> None:
         self._processes = {first_rank + offset: process for offset, process in enumerate(processes)}
         self.pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
         self._lost_after_s = lost_after_s
-        self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: processor time, and since when
+        self._stopped: dict[int, float] = {}  # by rank: since when
         self._lost: dict[int, str] = {}
 
     def fate(self, rank: int) -> str | None:
@@ -220,13 +220,11 @@ class Launched:
             return self._lost.get(rank)
         if (code := self._exit_code(rank)) is not None:
             return f"(process {pid}) {described(code)} before it came here"
-        ticks = busy_ticks(pid)
-        last, since = self._seen.get(rank, (-1, now))
-        if ticks != last:
-            self._seen[rank] = ticks, now
-        elif now - since > self._lost_after_s:
+        if not is_stopped((machine(), pid)):  # it may wait for a file
+            self._stopped.pop(rank, None)
+        elif (stopped_s := now - self._stopped.setdefault(rank, now)) > self._lost_after_s:
             kill_stopped((machine(), pid))
-            self._lost[rank] = f"(process {pid}) has done nothing for {now - since:.0f} s, and has not come here"
+            self._lost[rank] = f"(process {pid}) was stopped before it came here, for {stopped_s:.0f} s; it was killed"
         return self._lost.get(rank)
 
     def signal(self) -> int:

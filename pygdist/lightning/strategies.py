@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
-_LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
 _DESTROY_S = 3.0
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 _LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
@@ -69,7 +68,8 @@ class GraphDDPStrategy(DDPStrategy):
             within which ranks that wait for each other in different calls are found. The ranks then fail with an error
             that tells where each is, or exit, if they wait in a call that no error reaches.
         checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
-            at the next step, beside the other checkpoints, and then end. Without it ranks end at once.
+            at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
+            12 s, as in a long validation. Without this option they end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
@@ -129,6 +129,11 @@ class GraphDDPStrategy(DDPStrategy):
     def sends_gradients(self) -> bool:
         """Gradients are sent in every step, so all ranks must make every step."""
         return True
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that ranks have to end by themselves after a signal."""
+        return self._stopping.leave_s
 
     @override
     def _configure_launcher(self) -> None:
@@ -237,6 +242,12 @@ class GraphDDPStrategy(DDPStrategy):
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
 
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self._current_trainer is not None
+        self._stopping.end(self._current_trainer, self.communicator)
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @property
@@ -286,55 +297,63 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Leave the run; raises the error that explains the exception, if another one does."""
         super().on_exception(exception)
-        if damaged := mistake_in(exception, self._checkpoint_path):
-            self._close(str(damaged))
-            raise damaged from exception
-        unused = isinstance(exception, RuntimeError) and any(words in str(exception) for words in _UNUSED_PARAMETERS)
-        of_all_ranks = unused or (isinstance(exception, InputError) and not exception.of_one_rank)
-        if not of_all_ranks:
+        told = self._explained(exception)
+        if not _of_all_ranks(told):
             _broken()
-        if unused:
-            self._close("the model has unused parameters")  # Lightning does not tear down after an error from here
-            raise InputError(
+        if isinstance(told, SignalError):
+            self._end_by_signal(told)
+        elif isinstance(told, LostRankError):
+            self._close(LOST_A_NEIGHBOUR)
+        elif told is not exception or self._watchdog is not None:
+            self._close_for(told)  # Lightning does not tear down after an error from here
+        if told is not exception:
+            raise told from exception
+
+    def _explained(self, exception: BaseException) -> BaseException:
+        """Return the error that the user is told of: the exception, or the reason for which a library raised it."""
+        if damaged := mistake_in(exception, self._checkpoint_path):
+            return damaged
+        text = str(exception) if isinstance(exception, RuntimeError) else ""
+        if any(words in text for words in _UNUSED_PARAMETERS):
+            return InputError(
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
-            ) from exception
-        if isinstance(exception, SignalError):
-            self._end_by_signal(exception.message, exception.signum)
-            return
-        if self._watchdog is None:
-            return
-        if self._watchdog.signum and not of_all_ranks:  # of another rank, which broke the groups
-            signum, text = self._watchdog.signum, self._watchdog.signalled_by
-            self._end_by_signal(text, signum)
-            raise SignalError(text, signum) from exception
-        if isinstance(exception, LostRankError):
-            self._close(LOST_A_NEIGHBOUR)
-        elif isinstance(exception, RuntimeError) and any(w in str(exception).lower() for w in _CONNECTION_ERRORS):
-            diagnosis, place = self._watchdog.diagnose(), self._place
-            if signum := self._watchdog.signum:
-                text = self._watchdog.signalled_by
-                self._end_by_signal(text, signum)
-                raise SignalError(text, signum) from exception
-            self._close(LOST_A_NEIGHBOUR)
-            raise failure(diagnosis, f"{place}: a collective call failed; {diagnosis}") from exception
-        else:
-            told = refusal_of(exception) or exception
-            self._close(f"{type(told).__name__}: {told}")
-            if told is not exception:
-                break_groups()  # the others find out now, and ask the store for the reason
-                if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
-                    time.sleep(_ASK_S)
+            )
+        if isinstance(exception, SignalError) or _of_all_ranks(exception):
+            return exception
+        if signum := signals.received():  # which a library took for a failure of its own
+            return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
+        if (watchdog := self._watchdog) is None:
+            return exception
+        known = isinstance(exception, LostRankError)
+        of_connection = not known and any(words in text.lower() for words in _CONNECTION_ERRORS)
+        place, diagnosis = self._place, watchdog.diagnose() if of_connection and not watchdog.signum else ""
+        if watchdog.signum:  # of another rank, which broke the groups
+            return SignalError(watchdog.signalled_by, watchdog.signum)
+        if of_connection:
+            return failure(diagnosis, f"{place}: a collective call failed; {diagnosis}")
+        return exception
 
-    def _end_by_signal(self, text: str, signum: int) -> None:
+    def _close_for(self, error: BaseException) -> None:
+        """Leave the run for an error of this rank, or of all."""
+        told = refusal_of(error) or error
+        self._close(f"{type(told).__name__}: {told}")
+        if told is not error:
+            break_groups()  # the others find out now, and ask the store for the reason
+            if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
+                time.sleep(_ASK_S)
+
+    def _end_by_signal(self, error: SignalError) -> None:
         _broken()
         if self._watchdog is not None:
-            self._watchdog.signum, self._watchdog.signalled_by, self._watchdog.verdict = signum, text, text
-        self._close(text)
-        self._launched().end(within_s=_LEAVE_S)
-        if self.global_rank == 0 and not signals.in_command():
-            log.error("%s", text)
+            watchdog = self._watchdog
+            watchdog.signum, watchdog.signalled_by, watchdog.verdict = error.signum, error.message, error.message
+        self._close(error.message)
+        self._launched().end(within_s=self.leave_s)
+        if self.global_rank == 0 and not signals.in_command() and not getattr(self._launcher, "in_rank", False):
+            log.error("%s", error.message)
 
     @property
     def _checkpoint_path(self) -> Any:
@@ -351,7 +370,7 @@ class GraphDDPStrategy(DDPStrategy):
         signum = 0 if self._watchdog is None else self._watchdog.signum
         if not signum:
             log.error("%s: %s; leaving", self._place, diagnosis)
-        self._launched().end(within_s=_LEAVE_S if signum else 0.0)
+        self._launched().end(within_s=self.leave_s if signum else 0.0)
         if signum:
             signals.end(signum, diagnosis if self.global_rank == 0 else "")
         os._exit(1)
@@ -395,6 +414,11 @@ class GraphDDPStrategy(DDPStrategy):
                     start_method=method,
                     find_unused_parameters=unused,
                 )
+
+
+def _of_all_ranks(error: BaseException) -> bool:
+    """True for an error that all ranks raise alike, in order."""
+    return isinstance(error, InputError) and not error.of_one_rank
 
 
 def _broken() -> None:

@@ -70,16 +70,17 @@ def replacing(path: Path) -> Iterator[Path]:
     for stale in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * _DIGITS}.partial"):
         remove_if_left(stale)
     descriptor = None
-    while descriptor is None:
-        temporary = path.with_name(f".{path.name}.{_unique()}.partial")
-        descriptor = _locked(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    temporary = path.with_name(f".{path.name}.{_unique()}.partial")
     try:
+        while descriptor is None:
+            descriptor = _locked(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         yield temporary
         os.fsync(descriptor)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def remove_if_left(path: Path) -> bool:

@@ -1,8 +1,9 @@
 """Ranks agree that they run the same model in the same way: one small exchange for each pass.
 
 Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
-a model that looks at its rows, may set them on one rank alone. The arguments of layers are compared by exchanges of
-their own; on GPUs in the first passes only, later in the checksum of calls, which the next pass compares.
+a model that looks at its rows, may set them on one rank alone. The arguments of each layer are compared by an exchange.
+On GPUs the first passes make this exchange; later passes add the arguments to the checksum of calls, which the next
+pass compares.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
+from pygdist.hops.user_code import in_one_line, place_of
 from pygdist.memory.limits import refusal_of
 from pygdist.routing.causes import (
     ELSEWHERE,
@@ -59,6 +59,8 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
 _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
 _PASSED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+_FAILED: weakref.WeakKeyDictionary[nn.Module, tuple[object, str]] = weakref.WeakKeyDictionary()
+_NOTES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class Ways(NamedTuple):
@@ -102,14 +104,27 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
             warnings.simplefilter("ignore")
             note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
+        if (cause := error.__cause__) is not None:
+            _FAILED[model] = type(cause), place_of(cause)
         note = (
             f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
             f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only"
         )
-    if note and communicator.rank == 0:
-        warnings.warn(note, stacklevel=2)
     passed.add(identity)
+    if note and communicator.rank == 0:
+        _NOTES[model] = note
     return True
+
+
+def tell_note(model: nn.Module) -> None:
+    """Warn of what the check could not compare, once a pass ended: a model that fails says so itself."""
+    if note := _NOTES.pop(model, ""):
+        warnings.warn(note, stacklevel=2)
+
+
+def fails_alone(model: nn.Module, error: BaseException) -> bool:
+    """True if a model failed in the same line, with the same type of exception, on one process too."""
+    return _FAILED.get(model) == (type(error), place_of(error))
 
 
 class _Check:
@@ -146,6 +161,10 @@ class _Check:
             # parts that train by themselves have statistics of their own
             setting, whole = _comparable(plain, small, without_norms=self.backend.abilities.trains_parts)
         self._check_parameters()
+        for path, reason in whole.other_edges.items():
+            layer = own_class(plain.get_submodule(path)).__name__
+            at = f"{type(plain).__name__}: '{path}' ({layer})" if path else layer
+            raise InputError(f"{at} gives its hop {reason}", of_one_rank=self.backend.abilities.trains_parts)
         exact = self.backend.exact_case(max(1, *whole.num_hops))
         if exact is None:
             return ""
@@ -185,12 +204,13 @@ class _Check:
     def _agreed(self) -> Iterator[None]:
         """Let all ranks go on, or none: what fails on one fails on all."""
         reason = ""
+        cause: BaseException | None = None
         try:
             yield
         except (NotComparableError, IrreversibleError) as error:
-            reason = str(error)
+            reason, cause = str(error), error.__cause__
         if not bool(self.communicator.gather([float(not reason)]).all()):
-            raise NotComparableError(reason or "another rank cannot run it on a small graph")
+            raise NotComparableError(reason or "another rank cannot run it on a small graph") from cause
 
     def _check_parameters(self) -> None:
         """Refuse a model that is another on each rank."""
@@ -217,11 +237,14 @@ class _Check:
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:  # whatever a model says of what it gets on a rank
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            cause = f" {ELSEWHERE}" if reads_missing_rows(error) else ""
-            raise refusal_of(error) or InputError(
-                f"{type(plain).__name__} runs on one process, but not on a part of a graph: {type(error).__name__}: "
-                f"{error} ({last.filename}:{last.lineno}).{cause} ({_SWITCH})",
+            if (refused := refusal_of(error)) is not None:
+                raise refused from error
+            if isinstance(error, OSError):  # of the machine, and no matter of parts
+                raise
+            cause = f". {ELSEWHERE}" if reads_missing_rows(error) else ""
+            raise InputError(
+                f"{type(plain).__name__} ran on a small graph on one process, and failed on a part of it: "
+                f"{in_one_line(error)}{cause} ({_SWITCH})",
                 of_one_rank=True,
             ) from error
 
@@ -259,7 +282,7 @@ def _plain_copy(model: nn.Module, ways: Ways) -> nn.Module:
     try:
         return ways.off(copy.deepcopy(model))
     except Exception as error:  # of any object that the model holds
-        raise NotComparableError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        raise NotComparableError(f"it cannot be copied: {in_one_line(error)}") from error
 
 
 def _comparable(plain: nn.Module, small: Miniature, *, without_norms: bool) -> tuple[Setting, Run]:
@@ -273,13 +296,15 @@ def _comparable(plain: nn.Module, small: Miniature, *, without_norms: bool) -> t
         except Exception as error:  # whatever a model says in a type, or of a graph, that it does not take
             mistake = mistake or error
             continue
+        if run.other_edges:  # refused, whatever comes out
+            return setting, run
         if all(difference(again.outputs[name], one) <= _TOLERANCE[dtype] for name, one in run.outputs.items()):
             run.check_comparable(small)
             return setting, run
         mistake = None
     if mistake is None:
         raise NotComparableError("it draws random numbers in evaluation too")
-    raise NotComparableError(f"it does not run on another graph ({type(mistake).__name__}: {mistake})") from mistake
+    raise NotComparableError(f"there it ends with {in_one_line(mistake)}") from mistake
 
 
 def _is_of_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:

@@ -22,6 +22,7 @@ from pygdist.hops.arguments import copied, tensors_of
 from pygdist.hops.untouched import IrreversibleError, Snapshot
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.routing.edges import reason_against
 from pygdist.routing.miniature import Miniature, NotComparableError
 
 Route: TypeAlias = Callable[[nn.Module, Backend], nn.Module]
@@ -62,6 +63,7 @@ class Run:
         modules: What each module put out, by its name, in the order in which they ended; empty unless traced.
         numbers: By name: single numbers with a gradient, as of a loss, that training put out or left in a module.
         num_hops: Calls of ``propagate`` in each pass, by layers that are not distributed.
+        other_edges: By path of a layer: a clause about edges that it gets and the graph does not have.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Run:
     modules: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     numbers: dict[str, Tensor] = field(default_factory=dict)
     num_hops: list[int] = field(default_factory=list)
+    other_edges: dict[str, str] = field(default_factory=dict)
 
     def check_comparable(self, small: Miniature) -> None:
         """Refuse results of the whole graph that tell nothing of its parts.
@@ -89,14 +92,16 @@ def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     """Run a copy of a model that is not distributed on the whole graph."""
     run = Run()
 
-    def count(*_: Any) -> None:
+    def note(path: str, _: nn.Module, given: tuple[Any, ...]) -> None:
         run.num_hops[-1] += 1
+        if reason := reason_against(given[0], small.graph.edge_index, small.num_nodes):
+            run.other_edges.setdefault(path, reason)
 
     with _outside_as_before(model):
         copied_model = _prepared(model, setting)
-        for module in copied_model.modules():
+        for path, module in copied_model.named_modules():
             if isinstance(module, MessagePassing):
-                module.register_propagate_forward_pre_hook(count)
+                module.register_propagate_forward_pre_hook(partial(note, path))
         _pass_by(copied_model, small, None, None, run, setting)
     return run
 
