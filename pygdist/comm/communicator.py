@@ -30,7 +30,6 @@ from pygdist.comm.transport import Transport
 from pygdist.errors import InputError, UnequalRanksError
 
 _TEXT_BYTES = 1024
-_SMALL = 2**18  # bytes of a sum whose rounds take about as long as its bytes
 _ROW = 8  # numbers, of one size on all ranks, so that different calls meet and are compared
 
 
@@ -322,15 +321,22 @@ class Communicator(Transport):
             transfer.give(message, outgoing[message.rank])
         transfer.finish()
 
-    def reduce_in_place(self, x: Tensor, label: str) -> None:
-        """Replace the contiguous tensor ``x`` by its sum over all ranks; no gradient. Every rank calls it."""
+    def reduce_in_place(self, x: Tensor, label: str, *, of_model: bool = False) -> None:
+        """Replace the contiguous tensor ``x`` by its sum over all ranks; no gradient. Every rank calls it.
+
+        Args:
+            x: The tensor.
+            label: Names the exchange in errors; equal on all ranks.
+            of_model: A model decides to make the call, which may be another on another rank: on the CPU, sums with
+                other labels do not meet.
+        """
         self.announce(label)
         self.meter.total.calls += 1
         with self.meter.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
-            if self.is_nccl or x.nbytes > _SMALL or x.is_cuda:
-                dist.all_reduce(x, group=self.group)
-            else:
+            if of_model and not (self.is_nccl or x.is_cuda):
                 self._reduce_by_pairs(x)
+            else:
+                dist.all_reduce(x, group=self.group)
         # what a ring all-reduce sends per rank
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         self.meter.sent(num_bytes)
@@ -341,7 +347,8 @@ class Communicator(Transport):
     def _reduce_by_pairs(self, x: Tensor) -> None:
         """Sum ``x`` in two rounds: each rank sums a share, and sends it to all. As many bytes as gloo's all-reduce.
 
-        That would add numbers of different sums if ranks made different calls, or abort if these had other sizes.
+        Where ranks make different calls, that would add numbers of different sums, or abort the process if these have
+        other sizes: its messages have no tags.
         """
         shares = x.view(-1).tensor_split(self.world_size)
         mine = shares[self.rank]
@@ -377,14 +384,14 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, communicator: Communicator, label: str) -> Tensor:
         ctx.communicator, ctx.label = communicator, label
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        communicator.reduce_in_place(out, f"{label}, forward, {describe_rows(x[None])}")
+        communicator.reduce_in_place(out, f"{label}, forward, {describe_rows(x[None])}", of_model=True)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}")
+        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}", of_model=True)
         return grad, None, None
 
 

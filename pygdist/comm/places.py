@@ -28,6 +28,7 @@ FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 """Farewells of ranks that did not cause a failure."""
 
 APART = "the ranks are at different places of the model"
+_DIFFERENT = "the ranks make different calls"
 _ALIKE = (
     "A loop or a condition of the model or the script that decides on layers must decide alike on all ranks, by the "
     "rows of all nodes: by what MeanAggregation() or SumAggregation(), as a module of the model, makes of them"
@@ -170,12 +171,14 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
         return None
     patient = min(report.idle_s for report in here) >= patience_s
     still = all(report.still_s is not None and report.still_s >= patience_s for report in here)
-    if not (_differ(here) or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
+    differ = _differ(here)
+    if not (differ or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
         return None
     if found := apart([report.place.at for report in reports.values()], [report.whence for report in reports.values()]):
         return found
     has_left = f", and has left run {mine.run}"
-    return "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
+    clauses = "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
+    return f"{_DIFFERENT}: {clauses}" if differ else clauses
 
 
 def apart(places: Sequence[str], whence: Sequence[str]) -> str:
@@ -196,7 +199,7 @@ def apart(places: Sequence[str], whence: Sequence[str]) -> str:
 
 def failure(found: str, said: str) -> RuntimeError:
     """Return the error for a call that failed for what the watchdog found."""
-    return UnequalRanksError(found) if found.startswith(APART) else LostRankError(said)
+    return UnequalRanksError(found) if found.startswith((APART, _DIFFERENT)) else LostRankError(said)
 
 
 def _differ(reports: list[Report]) -> bool:

@@ -140,7 +140,7 @@ class Transport:
         """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame.
 
         Returns:
-            A ``LostRankError``, or an ``UnequalRanksError`` if the ranks are at different places of a model.
+            A ``LostRankError``, or an ``UnequalRanksError`` if the watchdog finds that the ranks make different calls.
         """
         number = self._calls if self._watchdog is None else self._watchdog.place.exchange
         here = f"rank {self.rank}, epoch {self.epoch}, exchange {number} ({label})"
