@@ -29,9 +29,9 @@ FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 
 APART = "the ranks are at different places of the model"
 _DIFFERENT = "the ranks make different calls"
-_ALIKE = (
-    "A loop or a condition of the model or the script that decides on layers must decide alike on all ranks, by the "
-    "rows of all nodes: by what MeanAggregation() or SumAggregation(), as a module of the model, makes of them"
+_ALIKE = (  # the command line keeps the last 200 characters of a long message
+    "A loop or condition that decides on layers must decide alike on all ranks: by what MeanAggregation() or "
+    "SumAggregation(), as a module of the model, makes of the rows of all nodes"
 )
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
@@ -178,7 +178,7 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
         return found
     has_left = f", and has left run {mine.run}"
     clauses = "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
-    return f"{_DIFFERENT}: {clauses}" if differ else clauses
+    return f"{_DIFFERENT}: {clauses}; all ranks must make the same calls, in the same order" if differ else clauses
 
 
 def apart(places: Sequence[str], whence: Sequence[str]) -> str:

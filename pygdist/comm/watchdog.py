@@ -234,6 +234,7 @@ class Watchdog:
             return self.verdict
         before = self._board.read()
         if before is not None and (found := self._told_by(before)):
+            self.verdict = found  # that rank has broken the groups
             return found
         # a wait, not a poll: a live rank beats at least twice in this time
         threading.Event().wait(3 * self.beat_s)
@@ -241,6 +242,7 @@ class Watchdog:
         if before is None or after is None:
             return self.verdict or _NO_STORE
         if found := self.verdict or self._told_by(after):
+            self.verdict = found
             return found
         lost, left, late, others = [], [], [], []
         for rank, report in after.items():

@@ -300,7 +300,7 @@ class GraphDDPStrategy(DDPStrategy):
         """Leave the run; raises the error that explains the exception, if another one does."""
         super().on_exception(exception)
         told = self._explained(exception)
-        if not _of_all_ranks(told):
+        if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):
             _broken()
         if isinstance(told, SignalError):
             self._end_by_signal(told)

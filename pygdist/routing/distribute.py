@@ -182,7 +182,9 @@ class _BeginForward:
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         try:
-            return self.backend.model_inputs(module, args, kwargs)
+            inputs = self.backend.model_inputs(module, args, kwargs)
+            self.backend.kept.hops = 0  # trials made others, which may be more on one rank
+            return inputs
         except InputError as error:
             if error.__cause__ is not None and fails_alone(module, error.__cause__):
                 raise error.__cause__ from None  # the model's own fault, told as on one process

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.nn import GCN, BatchNorm, GCNConv, GraphConv, MeanAggregation
 
-from pygdist.backends import resolve_backend
+from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.process import watch
 from pygdist.graph import Shard, write_store
@@ -253,16 +253,21 @@ def deciding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     folder = tmp_path_factory.mktemp("deciding")
     for size in (2, 3):
         data.x = _features(data, size)
-        write_store(data, parts[size], folder / str(size), num_parts=size, method="x", arguments={}, notes=[])
+        for placement, hops in (("nodes", 1), ("replicas", 3)):
+            write_store(
+                data, parts[size], folder / f"{size}-{placement}", num_parts=size, method="x", arguments={}, notes=[],
+                placement=placement, num_hops=hops,
+            )  # fmt: skip
     return data, str(folder)
 
 
 def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str], whole: bool, check: bool) -> Any:
     """What two steps of each model say, or how far a pass is from one process."""
-    shard, said = Shard.load(f"{folder}/{world_size}", rank), {}
+    placement = "replicas" if name == "replica" else "nodes"
+    shard, said = Shard.load(f"{folder}/{world_size}-{placement}", rank), {}
     watch().beat_s, watch().lost_after_s = 0.3, 8.0
     for kind in kinds:
-        bound = resolve_backend(name)
+        bound = ReplicaBackend(hops=3) if name == "replica" else resolve_backend(name)
         bound.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
         plain = Deciding(kind, whole).double()
@@ -292,6 +297,22 @@ def test_the_check_tells_of_passes_that_rows_decide_on(
         assert any("on a small graph, " in text for text in found.values())
         assert list(found) == kinds
         assert all(text.startswith("UnequalRanksError: ") for text in found.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_check_tells_of_parts_that_decide_otherwise(
+    world_size: int, deciding: tuple[Any, str], pool: RankPool
+) -> None:
+    """Each rank that trains parts by themselves compares alone; features like those of rank 0 decide one way."""
+    ranks = pool.run(_decided, world_size, deciding[1], "replica", DECISIONS, False, True)
+    for kind in DECISIONS:
+        found = [told[kind] for told in ranks if isinstance(told[kind], str)]
+        assert len(found) >= world_size - 1
+        for text in found:
+            assert text.startswith("InputError: ")
+            assert ADVICE in text
+            assert len(text) < 660  # the command line cuts longer lines
+            assert "'norm' (BatchNorm)" in text or kind != "either-norm", text
 
 
 @pytest.mark.parametrize("kind", DECISIONS)
