@@ -159,6 +159,7 @@ def undistribute(model: nn.Module) -> nn.Module:
 _agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
 _tell: Any = torch.compiler.disable(tell_note)
+_move: Any = torch.compiler.disable(move)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
 )
@@ -198,7 +199,7 @@ class _EndForward:
         self.backend = backend
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        move(self.backend, f"past the {self.backend.kept.hops} calls of propagate", module)
+        _move(self.backend, "past the {hops} calls of propagate", module)
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
         if output is not None:  # the pass did not fail
@@ -295,7 +296,7 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     if norm is not None:
 
         def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            move(backend, f"after propagate {backend.kept.hops}", self)
+            _move(backend, "after propagate {hops}", self)
             backend.begin_module(self)
             return norm(self, backend, *args, **kwargs)
 
@@ -358,7 +359,7 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
         with undecomposed(layer):
             if name == "edge_updater":
                 return backend.edge_updater(hop)
-            move(backend, f"in propagate {backend.kept.hops + 1}", self)
+            _move(backend, "in propagate {next}", self)
             backend.kept.hops += 1
             backend.begin_hop()
             try:
