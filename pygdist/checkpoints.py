@@ -210,9 +210,13 @@ def _is_optimizer_state(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
     groups = value.get("param_groups")
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and _is_list(group.get("params"), lambda one: isinstance(one, int | str))
+        for group in groups
+    ):
+        return False
+    params = [one for group in groups for one in group["params"]]
+    return len(set(params)) == len(params) and set(value["state"]) <= set(params)  # torch would drop other states
 
 
 def _is_list(value: Any, is_right: Any) -> bool:
@@ -236,19 +240,22 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "state_dict": (
         lambda value: (
             _is_by_name(value, object)
-            and all(isinstance(one, Tensor) or name.endswith("_extra_state") for name, one in value.items())
+            and all(
+                (isinstance(one, Tensor) and not one.is_meta) or name.endswith("_extra_state")
+                for name, one in value.items()
+            )
         ),
         "a dictionary of tensors by name",
     ),
     "optimizer_states": (
         lambda value: _is_list(value, _is_optimizer_state),
-        "a list of dictionaries with 'state' and 'param_groups'",
+        "a list of dictionaries with 'param_groups', which name each parameter once, and 'state' of these",
     ),
     "lr_schedulers": (lambda value: _is_list(value, lambda one: isinstance(one, dict)), "a list of dictionaries"),
     "loops": (lambda value: _is_by_name(value, dict) and "fit_loop" in value, "a dictionary with 'fit_loop'"),
     "callbacks": (lambda value: _is_by_name(value, object), "a dictionary with names as keys"),
-    "epoch": (lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
-    "global_step": (lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
+    "epoch": (lambda value: type(value) is int and 0 <= value < 1 << 53, "a whole number from 0 to 2**53"),
+    "global_step": (lambda value: type(value) is int and 0 <= value < 1 << 53, "a whole number from 0 to 2**53"),
     "pytorch-lightning_version": (lambda value: bool(re.match(r"\d+\.\d+", str(value))), "a version"),
     "hyper_parameters": (lambda value: isinstance(value, Mapping), "a dictionary"),
     "backend_state": (_is_backend_state, "a dictionary with the name of a 'backend' and its 'rows', tensors by name"),

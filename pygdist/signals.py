@@ -51,6 +51,7 @@ class _State:
 
 
 _state = _State()
+_last: list[Callable[[], object]] = []
 
 
 def received() -> int:
@@ -236,7 +237,20 @@ def end(signum: int, text: str = "") -> NoReturn:
     if text:
         sys.stderr.write(f"pygdist: error: {text}\n")
         sys.stderr.flush()
-    os._exit(128 + signum)
+    exit_now(128 + signum)
+
+
+def before_exit(function: Callable[[], object]) -> None:
+    """Call a function before :func:`exit_now` ends the process, which no other function of Python's hears of."""
+    _last.append(function)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process from any thread, whatever the others wait for."""
+    for function in _last:
+        with contextlib.suppress(Exception):
+            function()
+    os._exit(code)
 
 
 def _who() -> str:
@@ -305,4 +319,4 @@ def _watch_parent(starter: int, stop: threading.Event) -> None:
     if not stop.wait(_ORPHAN_S):
         sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
         sys.stderr.flush()
-        os._exit(1)
+        exit_now(1)

@@ -182,13 +182,15 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 
 MALFORMED: dict[str, Any] = {
-    "state_dict": [[], {"w": 3}, {3: torch.ones(2)}, None],
+    "state_dict": [[], {"w": 3}, {3: torch.ones(2)}, None, {"w": torch.ones(2, device="meta")}],
     "optimizer_states": [{}, [3], "text", [{"state": {}}], [{"state": [], "param_groups": []}],
-                         [{"state": {}, "param_groups": [3]}], [{"state": {}, "param_groups": [{"params": 3}]}]],
+                         [{"state": {}, "param_groups": [3]}], [{"state": {}, "param_groups": [{"params": 3}]}],
+                         [{"state": {1: {}}, "param_groups": [{"params": [0]}]}],
+                         [{"state": {}, "param_groups": [{"params": [0]}, {"params": [0]}]}]],
     "lr_schedulers": [{}, [3], None],
     "loops": [[], {}, {"fit_loop": 3}, 7],
     "callbacks": [[], {3: {}}],
-    "epoch": ["one", -1, 1.5, None, True],
+    "epoch": ["one", -1, 10**30, 1.5, None, True],
     "global_step": ["one", -1, torch.ones(1)],
     "pytorch-lightning_version": [None, "x", [2]],
     "hyper_parameters": [3, []],

@@ -52,11 +52,15 @@ def test_a_signal_ends_a_command_in_one_line(signum: signal.Signals, code: int, 
     assert process.returncode == code
 
 
-def test_a_native_routine_does_not_outlast_a_signal() -> None:
-    process = _begin(COMMAND.format(work=NATIVE))
+def test_a_native_routine_does_not_outlast_a_signal(tmp_path: Path) -> None:
+    folder = "from pygdist.memory.scratch import ScratchFolder; from pathlib import Path; "
+    folder += f"folder = ScratchFolder(Path({str(tmp_path)!r})); "
+    process = _begin(COMMAND.format(work=folder + NATIVE))
     time.sleep(1.0)  # it is in the routine
+    assert list(tmp_path.iterdir())
     process.terminate()
     _, errors = process.communicate(timeout=30)
+    assert not list(tmp_path.iterdir()), "its temporary files go with it"
     said = f"pygdist: error: SIGTERM reached process {process.pid}, whose work has not ended within 1 s\n"
     assert (process.returncode, errors) == (143, said)
 

@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,7 +57,7 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
 }
 LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
-_SLOW_S = 300.0  # a phase that is not reached by then fails the case
+SLOW_S = 300.0  # a phase that is not reached by then fails the case
 
 
 class Phases(pl.Callback):
@@ -159,18 +159,30 @@ def draw(number: int, seed: int) -> list[Case]:
 
 
 class Run:
-    """A run of ``pygdist`` in a folder of its own, with every process that belongs to it."""
+    """A run of ``pygdist`` in a folder of its own, with every process that belongs to it.
 
-    def __init__(self, case: Case, folder: Path, command: str, *options: str) -> None:
+    Args:
+        case: Says how it is started, and which signal it gets.
+        folder: Its cache, results and marks are there.
+        command: ``fit``, ``test``, ...
+        options: Options of the command.
+        torchrun: Further options of the launcher ``torchrun``.
+        env: Further environment variables.
+    """
+
+    def __init__(
+        self, case: Case, folder: Path, command: str, *options: str, torchrun: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.case, self.folder, self.id = case, folder, uuid.uuid4().hex
-        self._marks = folder / f"marks-{self.id}"
-        self._marks.mkdir()
+        self.marks = folder / f"marks-{self.id}"
+        self.marks.mkdir()
         self._told = folder / f"told-{self.id}"
         self.last = ""  # the processes that were there to the end
         program = [sys.executable, "-m", "pygdist.cli"]
         if case.launcher == "torchrun":
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
-            program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "pygdist.cli"]
+            program += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *torchrun, "-m", "pygdist.cli"]
         arguments = [
             command, "--data.dataset=sbm", "--data.dataset_args={num_nodes: 20000, avg_degree: 10}",
             f"--data.cache_dir={folder / 'cache'}", "--model.model=torch_geometric.nn.GCN",
@@ -182,7 +194,7 @@ class Run:
         with self._told.open("wb") as told:
             self.process = subprocess.Popen(
                 [*program, *arguments], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=told,
-                env={**os.environ, MARKS: str(self._marks), _RUN: self.id}, start_new_session=True,
+                env={**os.environ, MARKS: str(self.marks), _RUN: self.id, **(env or {})}, start_new_session=True,
                 preexec_fn=_like_a_terminal,
             )  # fmt: skip
 
@@ -193,7 +205,7 @@ class Run:
 
     def await_phase(self, phase: str, rank: str) -> bool:
         """Wait until a rank has reached a phase; ``False`` if the run ended before."""
-        path, deadline = self._marks / rank, time.monotonic() + _SLOW_S
+        path, deadline = self.marks / rank, time.monotonic() + SLOW_S
         mark = {"import": "", "partitioning": "meeting"}.get(phase, phase)
         while time.monotonic() < deadline and self.process.poll() is None:
             reached = path.read_text().split("\n") if path.exists() else []
@@ -224,7 +236,7 @@ class Run:
         if who == "all":
             os.killpg(self.process.pid, number)
             return
-        deadline = time.monotonic() + _SLOW_S
+        deadline = time.monotonic() + SLOW_S
         while (pid := self.process.pid if who == "starter" else self.pids().get(who)) is None:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 return
@@ -254,7 +266,7 @@ def _like_a_terminal() -> None:
 # -- a case ------------------------------------------------------------------------------------------------------------
 
 
-def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcome:
+def attempt(case: Case, folder: Path) -> Outcome:
     """Run one case."""
     fit = (f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01", f"--trainer.strategy.lost_after_s={LOST_AFTER_S}")
     run = Run(case, folder, "test") if case.phase == "test" else Run(case, folder, "fit", *fit)
@@ -272,8 +284,8 @@ def attempt(case: Case, folder: Path, unbroken: Callable[[Case], str]) -> Outcom
     if case.phase == "test" or outcome.wrong:
         return outcome
     again = Run(replace(case, signal="", who=""), folder, "fit", *fit, "--resume=true")
-    _, code, _ = again.wait(_SLOW_S)
-    loss, expected = last_loss(folder), unbroken(case)
+    _, code, _ = again.wait(SLOW_S)
+    loss, expected = last_loss(folder), unbroken_loss(case.system, case.ranks)
     wrong = "" if code == 0 and loss == expected else f"resumed: exit code {code}, loss {loss}: {again.errors[-500:]}"
     return replace(outcome, loss=loss, expected=expected, wrong=wrong)
 
@@ -314,6 +326,21 @@ def last_loss(folder: Path) -> str:
     return next((row["train_loss"] for row in rows if row["epoch"] == str(EPOCHS - 1)), "none")
 
 
+def unbroken_loss(system: str, ranks: int) -> str:
+    """Return the loss of a run that nothing happens to; there is one run for all threads that ask."""
+    with _one_at_a_time:
+        if (system, ranks) not in _unbroken:
+            case = Case(0, "", "", "", 0.0, "ordinary", system, ranks)
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(case, Path(folder), "fit", f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01")
+                run.wait(SLOW_S)
+                _unbroken[system, ranks] = last_loss(Path(folder))
+        return _unbroken[system, ranks]
+
+
+_unbroken, _one_at_a_time = dict[tuple[str, int], str](), threading.Lock()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     cli = argparse.ArgumentParser(description="Kill runs at every moment, and resume them.")
@@ -328,23 +355,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign."""
     options = parser().parse_args(argv)
-    losses: dict[tuple[str, int], str] = {}
-    one_at_a_time = threading.Lock()
-
-    def unbroken(case: Case) -> str:
-        key = case.system, case.ranks
-        with one_at_a_time:
-            if key not in losses:
-                with tempfile.TemporaryDirectory() as folder:
-                    run = Run(replace(case, launcher="ordinary"), Path(folder), "fit",
-                              f"--trainer.max_epochs={EPOCHS}", "--model.lr=0.01")  # fmt: skip
-                    run.wait(_SLOW_S)
-                    losses[key] = last_loss(Path(folder))
-            return losses[key]
 
     def row(case: Case) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            outcome = attempt(case, Path(folder), unbroken)
+            outcome = attempt(case, Path(folder))
         print(*asdict(case).values(), "->", *asdict(outcome).values(), flush=True)
         return {**asdict(case), **asdict(outcome), **machine}
 

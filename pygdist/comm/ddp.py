@@ -39,14 +39,14 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     )  # of the user, who counts
     if model.find_unused_parameters or model.static_graph or sparse or hooked or not parameters:
         return  # arranged otherwise, or never, or in the first step
-    kept = [one.grad for one in parameters]
+    gradients = [one.grad for one in parameters]
     model.reducer.prepare_for_backward([])
     with torch.enable_grad():
         for one in reversed(parameters):
             one.backward(torch.zeros_like(one))
     model.reducer._rebuild_buckets()
-    for one, grad in zip(parameters, kept, strict=True):
-        one.grad = grad
+    for one, gradient in zip(parameters, gradients, strict=True):
+        one.grad = gradient
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

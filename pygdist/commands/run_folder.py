@@ -1,7 +1,7 @@
 """The folder of a run: a new one for each, or that of a run which goes on; ``--ckpt_path=last`` looks there too.
 
 A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it,
-and torchrun's or SLURM's number of the job is in it, by which a run that is started again finds its folder.
+and torchrun's and SLURM's names of the job are in it, by which a run that is started again finds its folder.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pygdist import checkpoints
 from pygdist.bounded_yaml import read_yaml
 from pygdist.errors import InputError
+from pygdist.lightning.meeting import agent
 from pygdist.lightning.resume import newest_checkpoint
 
 _MARK = ".unfinished"
@@ -39,11 +40,11 @@ class RunFolder:
         path: The folder.
     """
 
-    def __init__(self, path: Path, launch: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._mark = _locked(path / _MARK)
         self._mark.truncate(0)
-        self._mark.write(launch + "\n")
+        self._mark.write("".join(f"{job}\n" for job in _jobs()))
         self._mark.flush()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def new_folder(root: Path) -> RunFolder:
         while True:
             with contextlib.suppress(FileExistsError):
                 (root / f"version_{number}").mkdir()
-                return RunFolder(root / f"version_{number}", launch_id())
+                return RunFolder(root / f"version_{number}")
             number += 1
     except OSError as error:
         raise InputError(
@@ -74,7 +75,7 @@ def new_folder(root: Path) -> RunFolder:
 
 def folder_to_go_on(
     root: Path, config: Mapping[str, Any], resume: bool | None, saved: Path | None = None
-) -> RunFolder | None:
+) -> Path | None:
     """Return the folder of the newest run that has a whole checkpoint, if training should go on there.
 
     Args:
@@ -82,52 +83,65 @@ def folder_to_go_on(
         config: The configuration; a run that differs in what it learns is another one.
         resume: Go on or do not. ``None`` goes on if torchrun or SLURM has started the same job before.
         saved: Where checkpoints are, if not in the run's folder.
-
-    Raises:
-        InputError: If another process writes to the folder.
     """
-    launch, again = launch_id(), _restarts() > 0
+    if resume is False:
+        return None
     folders = [folder for _, folder in sorted(_versions(root), reverse=True)]
-    same_job = [folder for folder in folders if launch and _launch_of(folder) == launch]
     if resume is None:
-        folders = same_job or (folders if again else [])
-    for folder in folders if resume is not False else ():
+        folders = [folder for folder in folders if _is_of_this_job(folder)]
+    for folder in folders:
         if differs := _difference(folder, config):
             rank_zero_info(f"{folder}: is another run's ({differs}), so training does not go on from it")
         elif newest_checkpoint(folder if saved is None else saved) is not None:
-            return RunFolder(folder, launch)
+            return folder
     if resume:
         rank_zero_info(f"--resume: there is no checkpoint of this run under {root}, so it begins")
+    elif folders or _restarts() > 0:
+        rank_zero_info(f"this job was started again, but there is no checkpoint of it under {root}, so the run begins")
     return None
 
 
-def launch_id() -> str:
-    """Return what tells this job from others, and is the same if it is started again; empty if nothing does."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if job == "none" else f"torchrun {job}"
+def _is_of_this_job(folder: Path) -> bool:
+    """Tell if a run has not ended, and torchrun or SLURM has started this process for the same job again."""
+    try:
+        jobs = (folder / _MARK).read_text().splitlines()
+    except OSError:
+        return False
+    return any(job in jobs for job in _jobs() if not job.startswith("SLURM") or _count("SLURM_RESTART_COUNT"))
+
+
+def _jobs() -> list[str]:
+    """Return the names of this job, which stay if it is started again."""
+    jobs, torchrun, slurm = list[str](), os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
+    if torchrun is not None:
+        # without --rdzv-id all jobs are called "none", and only the agent that started this process tells one of them
+        jobs.append(f"torchrun {agent() if torchrun == 'none' else torchrun}")
+    if slurm is not None:
+        jobs.append(f"SLURM {slurm}")
+    return jobs
 
 
 def _restarts() -> int:
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return max(int(count) if count.isdigit() else 0 for count in counts)
+    return max(_count("TORCHELASTIC_RESTART_COUNT"), _count("SLURM_RESTART_COUNT"))
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name, "0")
+    return int(value) if value.isdigit() else 0
 
 
 def _versions(root: Path) -> list[tuple[int, Path]]:
-    found = [(re.fullmatch(r"version_(\d+)", path.name), path) for path in root.glob("version_*")]
-    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-
-
-def _launch_of(folder: Path) -> str | None:
-    try:
-        return (folder / _MARK).read_text().strip()
-    except OSError:
-        return None
+    folders = [(re.fullmatch(r"version_(\d+)", path.name), path) for path in root.glob("version_*")]
+    return [(int(match[1]), path) for match, path in folders if match and path.is_dir()]
 
 
 def _difference(folder: Path, config: Mapping[str, Any]) -> str:
     """Name an option in which a run learns something else; empty if there is none, or nothing to compare."""
     path = folder / "config.yaml"
-    theirs = read_yaml(path) if path.is_file() else None
+    try:
+        theirs = read_yaml(path) if path.is_file() else None
+    except InputError as error:  # cut off, as its disk was full
+        return str(error)
     if not isinstance(theirs, dict):
         return ""
     for part in _COMPARED:
@@ -177,10 +191,10 @@ def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
     for _, folder in [*sorted(_versions(root), reverse=True), (-1, root)]:
         if saved := _oldest_first(folder):
             last = [path for path in saved if path.name.startswith("last")]
-            found = last[-1:] if name == "last" else _best(saved[-1])
-            if not found:
+            meant = last[-1:] if name == "last" else _best(saved[-1])
+            if not meant:
                 raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
-            return found[0]
+            return meant[0]
     raise InputError(f"{option}: there is no run with checkpoints under {root}; give the file")
 
 

@@ -183,7 +183,8 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
-        check_settings(self.config[subcommand])
+        defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
+        check_settings(self.config[subcommand], defaults)
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
@@ -234,6 +235,21 @@ class GraphCLI(LightningCLI):
             self.save_config_callback = None
             kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), trainer.num_devices
+        if local >= devices and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's are compared by Lightning
+            raise InputError(
+                f"the environment variable LOCAL_RANK is {local}, so this process would be one of several ranks, but "
+                f"--trainer.devices is {devices}; unset LOCAL_RANK, or raise the devices",
+                of_one_rank=True,
+            )
+        asked = devices * trainer.num_nodes
+        if (
+            trainer.world_size != asked and "TORCHELASTIC_RUN_ID" not in os.environ
+        ):  # Lightning waits for SLURM's others
+            raise InputError(
+                f"{trainer.world_size} ranks were started, but --trainer.devices and --trainer.num_nodes ask for "
+                f"{asked}; make them equal"
+            )
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
                 f"--trainer.strategy: '{config['strategy']}' averages gradients as if each of the {trainer.world_size} "
@@ -279,16 +295,16 @@ class GraphCLI(LightningCLI):
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
         goes_on = bool(resume) and not self._logs
-        if self._logs and trainer.is_global_zero:
-            if self.subcommand == "fit":
-                ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
-                self._folder = folder_to_go_on(root, ours, resume, saved and Path(saved))
-            goes_on = self._folder is not None
-            if self._folder is None:
-                self._new_folders = [path for path in (root, *root.parents) if not path.exists()]
-                self._folder = new_folder(root)
-                self._new_folders.insert(0, self._folder.path)
-            saved = saved or self._folder.path
+        if self._logs and self.subcommand == "fit":
+            ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
+            folder = folder_to_go_on(root, ours, resume, saved and Path(saved))  # other ranks may see another disk
+            goes_on, saved = folder is not None, saved or folder
+            if folder is not None and trainer.is_global_zero:
+                self._folder = RunFolder(folder)
+        if self._logs and trainer.is_global_zero and self._folder is None:
+            self._new_folders = [path for path in (root, *root.parents) if not path.exists()]
+            self._folder = new_folder(root)
+            self._new_folders.insert(0, self._folder.path)
         if self._logs:
             trainer.loggers = _loggers(root, self._folder)
         if goes_on:

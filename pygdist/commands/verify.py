@@ -69,6 +69,8 @@ def verify(
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
     whole, _ = data.load()
+    if data.num_parts not in (None, world_size):
+        log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)
     data.num_parts = world_size
     data.prepare_data()
     whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)

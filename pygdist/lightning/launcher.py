@@ -34,7 +34,7 @@ from typing_extensions import override
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.meeting import described, forget_own_port, host
 from pygdist.memory.limits import refusal_of
-from pygdist.signals import PARENT, held, name_of, postpone_end, signal_of
+from pygdist.signals import PARENT, exit_now, held, name_of, postpone_end, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -197,4 +197,4 @@ class _Observer(threading.Thread):
         log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
         for process in self._processes:
             process.kill()
-        os._exit(128 + signum if signum else 1)  # the main thread hangs in a collective call that no exception reaches
+        exit_now(128 + signum if signum else 1)  # the main thread hangs in a collective call that no exception reaches

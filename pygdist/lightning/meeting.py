@@ -7,8 +7,10 @@ the store when all have imported, leaves the port to others for seconds, and wai
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
+import functools
 import logging
 import os
 import signal
@@ -21,16 +23,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import name_of, parent, signal_of
+from pygdist.signals import exit_now, name_of, parent, signal_of
 
 log = logging.getLogger(__name__)
 
-_PROBE_S, _POLL_S = 2.0, 0.2
+_PROBE_S, _POLL_S, _NAMED_S = 2.0, 0.2, 15.0
 _LOOPBACK = "127.0.0.1"
 _KNOCKS = "pygdist/knocks"
 _OWN_PORT = "PYGDIST_OWN_PORT"  # the MASTER_PORT that pygdist chose
@@ -101,10 +104,36 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
         where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
         log.error("%s, but has not answered for %.0f s; leaving", where, warn_after_s)
         kill_stopped((machine(), parent()))
-        os._exit(1)  # a thread still waits
+        exit_now(1)  # a thread still waits
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
+
+
+def agent() -> str:
+    """Name the process of ``torchrun`` that started this one, as no other is named, before or after; empty if none."""
+    starter = parent()
+    with contextlib.suppress(psutil.Error):
+        return f"{machine()} {starter} {psutil.Process(starter).create_time()}" if starter else ""
+    return ""
+
+
+@functools.cache
+def warn_of_joining() -> None:
+    """Warn if machines may join the job of ``torchrun`` later, which torch and pygdist must be prepared for."""
+    starter, nnodes, words = parent(), os.environ.get("PET_NNODES", ""), list[str]()
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process(starter).cmdline() if starter else []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.startswith("--nnodes"):
+            nnodes = word.partition("=")[2] or following
+    lacking = []
+    if _is_of_agent():  # an agent that joins later waits in vain for the address of this store, and then all agents end
+        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or torch ends the job then")
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        lacking.append("give it an --rdzv-id=NAME, or they do not know which run goes on")
+    if ":" in nnodes and lacking:
+        log.warning("machines may join torchrun --nnodes=%s later: %s", nnodes, "; ".join(lacking))
 
 
 def _is_of_agent() -> bool:
@@ -142,13 +171,14 @@ def _of_this_start(
 def _answer(agent: dist.TCPStore, place: str, world_size: int) -> None:
     """Tell each rank that knocks where the ranks meet, until all have the answer; one that is gone may have knocked."""
     waiting = set(range(1, world_size))
-    while waiting:
-        for rank in sorted(waiting):
-            if agent.check([f"{_KNOCKS}/{place}/{rank}"]):
-                waiting.remove(rank)
-            elif agent.check([f"{_KNOCKS}/{rank}"]):
-                agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
-        time.sleep(_POLL_S)
+    with contextlib.suppress(RuntimeError):  # the agent has ended, so this process does as well
+        while waiting:
+            for rank in sorted(waiting):
+                if agent.check([f"{_KNOCKS}/{place}/{rank}"]):
+                    waiting.remove(rank)
+                elif agent.check([f"{_KNOCKS}/{rank}"]):
+                    agent.set(f"{_KNOCKS}/{agent.get(f'{_KNOCKS}/{rank}').decode()}", place)
+            time.sleep(_POLL_S)
 
 
 def _within(seconds: float, make: Callable[..., dist.TCPStore], *args: Any) -> dist.TCPStore | None:
@@ -184,9 +214,32 @@ def _serve(address: str, port: int) -> dist.TCPStore:
                 f"MASTER_PORT={port} is taken by another process of this machine; choose another, or leave MASTER_PORT "
                 "out on one machine, and a free port is found"
             ) from error
+        if isinstance(error, socket.gaierror):
+            check_address(address)
         fd = None  # a name for this machine that it does not know itself: torch listens on all addresses
     # torch's own rendezvous shares the server
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+
+
+def check_address(address: str) -> None:
+    """Refuse a name of rank 0's machine that is none, which torch would wait for."""
+    if not _is_known(address):
+        raise InputError(
+            f"MASTER_ADDR: there is no host {address[:100]!r}; give the name or the address of the machine of rank 0, "
+            "or leave MASTER_ADDR out on one machine"
+        )
+
+
+def _is_known(address: str) -> bool:
+    """Tell if a name has an address; names of containers that have just started get theirs after some seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            return bool(socket.getaddrinfo(address, None))
+        except (OSError, ValueError):
+            if time.monotonic() - began > _NAMED_S:
+                return False
+        time.sleep(_POLL_S)
 
 
 def _answers(address: str, port: int) -> bool:

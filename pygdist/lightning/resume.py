@@ -34,7 +34,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     for path in _newest_first(Path(folder)):
         try:
             checkpoints.read(path, needs=TRAINING_PARTS, **_lazily(path))
-        except InputError as error:
+        except (InputError, OSError) as error:
             rank_zero_warn(f"{error} (passed over: training does not go on from it)")
         else:
             return path
@@ -72,14 +72,15 @@ def _lazily(path: Path) -> dict[str, Any]:
 class Resume(pl.Callback):
     """Goes on from the newest whole checkpoint of a run, if there is any; otherwise the run begins.
 
-    Rank 0 looks for the file, and all ranks read that one, so the machines share the folder. A run that had ended by
-    itself says so and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only where the folder has none.
+    All ranks read the file that rank 0 finds, so the machines share the folder. A run that had ended by itself says so
+    and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only where the folder has none.
 
     Args:
         folder: Where the run's checkpoints are, or those of its versions (``lightning_logs``); ``None`` for none.
 
     Raises:
-        InputError: On all ranks, if one of them cannot read the file, or reads another one under its name.
+        InputError: On all ranks, if one of them cannot read the file, reads another one under its name, or finds one
+            where rank 0 finds none.
 
     Example:
         >>> trainer = pl.Trainer(strategy="graph_ddp", devices=4, callbacks=[Resume("lightning_logs")])
@@ -110,8 +111,16 @@ class Resume(pl.Callback):
                 logger.go_on(whole, state["epoch_loop.state_dict"]["_batches_that_stepped"] if begun > whole else 0)
 
     def _agreed(self, trainer: pl.Trainer) -> str:
-        path = newest_checkpoint(self.folder) if trainer.is_global_zero and self.folder is not None else None
+        path = None if self.folder is None else newest_checkpoint(self.folder)
         text, strategy = "" if path is None else str(path), trainer.strategy
-        if isinstance(strategy, GraphDDPStrategy):
-            return strategy.communicator.gather_text(text)[0]
-        return str(strategy.broadcast(text))
+        if not isinstance(strategy, GraphDDPStrategy):
+            return str(strategy.broadcast(text))
+        texts = strategy.communicator.gather_text(text)
+        seeing = [rank for rank, one in enumerate(texts) if one]
+        if seeing and not texts[0]:
+            rank = seeing[0]
+            raise InputError(
+                f"{texts[rank]}: rank {rank} would go on from it, but rank 0 has no checkpoint of this run; let the "
+                "machines share the folder, give torchrun an --rdzv-id, or begin a run of its own with --resume=false"
+            )
+        return texts[0]

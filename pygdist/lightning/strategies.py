@@ -6,12 +6,8 @@ own, and a watchdog names a late or lost rank.
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import gc
 import logging
-import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -30,14 +26,13 @@ from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, first_line
-from pygdist.comm.process import close as close_watchdog
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
-from pygdist.lightning import optimizer_states
+from pygdist.lightning import ending, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect, hosts_store
+from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
@@ -48,11 +43,7 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
-_DESTROY_S = 3.0
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
-_LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
-_BROKEN = False  # a rank was lost
-_OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -147,18 +138,19 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        global _OURS
-        _OURS = _OURS or not dist.is_initialized()
         self.set_world_ranks()
-        if self.world_size > 1 and self._watchdog is None:
-            self._meet()
-        try:
-            super().setup_distributed()
-        except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
-            raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {first_line(str(error))}") from error
-        if _OURS:
-            atexit.unregister(_end_process_group)
-            atexit.register(_end_process_group)
+        if self.global_rank == 0:
+            warn_of_joining()
+        with ending.joining():
+            if self.world_size > 1 and self._watchdog is None:
+                self._meet()
+            if self.world_size == 1 and not dist.is_initialized() and self.cluster_environment is not None:
+                check_address(self.cluster_environment.main_address)
+            try:
+                super().setup_distributed()
+            except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+                said = first_line(str(error))
+                raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {said}") from error
 
     def _meet(self) -> None:
         """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
@@ -173,8 +165,8 @@ class GraphDDPStrategy(DDPStrategy):
         watchdog.begin("a run" if state is None else str(state.value))
         signals.follow_parent()
         self._stopping.begin(self._current_trainer, self._watchdog)
-        global _LAUNCHED
-        launched = _LAUNCHED = self._launched()
+        launched = self._launched()
+        ending.look_after(launched)
         watchdog.know(launched.pids)
         try:
             watchdog.meet(self._timeout_s, launched.fate)
@@ -292,7 +284,9 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer_states.check(self.optimizers, [state["state"] for state in checkpoint["optimizer_states"]])
+        states = checkpoint["optimizer_states"]
+        optimizer_states.check(self.optimizers, [state["state"] for state in states])
+        optimizer_states.check_options(self.optimizers, [state["param_groups"] for state in states])
         super().load_optimizer_state_dict(checkpoint)
 
     @override
@@ -301,7 +295,7 @@ class GraphDDPStrategy(DDPStrategy):
         super().on_exception(exception)
         told = self._explained(exception)
         if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):
-            _broken()
+            ending.lost_ranks()
         if isinstance(told, SignalError):
             self._end_by_signal(told)
         elif isinstance(told, LostRankError):
@@ -346,7 +340,7 @@ class GraphDDPStrategy(DDPStrategy):
                 time.sleep(_ASK_S)
 
     def _end_by_signal(self, error: SignalError) -> None:
-        _broken()
+        ending.lost_ranks()
         if self._watchdog is not None:
             watchdog = self._watchdog
             watchdog.signum, watchdog.signalled_by, watchdog.verdict = error.signum, error.message, error.message
@@ -373,7 +367,7 @@ class GraphDDPStrategy(DDPStrategy):
         self._launched().end(within_s=self.leave_s if signum else 0.0)
         if signum:
             signals.end(signum, diagnosis if self.global_rank == 0 else "")
-        os._exit(1)
+        signals.exit_now(1)
 
     @property
     def _place(self) -> str:
@@ -419,31 +413,6 @@ class GraphDDPStrategy(DDPStrategy):
 def _of_all_ranks(error: BaseException) -> bool:
     """True for an error that all ranks raise alike, in order."""
     return isinstance(error, InputError) and not error.of_one_rank
-
-
-def _broken() -> None:
-    """Note that ranks were lost: the process groups are broken before they are destroyed, or that would wait."""
-    global _BROKEN
-    _BROKEN = True
-
-
-def _end_process_group() -> None:
-    """Destroy the process groups while Python still runs; Lightning leaves gloo's to the end of the process.
-
-    A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
-    they can no longer be freed and the process aborts: "terminate called without an active exception".
-    """
-    close_watchdog()
-    gc.collect()  # any reference to the group would keep its threads
-    if dist.is_initialized() and not _BROKEN:
-        dist.destroy_process_group()
-    elif dist.is_initialized():
-        break_groups()
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
-    if _LAUNCHED is not None:
-        _LAUNCHED.end_stopped(patiently=not _BROKEN)
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies

@@ -14,12 +14,16 @@ import re
 import shutil
 import tempfile
 import uuid
+import weakref
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from pygdist import signals
+
 _PREFIX, _DIGITS = "pygdist-", 12
 _LAST = -200  # multiprocessing removes its own temporary folder, which may be in this one, at -100
+_folders: weakref.WeakSet[ScratchFolder] = weakref.WeakSet()
 _OURS = re.compile(rf"^{_PREFIX}[0-9a-f]{{{_DIGITS}}}$")
 
 
@@ -49,6 +53,7 @@ class ScratchFolder:
             descriptor = _locked(self.path, os.O_RDONLY)
         # the last thing that a process does, and only the one that made it, not a fork of it
         self._end = Finalize(self, _end, args=(self.path, descriptor), exitpriority=_LAST)
+        _folders.add(self)
 
     def close(self) -> None:
         """Remove the folder with all that is in it."""
@@ -126,6 +131,14 @@ def _locked(path: Path, flags: int) -> int | None:
 def _end(path: Path, descriptor: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     os.close(descriptor)
+
+
+def _close_all() -> None:
+    for folder in list(_folders):
+        folder.close()
+
+
+signals.before_exit(_close_all)
 
 
 def _unique() -> str:

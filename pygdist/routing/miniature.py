@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 from pygdist.backends.base import Abilities
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.comm import Communicator
+from pygdist.errors import InputError, RefusedError
 from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.graph.check import EDGE_FIELDS
 
@@ -153,10 +154,13 @@ class Miniature:
         data = Data(edge_index=self.graph.edge_index, num_nodes=self.num_nodes, **fields)
         with tempfile.TemporaryDirectory(prefix="pygdist-check-") as folder:
             store = Path(folder) / "parts"
-            meta = write_store(
-                data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
-                num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
-            )  # fmt: skip
+            try:
+                meta = write_store(
+                    data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
+                    num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
+                )  # fmt: skip
+            except InputError as error:  # of this rank's disk
+                raise RefusedError(str(error)) from error
             for part in parts:
                 yield Shard.load(store, part, verify=False, meta=meta).replace(folder=None).to(self.device)
 

@@ -121,12 +121,65 @@ def test_a_run_begins_where_there_is_nothing_of_it(begun: Path) -> None:
     assert not list(begun.rglob("*.partial"))
 
 
-def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
-    _fit(begun, "--trainer.max_epochs=5", env={"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+
+
+def test_a_run_whose_configuration_was_cut_off_is_passed_over(begun: Path, unbroken: Path) -> None:
+    cut = begun / "runs" / "version_1"
+    cut.mkdir()
+    (cut / "config.yaml").write_text("model: {class_path: torch_geo")
+    outcome = _fit(begun, "--resume", "--trainer.max_epochs=5")
+    assert outcome.code == 0, outcome.err
+    assert "runs/version_1: is another run's (runs/version_1/config.yaml" in outcome.err
+    shutil.rmtree(cut)
     _assert_as_unbroken(begun, unbroken)
-    outcome = _fit(begun, "--resume=false", "--trainer.max_epochs=1", env={"SLURM_RESTART_COUNT": "1"})
+
+
+def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
+    mark = begun / "runs" / "version_0" / ".unfinished"
+    mark.write_text("SLURM 7\n")
+    _fit(begun, "--trainer.max_epochs=5", env=AGAIN)
+    _assert_as_unbroken(begun, unbroken)
+    mark.write_text("SLURM 7\n")
+    outcome = _fit(begun, "--resume=false", "--trainer.max_epochs=1", env=AGAIN)
     assert "goes on" not in outcome.err
     assert _last(begun, 1)["epoch"] == 0
+
+
+@pytest.mark.parametrize(
+    ("mark", "env", "goes_on"),
+    [
+        pytest.param("torchrun a", {"TORCHELASTIC_RUN_ID": "a"}, True, id="torchrun-other-machines"),
+        pytest.param("torchrun b", {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, False,
+                     id="torchrun-another-job"),
+        pytest.param(None, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, False, id="had-ended"),
+        pytest.param("SLURM 7", AGAIN, True, id="slurm-requeue"),
+        pytest.param("SLURM 7", {"SLURM_JOB_ID": "7"}, False, id="slurm-next-command"),
+        pytest.param("SLURM 8", AGAIN, False, id="slurm-another-job"),
+        pytest.param("torchrun a\nSLURM 7", {"TORCHELASTIC_RUN_ID": "b", **AGAIN}, True, id="torchrun-in-slurm"),
+    ],
+)  # fmt: skip
+def test_a_job_goes_on_with_its_own_run(
+    begun: Path, mark: str | None, env: dict[str, str], goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun / "runs" / "version_0"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    if mark:
+        (folder / ".unfinished").write_text(f"{mark}\n")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert folder_to_go_on(begun / "runs", config, None) == (folder if goes_on else None)
+    assert folder_to_go_on(begun / "runs", config, True) == folder
+
+
+def test_jobs_without_a_name_are_told_apart_by_their_agents(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begun / "runs" / "version_0"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    RunFolder(folder)
+    assert folder_to_go_on(begun / "runs", config, None) == folder
+    monkeypatch.setenv("PYGDIST_PARENT", "1")
+    assert folder_to_go_on(begun / "runs", config, None) is None
 
 
 @pytest.mark.slow
@@ -180,12 +233,11 @@ def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> No
 
 def test_a_folder_in_use_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pygdist.commands.run_folder._WAIT_S", 0.3)
-    config = yaml.safe_load((begun / "runs" / "version_0" / "config.yaml").read_text())
-    run = RunFolder(begun / "runs" / "version_0", "")
+    run = RunFolder(begun / "runs" / "version_0")
     with pytest.raises(InputError, match="version_0: another process is still training there"):
-        folder_to_go_on(begun / "runs", config, True)
+        RunFolder(begun / "runs" / "version_0")
     run.finish()
-    assert folder_to_go_on(begun / "runs", config, True) is not None
+    RunFolder(begun / "runs" / "version_0").finish()
 
 
 def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:

@@ -136,6 +136,16 @@ def test_a_port_that_the_user_chose_and_another_process_has_is_named(
             meeting.host(environment)
 
 
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "a b", "256.1.1.1"])
+def test_an_address_that_is_none_is_named(
+    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_NAMED_S", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(InputError, match=f"MASTER_ADDR: there is no host '{address}'"):
+        meeting.host(environment)
+
+
 def test_otherwise_the_store_is_there_before_ranks_start(
     environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +282,29 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match=f"{folder}: cannot be written to, .*default_root_dir"):
         trainer.fit(classifier, datamodule=data)
     pl.Trainer(**options, default_root_dir=tmp_path / "run").fit(classifier, datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "env", "words"),
+    [
+        pytest.param("1:2", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, ["DISABLE_SHARE", "--rdzv-id"], id="both"),
+        pytest.param("1:2", {}, ["machines may join torchrun --nnodes=1:2 later: give it an --rdzv-id"], id="no-name"),
+        pytest.param("1:2", {"TORCHELASTIC_RUN_ID": "a"}, [], id="prepared"),
+        pytest.param("2", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, [], id="as-many-always"),
+    ],
+)
+def test_machines_that_may_join_later_need_options(
+    nnodes: str, env: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    agent = subprocess.Popen(["sh", "-c", "read line", "--nnodes", nnodes], stdin=subprocess.PIPE)
+    try:
+        for name, value in {"TORCHELASTIC_RUN_ID": "none", "PYGDIST_PARENT": str(agent.pid), **env}.items():
+            monkeypatch.setenv(name, value)
+        meeting.warn_of_joining.__wrapped__()
+    finally:
+        agent.communicate(b"end\n")
+    assert len(caplog.messages) == bool(words)
+    assert all(word in caplog.messages[0] for word in words)
 
 
 def test_ranks_that_torchrun_starts_again_do_not_meet_those_before() -> None:

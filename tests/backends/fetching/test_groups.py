@@ -128,7 +128,7 @@ def test_no_more_rows_are_here_than_there_is_memory_for(name: str, tmp_path: Pat
         # rows and gradients, each sent and received
         assert pieces[rank][-1]["bytes"] <= 4 * 2000 < whole[rank][-1]["bytes"]
         assert pieces[rank][-1]["sent"] == whole[rank][-1]["sent"]
-    with pytest.raises(InputError, match="halo_gib is 0, expected a positive number"):
+    with pytest.raises(InputError, match="halo_gib is 0, expected a finite number of GiB above 0"):
         CommBackend(halo_gib=0)
 
 
