@@ -25,7 +25,7 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, first_line
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import ending, optimizer_states
@@ -297,7 +297,7 @@ class GraphDDPStrategy(DDPStrategy):
         """Leave the run; raises the error that explains the exception, if another one does."""
         super().on_exception(exception)
         told = self._explained(exception)
-        if not _of_all_ranks(told):
+        if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):
             ending.lost_ranks()
         if isinstance(told, SignalError):
             self._end_by_signal(told)
@@ -330,7 +330,7 @@ class GraphDDPStrategy(DDPStrategy):
         if watchdog.signum:  # of another rank, which broke the groups
             return SignalError(watchdog.signalled_by, watchdog.signum)
         if of_connection:
-            return LostRankError(f"{place}: a collective call failed; {diagnosis}")
+            return failure(diagnosis, f"{place}: a collective call failed; {diagnosis}")
         return exception
 
     def _close_for(self, error: BaseException) -> None:

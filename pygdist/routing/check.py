@@ -23,16 +23,18 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError, RefusedError
+from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.hops.user_code import in_one_line, place_of
 from pygdist.memory.limits import refusal_of
+from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.causes import (
     ELSEWHERE,
     OF_GRADIENTS,
+    OTHER_CALLS_OF_PARTS,
     OVER_NODES,
     OVER_NODES_OF_PARTS,
     cause_of,
@@ -53,6 +55,7 @@ from pygdist.routing.runs import (
 )
 from pygdist.routing.values_of_edges import refuse_values_of_edges
 
+_MOST_NAMES = 4
 _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten copies meanwhile
 #: Rounding stays below a thousandth of these; wrong numbers that were seen are 2e-3 and more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
@@ -158,8 +161,7 @@ class _Check:
         small = Miniature.of(self.call, self.backend.shard, self.communicator, self.num_parts)
         with self._agreed():
             plain = _plain_copy(self.call.model, self.ways)
-            # parts that train by themselves have statistics of their own
-            setting, whole = _comparable(plain, small, without_norms=self.backend.abilities.trains_parts)
+            setting, whole = _comparable(plain, small, of_parts=self.backend.abilities.trains_parts)
         self._check_parameters()
         for path, reason in whole.other_edges.items():
             layer = own_class(plain.get_submodule(path)).__name__
@@ -176,12 +178,30 @@ class _Check:
         tolerance = _TOLERANCE[setting.dtype]
         worst = self.communicator.gather(list(apart.values())).amax(0).tolist()
         wrong = [name for name, value in zip(apart, worst, strict=True) if not value <= tolerance]
+        if self.backend.abilities.trains_parts:
+            self._check_calls(plain, whole, [part for _, part in runs], differs=bool(wrong))
         if wrong:
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
             of_gradients = all(name.startswith("gradient of ") for name in wrong)
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
             raise self._refused(place, max(worst), cause)
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
+
+    def _check_calls(self, plain: nn.Module, whole: Run, parts: list[Run], *, differs: bool) -> None:
+        """Refuse a model that calls other modules on a part, if results differ too, or the modules are norms.
+
+        Ranks that run one model together compare their calls in exchanges.
+        """
+        calls = set[tuple[str, int]]().union(*(whole.modules.keys() ^ part.modules.keys() for part in parts))
+        modules = dict(plain.named_modules())
+        others = {path: type(modules[path]) for path, _ in sorted(calls)}
+        of_norms = any(cls in GLOBAL_NORMS for one in others.values() for cls in one.__mro__)  # with other statistics
+        if not others or not (differs or of_norms):
+            return
+        names = ", ".join(f"'{path}' ({cls.__name__})" for path, cls in list(others.items())[:_MOST_NAMES])
+        exact = names_of(lambda abilities: abilities.exact)
+        cause = OTHER_CALLS_OF_PARTS.format(own_class(self.call.model).__name__, names, exact)
+        raise InputError(f"{cause} ({_SWITCH})", of_one_rank=True)
 
     def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:
         """Return a warning about numbers, such as terms of a loss, that are others on each rank; refuse outputs."""
@@ -232,6 +252,8 @@ class _Check:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
         except (LostRankError, RefusedError):
             raise
+        except UnequalRanksError as error:
+            raise UnequalRanksError(f"on a small graph, on which {type(plain).__name__} is tried, {error}") from error
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:  # whatever a model says of what it gets on a rank
@@ -283,11 +305,14 @@ def _plain_copy(model: nn.Module, ways: Ways) -> nn.Module:
         raise NotComparableError(f"it cannot be copied: {in_one_line(error)}") from error
 
 
-def _comparable(plain: nn.Module, small: Miniature, *, without_norms: bool) -> tuple[Setting, Run]:
-    """Return settings in which the model gives the same numbers each time, and its results."""
+def _comparable(plain: nn.Module, small: Miniature, *, of_parts: bool) -> tuple[Setting, Run]:
+    """Return settings in which the model gives the same numbers each time, and its results.
+
+    Parts that train by themselves (``of_parts``) have norms with statistics of their own, and no rank compares calls.
+    """
     mistake: Exception | None = None
     for dtype, trains in ((dtype, trains) for dtype in _TOLERANCE for trains in (True, False)):
-        setting = Setting(dtype=dtype, trains=trains, without_norms=without_norms)
+        setting = Setting(dtype=dtype, trains=trains, without_norms=of_parts, traced=of_parts)
         try:
             run = run_whole(plain, small, setting)
             again = run_whole(plain, small, replace(setting, seed=setting.seed + 1))

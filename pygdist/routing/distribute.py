@@ -71,7 +71,7 @@ from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
-from pygdist.routing.agreement import agree_on_layer, agree_on_pass
+from pygdist.routing.agreement import agree_on_layer, agree_on_pass, move
 from pygdist.routing.check import Ways, fails_alone, tell_note
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
@@ -104,7 +104,9 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    kept = backend.kept
     for path, module in model.named_modules():
+        kept.names[module] = f"'{path}', {layer_name(module)}" if path else layer_name(module)
         if getattr(type(module), BASE, None) is not None:
             raise InputError(
                 f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
@@ -113,7 +115,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
-    kept, savings = backend.kept, Savings() if savings is None else savings
+    savings = Savings() if savings is None else savings
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
@@ -157,6 +159,7 @@ def undistribute(model: nn.Module) -> nn.Module:
 _agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
 _tell: Any = torch.compiler.disable(tell_note)
+_move: Any = torch.compiler.disable(move)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
 )
@@ -180,7 +183,9 @@ class _BeginForward:
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         try:
-            return self.backend.model_inputs(module, args, kwargs)
+            inputs = self.backend.model_inputs(module, args, kwargs)
+            self.backend.kept.hops = 0  # trials made others, which may be more on one rank
+            return inputs
         except InputError as error:
             if error.__cause__ is not None and fails_alone(module, error.__cause__):
                 raise error.__cause__ from None  # the model's own fault, told as on one process
@@ -194,6 +199,7 @@ class _EndForward:
         self.backend = backend
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        _move(self.backend, "past the {hops} calls of propagate", module)
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
         if output is not None:  # the pass did not fail
@@ -290,6 +296,7 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     if norm is not None:
 
         def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            _move(backend, "after propagate {hops}", self)
             backend.begin_module(self)
             return norm(self, backend, *args, **kwargs)
 
@@ -352,6 +359,8 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
         with undecomposed(layer):
             if name == "edge_updater":
                 return backend.edge_updater(hop)
+            _move(backend, "in propagate {next}", self)
+            backend.kept.hops += 1
             backend.begin_hop()
             try:
                 if hop.is_product:

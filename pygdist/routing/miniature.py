@@ -239,7 +239,10 @@ def _input(
     elif value.is_floating_point():
         draw = torch.rand if low >= 0 else torch.randn  # logarithms and roots are of positive numbers
         rows = draw(shape, generator=generator, dtype=torch.float64) + (0.1 if low >= 0 else 0.0)
-        rows[-1] *= 5 if kind == "node" else 1  # the largest are those of one part
+        if kind == "node":
+            rows[-1] *= 5  # the largest are those of one part
+            if low < 0:  # a model that looks at the rows of a part decides otherwise on another
+                rows += (1 - 2 * (graph.owner % 2)).view(-1, *[1] * (rows.dim() - 1))
     elif isinstance(low, Tensor) and isinstance(high, Tensor) and bool((low <= high).all()):
         least = torch.where(low == -1, high.clamp(max=0), low)  # labels of nodes in no mask
         rows = _draw_integers(least, high, shape, generator).to(value.dtype)

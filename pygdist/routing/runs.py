@@ -147,7 +147,7 @@ def run_parts(
         try:
             with _outside_as_before(model):
                 run, placed = Run(), route(_prepared(model, setting), backend)
-                _pass_by(placed, small, shard, whole, run, setting)
+                _pass_by(placed, small, shard, whole, run, setting, backend)
             runs.append((shard, run))
         finally:
             backend.unbind()
@@ -178,9 +178,15 @@ def _pass_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _pass_by(
-    model: nn.Module, small: Miniature, shard: Shard | None, whole: Run | None, run: Run, setting: Setting
+    model: nn.Module,
+    small: Miniature,
+    shard: Shard | None,
+    whole: Run | None,
+    run: Run,
+    setting: Setting,
+    backend: Backend | None = None,
 ) -> None:
-    """Make the passes of a run on the whole graph, or on a part, and note their results."""
+    """Make the passes of a run on the whole graph, or on a part by a backend, and note their results."""
     given = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
     torch.manual_seed(setting.seed)
     for number, training in enumerate((setting.trains, setting.trains, False)):
@@ -188,6 +194,8 @@ def _pass_by(
         args, kwargs = copied(model.forward, *given)
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
+        if backend is not None:
+            backend.communicator.compare_calls()  # before a backward pass, whose exchanges would wait
         # whole numbers may be edges, which are of another class on a rank
         numbers = [one for one in tensors_of(out) if one.is_floating_point() or one.is_complex()]
         outputs = {f"{number} {at}": one for at, one in enumerate(numbers)}

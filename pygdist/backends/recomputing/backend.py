@@ -266,7 +266,14 @@ class RecomputingBackend(FetchingBackend):
         return FetchedPass(self.fetcher)
 
     def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> PartPass:
-        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)
+        late = None if alone or self.abilities.trains_parts else self._late_fetcher
+        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title, late=late)
+
+    def _late_fetcher(self) -> Fetcher:
+        """Return a fetcher, also if all rows of the hops that are known are computed here."""
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self.shard, self.communicator, self.options, self._held)
+        return self._fetcher
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -382,6 +389,11 @@ class RecomputingBackend(FetchingBackend):
     def note(self, text: str) -> None:
         if not self._alone:
             super().note(text)
+
+    @override
+    def move(self, at: str) -> None:
+        if not self._alone:
+            super().move(at)
 
     @override
     def over_ranks(self, values: Sequence[float]) -> Tensor:
