@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from pygdist import signals
+from pygdist.signals import before_exit
 
 _PREFIX, _DIGITS = "pygdist-", 12
 _LAST = -200  # multiprocessing removes its own temporary folder, which may be in this one, at -100
@@ -138,7 +138,7 @@ def _close_all() -> None:
         folder.close()
 
 
-signals.before_exit(_close_all)
+before_exit(_close_all)
 
 
 def _unique() -> str:
