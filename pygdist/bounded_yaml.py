@@ -18,7 +18,7 @@ MOST_CHARACTERS = 1 << 20
 MOST_VALUES = 100_000  # with those of aliases, each time that they are used
 MOST_LEVELS = 50
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
 
 
@@ -85,7 +85,7 @@ def check_yaml(text: str, place: str) -> None:
         raise InputError(f"{place}: {len(text):,} characters, but at most {MOST_CHARACTERS:,} are read")
     anchors: dict[str, _Size] = {}
     stack = [_Open()]
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=LOADER):
         mark = event.start_mark
         where = f"{place}:{mark.line + 1}:{mark.column + 1}" if mark else place
         if isinstance(event, yaml.CollectionStartEvent):

@@ -51,7 +51,11 @@ def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
     sink = _Sink(file)
-    torch.save(checkpoint, cast(IO[bytes], sink))
+    try:
+        torch.save(checkpoint, cast(IO[bytes], sink))
+    except Exception:
+        if sink.error is None:
+            raise
     if sink.error is not None:
         raise sink.error
     file.seek(-_END_BYTES, os.SEEK_END)
@@ -65,16 +69,19 @@ def _write(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 class _Sink:
-    """A file for ``torch.save``, which reports the error of a write as another one, or not at all: keeps the first."""
+    """A file for ``torch.save``, which reports the error of a write as another one, or not at all: keeps the first.
+
+    A signal may be one: torch makes its ``SystemExit`` an error, too.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.error = file, None  # type: BinaryIO, OSError | None
+        self._file, self.error = file, None  # type: BinaryIO, BaseException | None
 
     def write(self, data: Any) -> int:
         if self.error is None:
             try:
                 self._file.write(data)
-            except OSError as error:
+            except BaseException as error:
                 self.error = error
         return len(data)
 
@@ -82,7 +89,7 @@ class _Sink:
         if self.error is None:
             try:
                 self._file.flush()
-            except OSError as error:
+            except BaseException as error:
                 self.error = error
 
 
@@ -216,9 +223,13 @@ def _is_optimizer_state(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
     groups = value.get("param_groups")
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and _is_list(group.get("params"), lambda one: isinstance(one, int | str))
+        for group in groups
+    ):
+        return False
+    params = [one for group in groups for one in group["params"]]
+    return len(set(params)) == len(params) and set(value["state"]) <= set(params)  # torch would drop other states
 
 
 def _is_list(value: Any, is_right: Any) -> bool:
@@ -242,19 +253,22 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "state_dict": (
         lambda value: (
             _is_by_name(value, object)
-            and all(isinstance(one, Tensor) or name.endswith("_extra_state") for name, one in value.items())
+            and all(
+                (isinstance(one, Tensor) and not one.is_meta) or name.endswith("_extra_state")
+                for name, one in value.items()
+            )
         ),
         "a dictionary of tensors by name",
     ),
     "optimizer_states": (
         lambda value: _is_list(value, _is_optimizer_state),
-        "a list of dictionaries with 'state' and 'param_groups'",
+        "a list of dictionaries with 'param_groups', which name each parameter once, and 'state' of these",
     ),
     "lr_schedulers": (lambda value: _is_list(value, lambda one: isinstance(one, dict)), "a list of dictionaries"),
     "loops": (lambda value: _is_by_name(value, dict) and "fit_loop" in value, "a dictionary with 'fit_loop'"),
     "callbacks": (lambda value: _is_by_name(value, object), "a dictionary with names as keys"),
-    "epoch": (lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
-    "global_step": (lambda value: type(value) is int and value >= 0, "a whole number from 0 on"),
+    "epoch": (lambda value: type(value) is int and 0 <= value < 1 << 53, "a whole number from 0 to 2**53"),
+    "global_step": (lambda value: type(value) is int and 0 <= value < 1 << 53, "a whole number from 0 to 2**53"),
     "pytorch-lightning_version": (lambda value: bool(re.match(r"\d+\.\d+", str(value))), "a version"),
     "hyper_parameters": (lambda value: isinstance(value, Mapping), "a dictionary"),
     "backend_state": (_is_backend_state, "a dictionary with the name of a 'backend' and its 'rows', tensors by name"),

@@ -10,6 +10,8 @@ import difflib
 import importlib
 import logging
 import os
+import select
+import signal
 import sys
 import tempfile
 import threading
@@ -80,8 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that YAML can name the user's own classes, as under "python -m"
+    _open_streams()
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        _complain(f"the current folder: {error.strerror}; change to a folder that is there")
+        return 2
+    if here not in sys.path:
+        sys.path.insert(0, here)  # so that YAML can name the user's own classes, as under "python -m"
     command, *rest = arguments or ["--help"]
     try:
         with signals.command():
@@ -90,7 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as error:
                 if not (signum := signals.received()):
                     raise
-                # a library that was being imported took the signal for a failure of its own
                 raise SignalError(
                     f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum
                 ) from error
@@ -102,6 +109,7 @@ def _run(command: str, rest: list[str]) -> int:
     try:
         if command in ("-h", "--help", "help"):
             sys.stdout.write(_HELP)
+            sys.stdout.flush()
             return 0
         if command == "--version":
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
@@ -110,6 +118,7 @@ def _run(command: str, rest: list[str]) -> int:
             run = _load(command)
             logging.basicConfig(level=logging.INFO, format="%(message)s")  # before Lightning is imported, it would echo
             code = run(command, rest)
+            sys.stdout.flush()  # while what a full disk says can still be told
             if of_threads:
                 raise of_threads[0]
             return code
@@ -125,6 +134,11 @@ def _run(command: str, rest: list[str]) -> int:
     except SignalError:
         raise
     except Exception as error:
+        if signals.received():  # which a library took for a failure of its own
+            raise
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the stream once more as it ends
+            return 128 + signal.SIGPIPE
         if (refused := refusal_of(error)) is not None:
             _complain(str(refused))
             return 2
@@ -135,6 +149,23 @@ def _run(command: str, rest: list[str]) -> int:
         return 2
     except SystemExit as leaving:  # after --help and --print_config
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def _open_streams() -> None:
+    """Open a standard stream that is closed, so that no file of ours gets its number, to which libraries print."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free: this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process
+
+
+def _nobody_reads() -> bool:
+    """Tell if standard output is a pipe whose reader has gone, as that of ``pygdist --help | head -1``."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _ended(error: SignalError) -> int:
@@ -149,7 +180,14 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
         similar = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"; did you mean '{similar[0]}'?" if similar else "."
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
-    run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
+    if _COMMANDS[command] in ("train", "verify"):  # these import Lightning
+        importlib.import_module("pygdist.commands.launch_variables").check_launch(os.environ)
+    try:
+        run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
+    except (ValueError, RuntimeError) as error:  # torch refuses variables of the environment so
+        if signals.received():
+            raise
+        raise InputError(f"pygdist {command} cannot be imported: {error}; look at the environment variables") from error
     return run
 
 
@@ -209,7 +247,7 @@ def _is_named(error: OSError, arguments: list[str]) -> bool:
 def _is_first_rank() -> bool:
     """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return all(number == "0" for number in numbers)
+    return not any(number.isdecimal() and int(number) for number in numbers)
 
 
 def _complain(message: str) -> None:

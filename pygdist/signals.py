@@ -39,7 +39,10 @@ class _State:
         self.before: dict[int, Any] = {}  # the handlers that ours replaced
         self.received = 0
         self.raised = False
-        self.defer = False
+        self.told = False
+        self.defer_s = 0.0
+        self.interrupt_at = self.end_at = 0.0  # when a thread does so, unless the main thread has left the block
+        self.expected = 0  # signals of this process's own
         self.listener: Callable[[int], None] | None = None
         self.fds = (-1, -1)
         self.left = threading.Event()  # the block or run that the signal was to end
@@ -48,6 +51,7 @@ class _State:
 
 
 _state = _State()
+_last: list[Callable[[], object]] = []
 
 
 def received() -> int:
@@ -66,14 +70,15 @@ def signal_of(exit_code: int) -> int:
     return number if number in _ENDING else 0
 
 
-def listen(listener: Callable[[int], None] | None, *, defer: bool = False) -> None:
-    """Call a function, from a thread, as soon as a signal arrives.
+def listen(listener: Callable[[int], None] | None, *, defer_s: float = 0.0) -> None:
+    """Call a function, from a thread, as soon as a signal ends this process.
 
     Args:
         listener: The function; it gets the signal's number.
-        defer: The main thread asks for :func:`received` by itself: the first signal does not interrupt it.
+        defer_s: The main thread has so many seconds to ask for :func:`received` and to leave by itself; only then the
+            signal interrupts it.
     """
-    _state.listener, _state.defer = listener, defer
+    _state.listener, _state.defer_s = listener, defer_s
 
 
 @contextlib.contextmanager
@@ -103,11 +108,12 @@ def install() -> bool:
     """
     if _state.installed or threading.current_thread() is not threading.main_thread():
         return False
-    _state.installed, _state.received, _state.raised, _state.left = True, 0, False, threading.Event()
+    _state.installed, _state.received, _state.raised, _state.told = True, 0, False, False
+    _state.left = threading.Event()
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules  # where Ctrl-C stops a cell, not the process
     for number in _ENDING[: 1 if interactive else 2]:
         before = signal.getsignal(number)
-        if before is not signal.SIG_IGN:  # as under nohup
+        if before not in (signal.SIG_IGN, None):  # as under nohup, or one in C that could not be put back
             signal.signal(number, _on_signal)
             if before is not _on_signal:
                 _state.before[number] = before
@@ -136,6 +142,12 @@ def release() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
+def postpone_end(seconds: float) -> None:
+    """Give the main thread so much time from now on to leave after a signal; no less than it has."""
+    later = time.monotonic() + seconds
+    _state.interrupt_at, _state.end_at = max(_state.interrupt_at, later), max(_state.end_at, later + _LEAVE_S)
+
+
 def uninstall() -> None:
     """Put the handlers of before back."""
     if not _state.installed:
@@ -144,7 +156,7 @@ def uninstall() -> None:
     _state.left.set()
     for number, handler in _state.before.items():
         signal.signal(number, handler)
-    _state.listener, _state.defer = None, False
+    _state.listener, _state.defer_s = None, 0.0
     if fds[1] != -1:
         if (current := signal.set_wakeup_fd(-1)) not in (-1, fds[1]):
             signal.set_wakeup_fd(current)
@@ -169,7 +181,11 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         return
     first = _state.received in (0, signum) and not _state.raised
     _state.received = _state.received or signum
-    if not first or _state.defer:
+    before = _state.before.get(signum)
+    if first and not _state.told and callable(before) and before is not signal.default_int_handler:
+        _state.told = True
+        before(signum, frame)  # the user's
+    if not first or _state.defer_s:
         return
     _state.raised = True
     raise SignalError(f"{name_of(signum)} reached {_who()}", signum)
@@ -183,23 +199,37 @@ def _read(fd: int) -> None:
             signum = numbers[0]
             if signum not in _ENDING:
                 continue
+            if _state.expected:
+                _state.expected -= 1
+                continue
             if began and time.monotonic() - began > _AGAIN_S:
                 end(signum, f"{name_of(signum)} reached {_who()} again")
             if began:
                 continue
             began = time.monotonic()
             _state.received = _state.received or signum
-            if _state.listener is not None:
+            _state.interrupt_at = began + _state.defer_s
+            _state.end_at = _state.interrupt_at + _LEAVE_S
+            if not _state.defer_s and _state.listener is not None:
                 _state.listener(signum)
-            if not _state.defer:
-                arguments = signum, _state.left
-                threading.Thread(target=_end_later, args=arguments, daemon=True, name="pygdist-end").start()
+            arguments = signum, began, _state.left
+            threading.Thread(target=_see_to_the_end, args=arguments, daemon=True, name="pygdist-end").start()
 
 
-def _end_later(signum: int, left: threading.Event) -> None:
-    if left.wait(_LEAVE_S):
-        return
-    end(signum, f"{name_of(signum)} reached {_who()}, whose work could not be interrupted")
+def _see_to_the_end(signum: int, began: float, left: threading.Event) -> None:
+    """Interrupt the main thread if it was to leave by itself and has not, and end the process if it still is there."""
+    while (rest_s := _state.interrupt_at - time.monotonic()) > 0:
+        if left.wait(rest_s):
+            return
+    if _state.defer_s:
+        _state.defer_s, _state.expected = 0.0, 1
+        if _state.listener is not None:
+            _state.listener(signum)
+        signal.pthread_kill(threading.main_thread().ident or 0, signum)
+    while (rest_s := _state.end_at - time.monotonic()) > 0:
+        if left.wait(rest_s):
+            return
+    end(signum, f"{name_of(signum)} reached {_who()}, whose work has not ended within {time.monotonic() - began:.0f} s")
 
 
 def end(signum: int, text: str = "") -> NoReturn:
@@ -207,7 +237,20 @@ def end(signum: int, text: str = "") -> NoReturn:
     if text:
         sys.stderr.write(f"pygdist: error: {text}\n")
         sys.stderr.flush()
-    os._exit(128 + signum)
+    exit_now(128 + signum)
+
+
+def before_exit(function: Callable[[], object]) -> None:
+    """Call a function before :func:`exit_now` ends the process, which no other function of Python's hears of."""
+    _last.append(function)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process from any thread, whatever the others wait for."""
+    for function in _last:
+        with contextlib.suppress(Exception):
+            function()
+    os._exit(code)
 
 
 def _who() -> str:
@@ -247,7 +290,7 @@ def follow_parent() -> None:
     Ranks do so from their first import of ``pygdist`` on, and in each run.
     """
     starter = parent()
-    if starter and starter == os.getppid() and _state.parent_watch is None:
+    if starter and (starter == os.getppid() or not _lives(starter)) and _state.parent_watch is None:
         _state.parent_watch = stop = threading.Event()
         threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
 
@@ -259,6 +302,16 @@ def outlive_parent() -> None:
         _state.parent_watch = None
 
 
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 def _watch_parent(starter: int, stop: threading.Event) -> None:
     while os.getppid() == starter:
         if stop.wait(_POLL_S):
@@ -266,4 +319,4 @@ def _watch_parent(starter: int, stop: threading.Event) -> None:
     if not stop.wait(_ORPHAN_S):
         sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
         sys.stderr.flush()
-        os._exit(1)
+        exit_now(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.reliability.inputs import yaml_texts
+from experiments.reliability.malformed.configurations import yaml_texts
 from pygdist.bounded_yaml import MOST_LEVELS, MOST_VALUES, check_yaml, read_yaml
 from pygdist.errors import InputError
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from pygdist import InputError, checkpoints
+from pygdist.errors import SignalError
 
 CHECKPOINT: dict[str, Any] = {
     "state_dict": {"model.weight": torch.arange(3000.0).view(100, 30), "model.bias": torch.ones(3)},
@@ -181,6 +184,17 @@ def test_a_limit_on_the_size_of_files_ends_in_a_line(tmp_path: Path, warm_python
     assert _names(tmp_path) == []
 
 
+def test_a_signal_while_a_file_is_written_is_told_as_one(tmp_path: Path) -> None:
+    class Signalled(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > 100:
+                raise SignalError("SIGTERM reached process 1", signal.SIGTERM)
+            return super().write(data)
+
+    with Signalled(tmp_path / "file", "w+") as file, pytest.raises(SignalError, match="SIGTERM reached"):
+        checkpoints._write({"state_dict": {"weight": torch.zeros(1000)}}, file)  # type: ignore[arg-type]
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     left, written, other = (
         f".{name}.ckpt.{12 * digit}.partial" for name, digit in (("last", "a"), ("last", "b"), ("best", "a"))
@@ -194,13 +208,15 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 
 MALFORMED: dict[str, Any] = {
-    "state_dict": [[], {"w": 3}, {3: torch.ones(2)}, None],
+    "state_dict": [[], {"w": 3}, {3: torch.ones(2)}, None, {"w": torch.ones(2, device="meta")}],
     "optimizer_states": [{}, [3], "text", [{"state": {}}], [{"state": [], "param_groups": []}],
-                         [{"state": {}, "param_groups": [3]}], [{"state": {}, "param_groups": [{"params": 3}]}]],
+                         [{"state": {}, "param_groups": [3]}], [{"state": {}, "param_groups": [{"params": 3}]}],
+                         [{"state": {1: {}}, "param_groups": [{"params": [0]}]}],
+                         [{"state": {}, "param_groups": [{"params": [0]}, {"params": [0]}]}]],
     "lr_schedulers": [{}, [3], None],
     "loops": [[], {}, {"fit_loop": 3}, 7],
     "callbacks": [[], {3: {}}],
-    "epoch": ["one", -1, 1.5, None, True],
+    "epoch": ["one", -1, 10**30, 1.5, None, True],
     "global_step": ["one", -1, torch.ones(1)],
     "pytorch-lightning_version": [None, "x", [2]],
     "hyper_parameters": [3, []],

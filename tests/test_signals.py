@@ -29,7 +29,7 @@ except SignalError as error:
 """
 #: A mutex that is locked twice: no signal interrupts the wait.
 NATIVE = "import ctypes; mutex = ctypes.create_string_buffer(64); c = ctypes.CDLL(None); "
-NATIVE += "signals._LEAVE_S = 0.5; c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)"
+NATIVE += "signals._LEAVE_S = 1.0; c.pthread_mutex_lock(mutex); c.pthread_mutex_lock(mutex)"
 
 
 def _begin(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -52,12 +52,16 @@ def test_a_signal_ends_a_command_in_one_line(signum: signal.Signals, code: int, 
     assert process.returncode == code
 
 
-def test_a_native_routine_does_not_outlast_a_signal() -> None:
-    process = _begin(COMMAND.format(work=NATIVE))
+def test_a_native_routine_does_not_outlast_a_signal(tmp_path: Path) -> None:
+    folder = "from pygdist.memory.scratch import ScratchFolder; from pathlib import Path; "
+    folder += f"folder = ScratchFolder(Path({str(tmp_path)!r})); "
+    process = _begin(COMMAND.format(work=folder + NATIVE))
     time.sleep(1.0)  # it is in the routine
+    assert list(tmp_path.iterdir())
     process.terminate()
     _, errors = process.communicate(timeout=30)
-    said = f"pygdist: error: SIGTERM reached process {process.pid}, whose work could not be interrupted\n"
+    assert not list(tmp_path.iterdir()), "its temporary files go with it"
+    said = f"pygdist: error: SIGTERM reached process {process.pid}, whose work has not ended within 1 s\n"
     assert (process.returncode, errors) == (143, said)
 
 
@@ -79,22 +83,36 @@ def test_after_a_command_a_signal_ends_the_process_without_a_word(signum: signal
     assert (process.returncode, errors) == (-signum, "")
 
 
-def test_whoever_defers_is_told_and_a_second_signal_ends_the_process() -> None:
-    work = """
-        signals.listen(lambda number: print("noted", number, signals.received(), flush=True), defer=True)
+DEFERRED = """
+        signals.listen(lambda number: print("noted", number, signals.received(), flush=True), defer_s={seconds})
         print("listens", flush=True)
         for _ in range(600):
             time.sleep(0.1)"""
-    process = _begin(COMMAND.format(work=work))
+
+
+def _begin_deferred(seconds: float) -> subprocess.Popen[str]:
+    process = _begin(COMMAND.format(work=DEFERRED.format(seconds=seconds)))
     assert process.stdout is not None
     assert process.stdout.readline() == "listens\n"
     process.terminate()
-    assert process.stdout.readline() == "noted 15 15\n"
+    return process
+
+
+def test_whoever_defers_goes_on_and_a_second_signal_ends_the_process() -> None:
+    process = _begin_deferred(30.0)
     time.sleep(1.2)
     assert process.poll() is None
     process.terminate()
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (143, f"pygdist: error: SIGTERM reached process {process.pid} again\n")
+
+
+def test_whoever_defers_is_interrupted_in_the_end() -> None:
+    process = _begin_deferred(1.5)
+    time.sleep(1.0)
+    assert process.poll() is None
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (143, "noted 15 15\n", f"SIGTERM reached process {process.pid}\n")
 
 
 def test_a_forked_process_has_signals_of_its_own() -> None:
@@ -112,6 +130,7 @@ def test_a_forked_process_has_signals_of_its_own() -> None:
 
 def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     signals.uninstall()  # after a test whose trainer failed
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # after one of notebooks, where Ctrl-C stops a cell
     before = signal.getsignal(signal.SIGINT)
     with signals.command():
         ours = signal.getsignal(signal.SIGINT)
@@ -149,6 +168,24 @@ time.sleep(60)
     said = f"pygdist: error: process {process.pid}, which started rank 1 (process "
     assert errors.startswith(said) if waits else errors == ""
     assert (tmp_path / "went on").exists() is not waits
+
+
+def test_a_rank_whose_starter_has_died_before_ends() -> None:
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    rank = "import time, pygdist; print('ready', flush=True); time.sleep(60)"
+    process = _begin(rank, PYGDIST_PARENT=str(starter.pid))
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.startswith(f"pygdist: error: process {starter.pid}, which started process {process.pid}, has ended")
+
+
+def test_the_users_handler_is_called_too() -> None:
+    handler = "import signal; signal.signal(signal.SIGTERM, lambda number, _: print('mine', number, flush=True))\n"
+    process = _begin(handler + COMMAND.format(work="time.sleep(60)"))
+    process.terminate()
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (143, "mine 15\n", f"SIGTERM reached process {process.pid}\n")
 
 
 def test_an_import_that_hides_the_signal_is_no_failure(

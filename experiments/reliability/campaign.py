@@ -348,7 +348,7 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
 
 def told(errors: str, signal_name: str = "") -> str:
     """Return the line that names a rank or a signal; that of this signal, if there is one."""
-    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|done nothing|not answered)"
+    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|stopped|not answered)"
     named += r"|which started rank \d|store does not"
     lines = [line for line in errors.splitlines() if re.search(named, line)]
     return next((line for line in lines if signal_name in line), lines[0])[:300] if lines else ""

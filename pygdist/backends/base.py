@@ -271,6 +271,10 @@ class Backend(ABC):
         """Note something that must be equal on all ranks, without an exchange: the next one of numbers compares it."""
         self.communicator.note(text)
 
+    def move(self, at: str) -> None:
+        """Note where this rank is in a model, in words that must be equal on all ranks."""
+        self.communicator.move(at)
+
     def over_ranks(self, values: Sequence[float]) -> Tensor:
         """A few numbers of every rank, ``(num_ranks, len(values))``; of this rank alone where it runs by itself."""
         return self.communicator.gather(values)

@@ -47,7 +47,7 @@ class HybridBackend(RecomputingBackend):
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
             ``comm``, 1 is ``cache``. Rows with very many edges below them count as equally expensive.
-        costs: Choose by these costs instead of measured ones; ``cache_ratio`` goes first.
+        costs: Choose by these costs instead of measured ones.
         memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
             holds the in-edges of all hops below its nodes, which are not counted; with ``cache_ratio=0`` it does not.
         replan: Measure and choose again even if a plan is kept.
@@ -74,6 +74,11 @@ class HybridBackend(RecomputingBackend):
             raise InputError(f"cache_ratio is {cache_ratio}, expected a number from 0 (fetch all) to 1 (compute all)")
         if memory_gib is not None and not 0 <= memory_gib < math.inf:
             raise InputError(f"memory_gib is {memory_gib}, expected a number of GiB, 0 or more")
+        if cache_ratio is not None and (costs is not None or replan):
+            unused = "replan" if replan else "costs"
+            raise InputError(
+                f"{unused}: nothing is measured or chosen with cache_ratio={cache_ratio}; leave one of them out"
+            )
         self.cache_ratio, self.costs, self.memory_gib, self.replan = cache_ratio, costs, memory_gib, replan
         self.expected: Expected | None = None
 

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from pygdist.comm.derivatives import once_differentiable
+from pygdist.comm.places import apart
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
 from pygdist.comm.transfer import Transfer, as_bytes
@@ -178,7 +179,9 @@ class Communicator(Transport):
     def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
         """Say that the ranks made different calls before this one; every rank has found that."""
         counts = ", ".join(f"rank {rank}: {int(calls)}" for rank, calls in enumerate(made[:, 0].tolist()))
-        texts = self._gather_text(last, _TEXT_BYTES)
+        places, texts = (self._gather_text(text, _TEXT_BYTES) for text in (self._at, last))
+        if found := apart(places, [""] * self.world_size):
+            raise UnequalRanksError(found)
         lasts = ", ".join(f"rank {rank} in {text or 'none'}" for rank, text in enumerate(texts))
         raise UnequalRanksError(
             f"the ranks made different exchanges, or in another order (calls of {counts}; last was {lasts}): does the "
@@ -318,18 +321,41 @@ class Communicator(Transport):
             transfer.give(message, outgoing[message.rank])
         transfer.finish()
 
-    def reduce_in_place(self, x: Tensor, label: str) -> None:
-        """Replace the contiguous tensor ``x`` by its sum over all ranks; no gradient. Every rank calls it."""
+    def reduce_in_place(self, x: Tensor, label: str, *, of_model: bool = False) -> None:
+        """Replace the contiguous tensor ``x`` by its sum over all ranks; no gradient. Every rank calls it.
+
+        Args:
+            x: The tensor.
+            label: Names the exchange in errors; equal on all ranks.
+            of_model: A model decides to make the call, which may be another on another rank: on the CPU, sums with
+                other labels do not meet.
+        """
         self.announce(label)
         self.meter.total.calls += 1
         with self.meter.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
-            dist.all_reduce(x, group=self.group)
+            if of_model and not (self.is_nccl or x.is_cuda):
+                self._reduce_by_pairs(x)
+            else:
+                dist.all_reduce(x, group=self.group)
         # what a ring all-reduce sends per rank
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
         self.meter.sent(num_bytes)
         self.meter.received(num_bytes)
         self.meter.total.summed_bytes[label] += num_bytes
         self.done()
+
+    def _reduce_by_pairs(self, x: Tensor) -> None:
+        """Sum ``x`` in two rounds: each rank sums a share, and sends it to all. As many bytes as gloo's all-reduce.
+
+        Where ranks make different calls, that would add numbers of different sums, or abort the process if these have
+        other sizes: its messages have no tags.
+        """
+        shares = x.view(-1).tensor_split(self.world_size)
+        mine = shares[self.rank]
+        rows = mine.repeat(self.world_size, 1)
+        self.swap(shares, list(rows), self.tag)
+        torch.sum(rows, dim=0, out=mine)
+        self.swap([mine] * self.world_size, shares, self.tag)
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -358,13 +384,14 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, communicator: Communicator, label: str) -> Tensor:
         ctx.communicator, ctx.label = communicator, label
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        communicator.reduce_in_place(out, f"{label}, forward, {describe_rows(x[None])}")
+        communicator.reduce_in_place(out, f"{label}, forward, {describe_rows(x[None])}", of_model=True)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}")
+        ctx.communicator.reduce_in_place(grad, f"{ctx.label}, backward, {describe_rows(grad[None])}", of_model=True)
         return grad, None, None
 
 

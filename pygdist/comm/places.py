@@ -14,7 +14,7 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,9 +22,17 @@ from types import FrameType
 
 import torch
 
+from pygdist.errors import LostRankError, UnequalRanksError
+
 FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 """Farewells of ranks that did not cause a failure."""
 
+APART = "the ranks are at different places of the model"
+_DIFFERENT = "the ranks make different calls"
+_ALIKE = (  # the command line keeps the last 200 characters of a long message
+    "A loop or condition that decides on layers must decide alike on all ranks: by what MeanAggregation() or "
+    "SumAggregation(), as a module of the model, makes of the rows of all nodes"
+)
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
 _BUSY = 0.02  # of a processor: a thread that takes more does not wait
@@ -32,13 +40,17 @@ _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label."""
+    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label.
+
+    ``at`` is its place in a model, in words.
+    """
 
     epoch: int = 0
     exchange: int = 0
     label: str = "before the first exchange"
     waiting: bool = False  # True while the exchange runs
     stage: str = ""  # ``fit``, ``test``, ...; in an own loop there is none
+    at: str = ""
 
     def __str__(self) -> str:
         where = f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
@@ -107,6 +119,13 @@ class Report:
         """The place, as in "last seen in ..."."""
         return str(self.place) if self.beats else self.place.label
 
+    @property
+    def whence(self) -> str:
+        """The line of the user's code, or why the rank has left."""
+        if self.left is not None:
+            return f", and has left {self.place.stage or 'its work'} ({first_line(self.left)})"
+        return f" at {self.line}" if self.line else ""
+
     def described(self, rank: int) -> str:
         """Say in one clause where a rank is and what it waits in."""
         at = f" at {self.line}" if self.line else ""
@@ -152,10 +171,35 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
         return None
     patient = min(report.idle_s for report in here) >= patience_s
     still = all(report.still_s is not None and report.still_s >= patience_s for report in here)
-    if not (_differ(here) or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
+    differ = _differ(here)
+    if not (differ or (patient and (still or _wait_for(here, [reports[one] for one in gone])))):
         return None
+    if found := apart([report.place.at for report in reports.values()], [report.whence for report in reports.values()]):
+        return found
     has_left = f", and has left run {mine.run}"
-    return "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
+    clauses = "; ".join(report.described(one) + has_left * (one in later) for one, report in reports.items())
+    return f"{_DIFFERENT}: {clauses}; all ranks must make the same calls, in the same order" if differ else clauses
+
+
+def apart(places: Sequence[str], whence: Sequence[str]) -> str:
+    """Say where ranks are that are at different places of a model, and what to do; empty if they are not.
+
+    Args:
+        places: The place of each rank.
+        whence: More about each rank.
+    """
+    if len(set(places)) == 1:
+        return ""
+    told: dict[str, list[str]] = {}
+    for rank, (place, more) in enumerate(zip(places, whence, strict=True)):
+        told.setdefault(f"{place or 'outside of it'}{more}", []).append(str(rank))
+    clauses = (f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in told.items())
+    return f"{APART}: {'; '.join(clauses)}. {_ALIKE}"
+
+
+def failure(found: str, said: str) -> RuntimeError:
+    """Return the error for a call that failed for what the watchdog found."""
+    return UnequalRanksError(found) if found.startswith((APART, _DIFFERENT)) else LostRankError(said)
 
 
 def _differ(reports: list[Report]) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pygdist.comm.places import FINISHED
 from pygdist.comm.watchdog import Watchdog
+from pygdist.signals import exit_now
 
 log = logging.getLogger(__name__)
 
@@ -61,4 +62,4 @@ def _lives() -> bool:
 def leave(found: str) -> None:
     """End this process: its main thread waits for ranks that will not answer, in a call that no exception reaches."""
     log.error("%s; leaving", found)
-    os._exit(128 + _current.signum if _current is not None and _current.signum else 1)
+    exit_now(128 + _current.signum if _current is not None and _current.signum else 1)

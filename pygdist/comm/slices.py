@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pygdist.comm.communicator import Communicator, describe_rows
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.transfer import as_bytes
 from pygdist.memory.overflow import Overflow
 

@@ -107,6 +107,7 @@ class Transfer:
         self._began, self._ended = time.monotonic_ns(), False
         self._round: _Round | None = None
         transport.announce(label)
+        self._tag = transport.tag
         transport.meter.total.calls += not continues
         if not transport.is_nccl:  # which takes sends and receives in pairs, and one pair after the other anyway
             with transport.attempt(label):
@@ -225,7 +226,7 @@ class Transfer:
 
     def _start(self, op: Callable[..., Any], rank: int, tensor: Tensor) -> Any:
         end = "group_dst" if op is dist.isend else "group_src"
-        return op(self._counted(op, tensor), group=self._transport.group, **{end: rank})
+        return op(self._counted(op, tensor), group=self._transport.group, tag=self._tag, **{end: rank})
 
     def _counted(self, op: Callable[..., Any], tensor: Tensor) -> Tensor:
         """Count the bytes of a tensor and return it as bytes."""

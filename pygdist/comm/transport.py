@@ -11,7 +11,8 @@ import datetime
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from pygdist.comm.buffers import Buffers
 from pygdist.comm.meter import TrafficMeter
+from pygdist.comm.places import failure
 from pygdist.comm.process import watch
 from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
-from pygdist.errors import InputError, LostRankError, UnequalRanksError
+from pygdist.errors import InputError, UnequalRanksError
 
 _LABEL_BYTES = 128
+_TAGS = 2**30
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
 
 
@@ -55,6 +58,7 @@ class Transport:
             watchdog = watch()
         self._watchdog = watchdog
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
+        self._at = ""
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -93,6 +97,17 @@ class Transport:
 
     # -- what each exchange reports -------------------------------------------------------------------------------
 
+    def move(self, at: str) -> None:
+        """Note where this rank is in a model; equal on all ranks, or their next exchanges will not meet."""
+        self._digest, self._at = zlib.crc32(at.encode(), self._digest), at
+        if self._watchdog is not None:
+            self._watchdog.move(at)
+
+    @property
+    def tag(self) -> int:
+        """The tag of messages: of ranks that made other calls they do not meet, be they of one size or not."""
+        return self._digest % _TAGS
+
     def announce(self, label: str) -> None:
         """Report the exchange that begins; every exchange calls this first.
 
@@ -121,15 +136,20 @@ class Transport:
         except RuntimeError as error:
             raise self.lost(label, error, peer) from error
 
-    def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> LostRankError:
-        """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame."""
+    def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> RuntimeError:
+        """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame.
+
+        Returns:
+            A ``LostRankError``, or an ``UnequalRanksError`` if the watchdog finds that the ranks make different calls.
+        """
         number = self._calls if self._watchdog is None else self._watchdog.place.exchange
         here = f"rank {self.rank}, epoch {self.epoch}, exchange {number} ({label})"
         with_whom = "" if peer is None else f" with rank {peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
-        blame = f"; {self._watchdog.diagnose()}" if self._watchdog is not None else ""
-        return LostRankError(f"{here}: the exchange{with_whom} failed{blame} [{cause}]")
+        blame = "" if self._watchdog is None else self._watchdog.diagnose()
+        found = f"; {blame}" if blame else ""
+        return failure(blame, f"{here}: the exchange{with_whom} failed{found} [{cause}]")
 
     def _enter(self, label: str, *, counted: bool = True) -> None:
         if self._watchdog is not None:
@@ -140,7 +160,11 @@ class Transport:
         raw = text.encode()[:size].ljust(size, b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
         with self.attempt("agreement"):
-            rows = self._gather_row(row)
+            if self.is_nccl:
+                rows = self._gather_row(row)
+            else:  # gloo aborts where a collective meets one of another size
+                rows = row.repeat(self.world_size, 1)
+                self.swap([row] * self.world_size, list(rows), tag=size)
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
 
     def _gather_row(self, row: Tensor) -> Tensor:
@@ -148,6 +172,15 @@ class Transport:
         rows = row.new_empty(self.world_size, row.numel())
         dist.all_to_all_single(rows, row.repeat(self.world_size, 1), group=self.group)
         return rows.cpu()
+
+    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> None:
+        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p; with gloo alone."""
+        works: list[Any] = []
+        for op, end, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing)):
+            pairs = [(peer, one) for peer, one in enumerate(tensors) if peer != self.rank and one.numel()]
+            works += [op(one, group=self.group, tag=tag, **{end: peer}) for peer, one in pairs]
+        for work in works:
+            work.wait(self.timeout)
 
 
 class Courier:

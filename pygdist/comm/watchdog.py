@@ -114,8 +114,12 @@ class Watchdog:
         self._since = time.monotonic()
         self.place = replace(self.place, epoch=epoch, exchange=self.place.exchange + counted, label=label, waiting=True)
         if counted:
-            self._digest = zlib.crc32(label.encode(), self._digest)
+            self._digest = zlib.crc32(f"{self.place.at}, {label}".encode(), self._digest)
             self._made.append((self.place.exchange, self._digest))
+
+    def move(self, at: str) -> None:
+        """Note where this rank is in a model."""
+        self.place = replace(self.place, at=at)
 
     def leave(self) -> None:
         """Note that the exchange is over."""
@@ -230,6 +234,7 @@ class Watchdog:
             return self.verdict
         before = self._board.read()
         if before is not None and (found := self._told_by(before)):
+            self.verdict = found  # that rank has broken the groups
             return found
         # a wait, not a poll: a live rank beats at least twice in this time
         threading.Event().wait(3 * self.beat_s)
@@ -237,6 +242,7 @@ class Watchdog:
         if before is None or after is None:
             return self.verdict or _NO_STORE
         if found := self.verdict or self._told_by(after):
+            self.verdict = found
             return found
         lost, left, late, others = [], [], [], []
         for rank, report in after.items():

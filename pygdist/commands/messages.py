@@ -7,7 +7,10 @@ the path to the option and the innermost messages.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import stat
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ import yaml
 from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
-from pygdist.bounded_yaml import check_yaml, read_text
+from pygdist.bounded_yaml import LOADER, check_yaml, read_text
 from pygdist.errors import InputError
 
 _LONGEST_PATH = 4000  # of Linux
@@ -37,7 +40,7 @@ _TOP = (
     (re.compile(r"^unrecognized arguments: (.*)$"), r"unknown option \1"),
     (re.compile(r"^Subcommand '\w+' does not accept option '(.*)'$"), r"unknown option \1"),
     (
-        re.compile(r"^the following arguments are required: (?:(?:fit|validate|test|predict)\.)?(\S+)$"),
+        re.compile(r"^the following arguments are required: (?:-\w/--)?(?:(?:fit|validate|test|predict)\.)?(\S+)$"),
         r"--\1 is required",
     ),
     (re.compile(r"^argument (?:-\w/)?(--\S+): "), r"\1: "),
@@ -80,17 +83,33 @@ def check_value(option: str, value: str) -> None:
         InputError: As :func:`~pygdist.bounded_yaml.check_yaml`.
     """
     name, text = option, value
+    _refuse_pipe(option, value)
     if option in ("-c", "--config") or value.endswith((".yaml", ".yml")):
         path = Path(value)
         if "\0" in value or len(value) > _LONGEST_PATH or not path.is_file():
             return
         name, text = value, read_text(path)
+        lines = text.splitlines() if option in ("-c", "--config") else ["an option of another kind"]
+        if not any(line.strip() and not line.lstrip().startswith("#") for line in lines):
+            raise InputError(f"{value}: is empty, expected options as YAML")
     elif not value.lstrip().startswith(("[", "{", "-", "!", "&", "*")) and "\n" not in value:
         return
     try:
         check_yaml(text, name)
     except yaml.YAMLError:
         return  # jsonargparse explains
+    for event in yaml.parse(text, Loader=LOADER):
+        if isinstance(event, yaml.ScalarEvent):
+            _refuse_pipe(name, event.value)
+
+
+def _refuse_pipe(option: str, value: str) -> None:
+    """Refuse the name of a pipe, which jsonargparse would open and wait for; the shell's, as in ``<(...)``, will do."""
+    is_pipe = False
+    with contextlib.suppress(OSError, ValueError):  # no name of a file
+        is_pipe = stat.S_ISFIFO(os.stat(value).st_mode)
+    if is_pipe and not value.startswith(("/dev/fd/", "/proc/")):
+        raise InputError(f"{option}: {value} is a pipe, which may never end; name a file")
 
 
 def _load_bounded(text: str) -> Any:

@@ -48,6 +48,9 @@ class RunFolder:
         self._mark.write("".join(f"{job}\n" for job in _jobs()))
         self._mark.flush()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}  # a spawned rank gets one without the lock
+
     def finish(self) -> None:
         """Note that the run has ended by itself."""
         (self.path / _MARK).unlink(missing_ok=True)
@@ -136,7 +139,10 @@ def _versions(root: Path) -> list[tuple[int, Path]]:
 def _difference(folder: Path, config: Mapping[str, Any]) -> str:
     """Name an option in which a run learns something else; empty if there is none, or nothing to compare."""
     path = folder / "config.yaml"
-    theirs = read_yaml(path) if path.is_file() else None
+    try:
+        theirs = read_yaml(path) if path.is_file() else None
+    except InputError as error:  # cut off, as its disk was full
+        return str(error)
     if not isinstance(theirs, dict):
         return ""
     for part in _COMPARED:

@@ -179,7 +179,8 @@ class GraphCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
-        check_settings(self.config[subcommand])
+        defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
+        check_settings(self.config[subcommand], defaults)
         checkpoint = self.config[subcommand].get("ckpt_path")
         if self.config[subcommand].resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
@@ -232,6 +233,21 @@ class GraphCLI(LightningCLI):
             self.save_config_callback = None
             kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), trainer.num_devices
+        if local >= devices and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's are compared by Lightning
+            raise InputError(
+                f"the environment variable LOCAL_RANK is {local}, so this process would be one of several ranks, but "
+                f"--trainer.devices is {devices}; unset LOCAL_RANK, or raise the devices",
+                of_one_rank=True,
+            )
+        asked = devices * trainer.num_nodes
+        if (
+            trainer.world_size != asked and "TORCHELASTIC_RUN_ID" not in os.environ
+        ):  # Lightning waits for SLURM's others
+            raise InputError(
+                f"{trainer.world_size} ranks were started, but --trainer.devices and --trainer.num_nodes ask for "
+                f"{asked}; make them equal"
+            )
         if trainer.world_size > 1 and not isinstance(trainer.strategy, GraphDDPStrategy):
             raise InputError(
                 f"--trainer.strategy: '{config['strategy']}' averages gradients as if each of the {trainer.world_size} "

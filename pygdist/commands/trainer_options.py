@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +31,18 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse a seed that is out of range, and an optimiser or a scheduler with arguments but without a class.
+_LOOPS = re.compile(
+    r"(\w*_)?(layers|blocks|depth|hops|convs|stages|steps|iterations)|K"
+)  # a model goes through so many
+_MOST_LOOPS = 10_000
+
+
+def check_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse options outside of the trainer that are out of range, or that another one leaves without effect.
+
+    Args:
+        config: The configuration.
+        defaults: Defaults of ``model.lr`` and ``model.weight_decay``.
 
     Raises:
         InputError: Names the option.
@@ -43,6 +54,16 @@ def check_settings(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and "init_args" in value and not value.get("class_path"):
             raise InputError(f"--{name}: init_args are given without a class_path")
+    optimizer = config.get("optimizer")
+    if config.get("lr_scheduler") is not None and optimizer is None:
+        raise InputError("--lr_scheduler has no effect without --optimizer; give one, such as --optimizer=Adam")
+    for name, default in defaults.items():
+        if optimizer is not None and config.get(name) not in (None, default):
+            own = name.rpartition(".")[2]
+            raise InputError(f"--{name} has no effect with --optimizer; set --optimizer.{own} in its place")
+    for name, value in config.get("model", {}).items():
+        if isinstance(value, int) and value > _MOST_LOOPS and _LOOPS.fullmatch(name.rpartition(".")[2]):
+            raise InputError(f"--model.{name} is {str(value)[:40]}, expected at most {_MOST_LOOPS:,}")
 
 
 def check_trainer(config: Mapping[str, Any]) -> None:
@@ -62,6 +83,8 @@ def check_trainer(config: Mapping[str, Any]) -> None:
         if not 0 < seconds < math.inf:
             raise InputError(f"--trainer.strategy.{name} is {seconds}, expected a finite number of seconds above 0")
     _check_devices(config.get("devices"))
+    if config.get("overfit_batches") and config.get("limit_train_batches") not in (None, 1.0):
+        raise InputError("--trainer.limit_train_batches has no effect with --trainer.overfit_batches; leave one out")
     if config.get("gradient_clip_algorithm") is not None and config.get("gradient_clip_val") is None:
         raise InputError("--trainer.gradient_clip_algorithm has no effect without --trainer.gradient_clip_val")
     for unit in ("epochs", "steps"):

@@ -22,9 +22,12 @@ from pygdist.commands.messages import ArgumentParser
 from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.hops.layer import own_class
+from pygdist.hops.user_code import in_one_line
 from pygdist.lightning import GraphDataModule
 from pygdist.nn.inputs import call_encoder, checked_columns, fill_in_sizes
 from pygdist.routing import distribute
+from pygdist.routing.causes import ELSEWHERE, reads_missing_rows
 from pygdist.testing import Difference, RankPool, Step, without_dropout
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 
@@ -66,6 +69,8 @@ def verify(
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
     whole, _ = data.load()
+    if data.num_parts not in (None, world_size):
+        log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)
     data.num_parts = world_size
     data.prepare_data()
     whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
@@ -98,11 +103,11 @@ def _compare(
         return largest_differences(step, expected, shard.owned_id)
     except InputError as error:
         return str(error)
-    except IndexError as error:
-        return (
-            f"the model indexes node rows by edge_index outside propagate ({error}), where only the rank's own rows "
-            "are available; normalise edges with PyG's gcn_norm(edge_index), or before training with T.GCNNorm"
-        )
+    except (IndexError, RuntimeError, ValueError) as error:
+        if not reads_missing_rows(error):
+            raise
+        name = own_class(model).__name__
+        return f"{name} ran on one process, and failed on rank {rank}: {in_one_line(error)}. {ELSEWHERE}"
 
 
 def run(command: str, arguments: list[str]) -> int:

@@ -29,6 +29,7 @@ _NUMBERS = frozenset(
 )
 _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch computes with signed integers only
 _LARGEST = torch.finfo(torch.float32).max  # models compute in float32, unless asked for more
+_MOST_CLASSES = (1 << 31) - 1
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
@@ -55,8 +56,6 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
         raise InputError("x: the graph has no nodes")
     if "num_nodes" in data and data["num_nodes"] not in (None, num_nodes):
         raise InputError(f"x: {num_nodes} rows, but num_nodes is {data['num_nodes']}; correct one of them")
-    if num_classes is not None and num_classes < 1:
-        raise InputError(f"num_classes is {num_classes}, expected at least 1")
     _check_edges(data, num_nodes)
     fields = {name: value for name in ("x", "y", *MASKS, *EDGE_FIELDS) if isinstance(value := data.get(name), Tensor)}
     node_type = data.get("node_type")
@@ -86,6 +85,8 @@ def check_fields(
     Raises:
         InputError: As in :func:`check`; the message begins with the name of the field and a colon.
     """
+    if num_classes is not None and not 1 <= num_classes <= _MOST_CLASSES:
+        raise InputError(f"num_classes is {str(num_classes)[:40]}, expected 1 to {_MOST_CLASSES:,}")
     if "x" in fields:
         _check_finite("x", fields["x"], "node", after_block)
     for name in EDGE_FIELDS:
@@ -227,8 +228,8 @@ def _check_finite(name: str, value: Tensor, what: str, after_block: Callable[[st
     if not count:
         return
     finite = bool(torch.isfinite(value[first]).all())
-    held = "values that float32 cannot hold (above 3.4e38)" if finite else "NaN or infinite values"
-    advice = "scale or replace them" if finite else "replace them"
+    held = "values above 3.4e38 (the largest of float32)" if finite else "NaN or infinite values"
+    advice = "scale them (for float64 too: parts serve runs of every precision)" if finite else "replace them"
     raise InputError(f"{name}: {count} of {value.size(0)} {what}s hold {held}, the first is {what} {first}; {advice}")
 
 

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.hops.blocks import Blocks
@@ -43,6 +43,8 @@ class Kept:
         layers: The layers that are on this backend.
         classes: By layer class: the subclass that routes its hops to this backend.
         passes: Passes of models on this backend so far.
+        hops: Calls of ``propagate`` in the pass that runs, or ran last.
+        names: Names of modules, for messages.
         uncompared: A model was put on this backend to be compared with one process, and has not been called.
     """
 
@@ -55,7 +57,8 @@ class Kept:
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}
-        self.passes = 0
+        self.passes = self.hops = 0
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.uncompared = False
 
     def forget(self) -> None:

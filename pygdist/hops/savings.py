@@ -47,6 +47,10 @@ class Savings:
             limit = getattr(self, name)
             if limit is not None and not 0 <= limit < math.inf:
                 raise InputError(f"savings.{name} is {limit}, expected a finite number of MiB, 0 or more")
+        if self.first_hop_mib is not None and not self.first_hop:
+            raise InputError(
+                f"savings.first_hop_mib={self.first_hop_mib} has no effect with first_hop=false; leave it out"
+            )
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
         """Bytes of results that one of ``ranks`` ranks may keep on ``device``."""

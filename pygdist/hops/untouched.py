@@ -2,8 +2,8 @@
 
 Whatever the user's code changes meanwhile is put back: attributes of modules and of other objects, containers, tensors,
 attributes of classes, variables that functions close over, globals whose names are in their code, and random
-generators. An iterator only goes on: a model that holds one is refused here. Files, other processes, attributes of
-modules of Python and the insides of installed libraries' objects are out of reach.
+generators. A model that holds an iterator is refused here, because an iterator cannot go back. Files, other processes,
+attributes of modules of Python and the insides of installed libraries' objects are out of reach.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygdist.comm.derivatives import refuse_second_derivative
 from pygdist.kernels import _native, _torch
 from pygdist.native import library
 
@@ -37,4 +38,6 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | No
     op = torch.library.custom_op(f"pygdist::{name}", run, mutates_args=mutates, schema=parenthesis + rest)
     if fake is not None:
         op.register_fake(fake)
+    if not mutates:
+        op.register_autograd(refuse_second_derivative)  # of an operator without a derivative of its own
     return op

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from typing_extensions import override
 
 from pygdist import checkpoints
@@ -29,6 +31,12 @@ _RESTORING = {
     "restore_lr_schedulers": "lr_schedulers",
 }
 
+_LOOPS = {
+    TrainerFn.FITTING: "fit_loop",
+    TrainerFn.VALIDATING: "validate_loop",
+    TrainerFn.TESTING: "test_loop",
+    TrainerFn.PREDICTING: "predict_loop",
+}
 _OF_RANKS = ".temp.ckpt"  # the parameters that Lightning brings back from forked ranks, which are no checkpoint
 
 
@@ -101,15 +109,37 @@ def check_alike(path: str | Path, trainer: pl.Trainer, checkpoint: Any, communic
 def _check(checkpoint: Any, path: str | Path, trainer: pl.Trainer) -> None:
     fitting = trainer.state.fn == TrainerFn.FITTING
     check(checkpoint, path, needs=TRAINING_PARTS if fitting else ("state_dict",))
-    if fitting and checkpoint.get("pytorch-lightning_version") == pl.__version__:  # other versions are migrated
-        here = trainer.fit_loop.state_dict()
-        counted = {name: value for name, value in here.items() if name.endswith(("progress", "epoch_loop.state_dict"))}
-        for name in _unlike(counted, checkpoint["loops"]["fit_loop"], "loops.fit_loop"):
-            raise InputError(f"{path}: is damaged or forged: '{name}' must be there, and count from 0 on")
-        extra = checkpoint["loops"]["fit_loop"].get("state_dict")
-        loaders = extra.get("combined_loader", []) if isinstance(extra, dict) else None
-        if not isinstance(loaders, list) or not all(isinstance(one, dict) for one in loaders):
-            raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
+    for name, problem in _wrong_weights(checkpoint["state_dict"], trainer.lightning_module):
+        raise InputError(f"{path}: is damaged or forged: '{name}' in state_dict {problem}; take another checkpoint")
+    if (
+        trainer.state.fn is None
+        or "loops" not in checkpoint
+        or checkpoint.get("pytorch-lightning_version") != pl.__version__
+    ):
+        return  # those of other versions are migrated
+    name = _LOOPS[trainer.state.fn]
+    expected, saved = getattr(trainer, name).state_dict(), checkpoint["loops"].get(name)
+    counted = {part: value for part, value in expected.items() if part.endswith(("progress", "epoch_loop.state_dict"))}
+    for part in _unlike(counted, saved, f"loops.{name}"):
+        raise InputError(f"{path}: is damaged or forged: '{part}' must be there, and count from 0 on")
+    extra = saved.get("state_dict")
+    loaders = extra.get("combined_loader", []) if isinstance(extra, dict) else None
+    if fitting and (not isinstance(loaders, list) or not all(isinstance(one, dict) for one in loaders)):
+        raise InputError(f"{path}: is damaged or forged: 'loops.fit_loop.state_dict' must hold a list of loaders")
+
+
+def _wrong_weights(saved: Mapping[str, Any], module: pl.LightningModule) -> Iterator[tuple[str, str]]:
+    """Yield tensors that would be turned into those of the model with a loss, and weights that are no numbers."""
+    finite = getattr(module, "detect_nan", True)
+    parameters = dict(module.named_parameters())
+    for name, own in module.state_dict(keep_vars=True).items():
+        value = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
+            continue  # Lightning says what is lacking
+        if (value.is_floating_point(), value.is_complex()) != (own.is_floating_point(), own.is_complex()):
+            yield name, f"is {value.dtype}, but in the model {own.dtype}"
+        elif finite and name in parameters and value.layout is torch.strided and not bool(value.isfinite().all()):
+            yield name, "holds NaN or infinite weights (--model.detect_nan=false takes them)"
 
 
 def _unlike(expected: Any, saved: Any, name: str) -> Iterator[str]:

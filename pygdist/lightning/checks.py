@@ -25,6 +25,8 @@ from pygdist.backends import Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 
+# defaults of options that say how a store is made
+_OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": "chunk", "partitioner_args": {}}
 RESERVE = 2 / 3  # of a rank's memory, by default left to training
 
 
@@ -84,6 +86,7 @@ def check_graph_options(
     batches: Any,
     num_workers: int,
     batch_seed: int,
+    edge_split: Any = None,
 ) -> None:
     """Refuse options of :class:`~pygdist.lightning.GraphDataModule` that are out of range, or would have no effect."""
     if isinstance(num_parts, str) and num_parts != "auto":
@@ -109,8 +112,28 @@ def check_graph_options(
     for name, value in preprocessing.items():
         if store is not None and value not in (None, False) and name != "split_seed":  # which also draws edges
             raise InputError(f"{name}: {store} is partitioned already; give it to pygdist partition instead")
-    if num_workers and batches is None:
+    if store is not None and preprocessing["split_seed"] and edge_split is None:
+        raise InputError(
+            f"split_seed: {store} is split already; give it to pygdist partition, or edge_split to this run"
+        )
+    if num_workers and batches is None:  # a seed that is not used does no harm: scripts pass theirs to all
         raise InputError(f"num_workers={num_workers}: workers draw mini-batches; give batches, or leave it out")
+
+
+def left_unused(options: Mapping[str, Any]) -> list[str]:
+    """Return a note on options of the data module that its ``store`` leaves unused, if there are any."""
+    names = [name for name, default in _OF_GRAPHS.items() if options[name] != default]
+    return [f"{options['store']} is partitioned already; not used: {', '.join(names)}"] if names else []
+
+
+def expanded(cache_dir: str | Path) -> Path:
+    """Return the folder of the cache, in which ``~`` stands for the user's own; some users of containers have none."""
+    try:
+        return Path(cache_dir).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"cache_dir: {cache_dir} is in the home folder, but there is none; set HOME, or cache_dir"
+        ) from error
 
 
 def check_model(model: nn.Module, name: str = "model") -> None:
@@ -218,9 +241,15 @@ def say_what_is_sent(trainer: pl.Trainer, sync_every: int, sync_unit: str) -> No
         )
 
 
-def check_learns_edges(module: object) -> None:
-    """Refuse edges that are held out for a module that learns the classes of nodes."""
-    if getattr(module, "learns_edges", None) is False:
+def check_splits(module: object, split: object, edge_split: object) -> None:
+    """Refuse edges that are held out for a module that learns the classes of nodes, and a split of nodes for edges."""
+    learns_edges = getattr(module, "learns_edges", None)
+    if learns_edges and split is not None:
+        raise InputError(
+            f"split: {type(module).__name__} learns edges and uses no split of nodes; leave split out, or hold out "
+            "edges with edge_split"
+        )
+    if edge_split is not None and learns_edges is False:
         raise InputError(
             f"edge_split: edges are held out for a LinkPredictor (--task=links), but {type(module).__name__} learns "
             "the classes of nodes; leave edge_split out"

@@ -21,7 +21,7 @@ from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, rea
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.checks import RESERVE, check_graph_options, check_learns_edges, read_only_folder
+from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
@@ -118,12 +118,12 @@ class GraphDataModule(pl.LightningDataModule):
         }
         check_graph_options(
             self.preprocessing, store=store, num_parts=num_parts, memory_gib=memory_gib, reserve=reserve,
-            batches=batches, num_workers=num_workers, batch_seed=batch_seed,
+            batches=batches, num_workers=num_workers, batch_seed=batch_seed, edge_split=edge_split,
         )  # fmt: skip
         self.edge_split = edge_split
         self.batches, self.batch_seed, self.num_workers = batches, batch_seed, num_workers
         self.store = None if store is None else Path(store)
-        self.cache_dir = Path(cache_dir).expanduser()
+        self.cache_dir = expanded(cache_dir)
         self._folder: Path | None = self.store
         self._meta: tuple[Path, Mapping[str, Any]] | None = None
         self._error: str | None = None
@@ -166,6 +166,7 @@ class GraphDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.world_size == 1 and (reason := read_only_folder(self.trainer)):
             raise InputError(reason)
         if self.store is not None:
+            self._tell(left_unused(vars(self)))
             return
         try:
             self._folder = self._prepare()
@@ -256,8 +257,8 @@ class GraphDataModule(pl.LightningDataModule):
                 "batches: the model's backend does not train on mini-batches; use backend "
                 f"{names_of(lambda abilities: abilities.mini_batches)}, or leave batches out"
             )
+        check_splits(self._module, self.preprocessing["split"], self.edge_split)
         if self.edge_split is not None:
-            check_learns_edges(self._module)
             if several:
                 raise InputError(
                     "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "

@@ -7,14 +7,17 @@ a spawned or forked rank is raised again in the process that started it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import active_children
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,14 +31,15 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, get_context
 from typing_extensions import override
 
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.meeting import described, forget_own_port, host
 from pygdist.memory.limits import refusal_of
-from pygdist.signals import PARENT, held, signal_of
+from pygdist.signals import PARENT, exit_now, held, name_of, postpone_end, signal_of
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
+_JOIN_S = 5.0  # to kill those that do not
 _LOST = re.compile(r"^pygdist\.errors\.LostRankError: (.*)$", re.MULTILINE)
 
 
@@ -68,7 +72,13 @@ def _check_script() -> None:
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Spawns or forks the ranks from this process; their errors reach the caller with their own types."""
+    """Spawns or forks the ranks from this process; their errors reach the caller with their own types.
+
+    Attributes:
+        in_rank: This process is one of the ranks.
+    """
+
+    in_rank = False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -85,21 +95,41 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 raise
             raise LostRankError(raised[-1]) from error
         except ProcessExitedException as error:
-            if not self._mistakes.empty():
-                raise InputError(self._mistakes.get()) from error
-            assert self._strategy.cluster_environment is not None
-            rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
-            hint = ""
-            if self._start_method != "fork" and error.exit_code == 1:  # errors of a rank's work come in the other way
-                hint = (
-                    f" while it imported the script: with '{self._start_method}' all that the script does must stand "
-                    "under if __name__ == '__main__':"
-                )
-            raise LostRankError(
-                f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}{hint}"
-            ) from error
+            raise self._reason(error) from error
+        except SignalError as error:
+            self._end_ranks(error.signum)
+            raise
         finally:
             del self._mistakes  # no copy can be made of it
+
+    def _reason(self, error: ProcessExitedException) -> BaseException:
+        """Return the error that ended a rank, or tells of its end."""
+        if not self._mistakes.empty():
+            text, signum = self._mistakes.get()
+            return SignalError(text, signum) if signum else InputError(text)
+        assert self._strategy.cluster_environment is not None
+        rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
+        if signum := signal_of(error.exit_code):
+            return SignalError(f"{name_of(signum)} reached rank {rank} (process {error.error_pid})", signum)
+        hint = ""
+        if self._start_method != "fork" and error.exit_code == 1:  # errors of a rank's work come in the other way
+            hint = (
+                f" while it imported the script: with '{self._start_method}' all that the script does must stand "
+                "under if __name__ == '__main__':"
+            )
+        return LostRankError(f"rank {rank} (process {error.error_pid}) {described(error.exit_code)}{hint}")
+
+    def _end_ranks(self, signum: int) -> None:
+        """Pass a signal on, and kill the ranks that it does not end in time."""
+        patience_s = self._strategy.leave_s  # type: ignore[attr-defined]
+        postpone_end(patience_s + _JOIN_S)
+        ranks, until = active_children(), time.monotonic() + patience_s
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid or 0, signum)
+        for rank in ranks:
+            rank.join(max(0.0, until - time.monotonic()))
+            rank.kill()
 
     @override
     def _wrapping_function(
@@ -119,13 +149,17 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if self._start_method == "forkserver":
             # ranks get parameters in shared memory, and would overwrite each other's; Lightning copies spawned ones
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        self.in_rank = True
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *others)
+        except SignalError as error:
+            self._mistakes.put((error.message, error.signum))
+            raise
         except Exception as error:
             # torch writes errors to a file, for which there may be no room
             mistake = error if isinstance(error, InputError) else refusal_of(error)
             if mistake is not None:
-                self._mistakes.put(str(mistake))
+                self._mistakes.put((str(mistake), 0))
             elif self._mistakes.empty():
                 raise
             raise SystemExit(2) from error
@@ -163,4 +197,4 @@ class _Observer(threading.Thread):
         log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
         for process in self._processes:
             process.kill()
-        os._exit(128 + signum if signum else 1)  # the main thread hangs in a collective call that no exception reaches
+        exit_now(128 + signum if signum else 1)  # the main thread hangs in a collective call that no exception reaches

@@ -27,13 +27,13 @@ import psutil
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from pygdist.comm.places import busy_ticks, first_line, is_stopped, kill_stopped, machine
+from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import name_of, parent, signal_of
+from pygdist.signals import exit_now, name_of, parent, signal_of
 
 log = logging.getLogger(__name__)
 
-_PROBE_S, _POLL_S = 2.0, 0.2
+_PROBE_S, _POLL_S, _NAMED_S = 2.0, 0.2, 15.0
 _LOOPBACK = "127.0.0.1"
 _KNOCKS = "pygdist/knocks"
 _OWN_PORT = "PYGDIST_OWN_PORT"  # the MASTER_PORT that pygdist chose
@@ -104,7 +104,7 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
         where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
         log.error("%s, but has not answered for %.0f s; leaving", where, warn_after_s)
         kill_stopped((machine(), parent()))
-        os._exit(1)  # a thread still waits
+        exit_now(1)  # a thread still waits
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
@@ -128,8 +128,8 @@ def warn_of_joining() -> None:
         if word.startswith("--nnodes"):
             nnodes = word.partition("=")[2] or following
     lacking = []
-    if _is_of_agent():  # the store that torch's agents share: one that joins later waits for its address in vain
-        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or they do not find the others")
+    if _is_of_agent():  # an agent that joins later waits in vain for the address of this store, and then all agents end
+        lacking.append("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or torch ends the job then")
     if os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         lacking.append("give it an --rdzv-id=NAME, or they do not know which run goes on")
     if ":" in nnodes and lacking:
@@ -214,9 +214,32 @@ def _serve(address: str, port: int) -> dist.TCPStore:
                 f"MASTER_PORT={port} is taken by another process of this machine; choose another, or leave MASTER_PORT "
                 "out on one machine, and a free port is found"
             ) from error
+        if isinstance(error, socket.gaierror):
+            check_address(address)
         fd = None  # a name for this machine that it does not know itself: torch listens on all addresses
     # torch's own rendezvous shares the server
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+
+
+def check_address(address: str) -> None:
+    """Refuse a name of rank 0's machine that is none, which torch would wait for."""
+    if not _is_known(address):
+        raise InputError(
+            f"MASTER_ADDR: there is no host {address[:100]!r}; give the name or the address of the machine of rank 0, "
+            "or leave MASTER_ADDR out on one machine"
+        )
+
+
+def _is_known(address: str) -> bool:
+    """Tell if a name has an address; names of containers that have just started get theirs after some seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            return bool(socket.getaddrinfo(address, None))
+        except (OSError, ValueError):
+            if time.monotonic() - began > _NAMED_S:
+                return False
+        time.sleep(_POLL_S)
 
 
 def _answers(address: str, port: int) -> bool:
@@ -233,14 +256,14 @@ class Launched:
     Args:
         processes: Those that this process started.
         first_rank: The rank of the first.
-        lost_after_s: Seconds without work after which a process counts as lost, if it has not reported.
+        lost_after_s: Seconds after which a process that is stopped counts as lost, if it has not reported.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, lost_after_s: float) -> None:
         self._processes = {first_rank + offset: process for offset, process in enumerate(processes)}
         self.pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
         self._lost_after_s = lost_after_s
-        self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: processor time, and since when
+        self._stopped: dict[int, float] = {}  # by rank: since when
         self._lost: dict[int, str] = {}
 
     def fate(self, rank: int) -> str | None:
@@ -250,13 +273,11 @@ class Launched:
             return self._lost.get(rank)
         if (code := self._exit_code(rank)) is not None:
             return f"(process {pid}) {described(code)} before it came here"
-        ticks = busy_ticks(pid)
-        last, since = self._seen.get(rank, (-1, now))
-        if ticks != last:
-            self._seen[rank] = ticks, now
-        elif now - since > self._lost_after_s:
+        if not is_stopped((machine(), pid)):  # it may wait for a file
+            self._stopped.pop(rank, None)
+        elif (stopped_s := now - self._stopped.setdefault(rank, now)) > self._lost_after_s:
             kill_stopped((machine(), pid))
-            self._lost[rank] = f"(process {pid}) has done nothing for {now - since:.0f} s, and has not come here"
+            self._lost[rank] = f"(process {pid}) was stopped before it came here, for {stopped_s:.0f} s; it was killed"
         return self._lost.get(rank)
 
     def signal(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -101,8 +102,39 @@ def check(optimizers: Sequence[Optimizer], states: Sequence[StateByNumber], of: 
                 shape, numbers = parameters[number].shape, isinstance(value, (Tensor, int, float))
                 if name in _LIKE_PARAMETER and (not isinstance(value, Tensor) or value.shape != shape):
                     raise InputError(f"the checkpoint's {of}: {name} of parameter {number} must be a tensor {[*shape]}")
+                if name in _LIKE_PARAMETER and bool(value.isnan().any()):
+                    raise InputError(f"the checkpoint's {of}: {name} of parameter {number} holds NaN")
                 if name == "step" and (not numbers or (isinstance(value, Tensor) and value.numel() != 1)):
                     raise InputError(f"the checkpoint's {of}: step of parameter {number} must be a number")
+
+
+def check_options(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Refuse options of optimisers out of a checkpoint, such as ``lr``, that are not like this run's.
+
+    Raises:
+        InputError: Names the option.
+    """
+    for optimizer, saved in zip(optimizers, groups, strict=True):
+        for number, group in enumerate(saved):
+            for name, own in optimizer.defaults.items():
+                if not _is_like(group.get(name), own):
+                    raise InputError(
+                        f"the checkpoint's optimizer_states: {name} of group {number} is {str(group.get(name))[:40]}, "
+                        f"expected the like of this run's {own}: finite, and no less than 0"
+                    )
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    """Tell if an option holds as many numbers as this run's, finite and not negative; switches are left to torch."""
+    if isinstance(own, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(own) and all(map(_is_like, value, own))
+    if isinstance(own, bool) or not isinstance(own, (int, float, Tensor)):
+        return True
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) and (value >= 0 or bool(own < 0))
 
 
 def average(

@@ -20,6 +20,9 @@ from pygdist.comm import Communicator, Watchdog
 from pygdist.errors import SignalError
 
 _FILE = "on_signal.ckpt"
+_STEP_S = 12.0  # within which a step must begin, or end, for a checkpoint; who sent the signal may kill soon
+_SAVE_S = 60.0
+_LEAVE_S = 8.0
 
 
 class Stopping:
@@ -31,8 +34,14 @@ class Stopping:
 
     def __init__(self, save: bool) -> None:
         self._save, self._defers = save, False
+        self._listener: Callable[[int], None] | None = None
         self._requeue: Callable[..., None] | None = None  # Lightning's handler, under SLURM
         self._requeue_asked = False
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that other ranks have to end by themselves after a signal."""
+        return _LEAVE_S + (_STEP_S if self._save else 0.0)
 
     def begin(self, trainer: pl.Trainer | None, watchdog: Watchdog | None) -> None:
         """Handle the signals of a run, in place of Lightning."""
@@ -40,7 +49,8 @@ class Stopping:
         signals.release()
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         self._defers = self._save and trains
-        signals.listen(None if watchdog is None or self._defers else watchdog.signalled, defer=self._defers)
+        self._listener = None if watchdog is None else watchdog.signalled
+        signals.listen(self._listener, defer_s=_STEP_S if self._defers else 0.0)
         if trainer is None:
             return
         connector: Any = trainer._signal_connector
@@ -50,7 +60,7 @@ class Stopping:
             self._requeue, connector._slurm_sigusr_handler_fn = connector._slurm_sigusr_handler_fn, self._ask_to_requeue
 
     def at_step(self, trainer: pl.Trainer, communicator: Communicator) -> None:
-        """Act on a signal to any rank; all ranks make the call before each step of a training, and at its end.
+        """Act on a signal that has reached any rank; all ranks make the call before each step of a training.
 
         Raises:
             SignalError: On all ranks, after the checkpoint.
@@ -65,9 +75,20 @@ class Stopping:
         if self._defers and reached:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
             path, signum = os.path.join(folder, _FILE), int(noted[reached[0], 0])
+            signals.postpone_end(_SAVE_S)
             trainer.save_checkpoint(path)
             ranks = "rank " + ", ".join(map(str, reached))
             raise SignalError(f"{signals.name_of(signum)} reached {ranks}; the run was saved in {path}", signum)
+
+    def end(self, trainer: pl.Trainer, communicator: Communicator) -> None:
+        """Act on signals as before a step; from now on they end the run at once, as there are no more steps.
+
+        Raises:
+            SignalError: On all ranks, after the checkpoint.
+        """
+        self.at_step(trainer, communicator)
+        self._defers = False
+        signals.listen(self._listener)
 
     def _ask_to_requeue(self, signum: int, frame: object) -> None:
         self._requeue_asked = True

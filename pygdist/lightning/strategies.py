@@ -6,12 +6,8 @@ own, and a watchdog names a late or lost rank.
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import gc
 import logging
-import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -29,15 +25,14 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, first_line
-from pygdist.comm.process import close as close_watchdog
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, first_line
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
-from pygdist.lightning import optimizer_states
+from pygdist.lightning import ending, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import read_only_folder
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
-from pygdist.lightning.meeting import Launched, connect, hosts_store, warn_of_joining
+from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
 from pygdist.memory.limits import refusal_of, require_files
@@ -49,12 +44,7 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
-_LEAVE_S = 8.0  # ranks that this process started have this long to end by themselves after a signal
-_DESTROY_S = 3.0
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
-_LAUNCHED: Launched | None = None  # the processes of this machine that were started as ranks
-_BROKEN = False  # a rank was lost
-_OURS = False  # Lightning made the default process group; otherwise the user's script had made one before
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -70,7 +60,8 @@ class GraphDDPStrategy(DDPStrategy):
             within which ranks that wait for each other in different calls are found. The ranks then fail with an error
             that tells where each is, or exit, if they wait in a call that no error reaches.
         checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
-            at the next step, beside the other checkpoints, and then end. Without it ranks end at once.
+            at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
+            12 s, as in a long validation. Without this option they end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
             training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
@@ -131,6 +122,11 @@ class GraphDDPStrategy(DDPStrategy):
         """Gradients are sent in every step, so all ranks must make every step."""
         return True
 
+    @property
+    def leave_s(self) -> float:
+        """Seconds that ranks have to end by themselves after a signal."""
+        return self._stopping.leave_s
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -143,20 +139,19 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        global _OURS
-        _OURS = _OURS or not dist.is_initialized()
         self.set_world_ranks()
         if self.global_rank == 0:
             warn_of_joining()
-        if self.world_size > 1 and self._watchdog is None:
-            self._meet()
-        try:
-            super().setup_distributed()
-        except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
-            raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {first_line(str(error))}") from error
-        if _OURS:
-            atexit.unregister(_end_process_group)
-            atexit.register(_end_process_group)
+        with ending.joining():
+            if self.world_size > 1 and self._watchdog is None:
+                self._meet()
+            if self.world_size == 1 and not dist.is_initialized() and self.cluster_environment is not None:
+                check_address(self.cluster_environment.main_address)
+            try:
+                super().setup_distributed()
+            except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+                said = first_line(str(error))
+                raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {said}") from error
 
     def _meet(self) -> None:
         """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
@@ -171,8 +166,8 @@ class GraphDDPStrategy(DDPStrategy):
         watchdog.begin("a run" if state is None else str(state.value))
         signals.follow_parent()
         self._stopping.begin(self._current_trainer, self._watchdog)
-        global _LAUNCHED
-        launched = _LAUNCHED = self._launched()
+        launched = self._launched()
+        ending.look_after(launched)
         watchdog.know(launched.pids)
         try:
             watchdog.meet(self._timeout_s, launched.fate)
@@ -244,7 +239,7 @@ class GraphDDPStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self._current_trainer is not None
-        self._stopping.at_step(self._current_trainer, self.communicator)  # after the last step there is no next one
+        self._stopping.end(self._current_trainer, self.communicator)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -292,7 +287,9 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer_states.check(self.optimizers, [state["state"] for state in checkpoint["optimizer_states"]])
+        states = checkpoint["optimizer_states"]
+        optimizer_states.check(self.optimizers, [state["state"] for state in states])
+        optimizer_states.check_options(self.optimizers, [state["param_groups"] for state in states])
         super().load_optimizer_state_dict(checkpoint)
 
     @override
@@ -300,8 +297,8 @@ class GraphDDPStrategy(DDPStrategy):
         """Leave the run; raises the error that explains the exception, if another one does."""
         super().on_exception(exception)
         told = self._explained(exception)
-        if not _of_all_ranks(told):
-            _broken()
+        if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):
+            ending.lost_ranks()
         if isinstance(told, SignalError):
             self._end_by_signal(told)
         elif isinstance(told, LostRankError):
@@ -321,8 +318,11 @@ class GraphDDPStrategy(DDPStrategy):
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             )
-        watchdog = self._watchdog
-        if watchdog is None or isinstance(exception, SignalError) or _of_all_ranks(exception):
+        if isinstance(exception, SignalError) or _of_all_ranks(exception):
+            return exception
+        if signum := signals.received():  # which a library took for a failure of its own
+            return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
+        if (watchdog := self._watchdog) is None:
             return exception
         known = isinstance(exception, LostRankError)
         of_connection = not known and any(words in text.lower() for words in _CONNECTION_ERRORS)
@@ -330,7 +330,7 @@ class GraphDDPStrategy(DDPStrategy):
         if watchdog.signum:  # of another rank, which broke the groups
             return SignalError(watchdog.signalled_by, watchdog.signum)
         if of_connection:
-            return LostRankError(f"{place}: a collective call failed; {diagnosis}")
+            return failure(diagnosis, f"{place}: a collective call failed; {diagnosis}")
         return exception
 
     def _close_for(self, error: BaseException) -> None:
@@ -343,13 +343,13 @@ class GraphDDPStrategy(DDPStrategy):
                 time.sleep(_ASK_S)
 
     def _end_by_signal(self, error: SignalError) -> None:
-        _broken()
+        ending.lost_ranks()
         if self._watchdog is not None:
             watchdog = self._watchdog
             watchdog.signum, watchdog.signalled_by, watchdog.verdict = error.signum, error.message, error.message
         self._close(error.message)
-        self._launched().end(within_s=_LEAVE_S)
-        if self.global_rank == 0 and not signals.in_command():
+        self._launched().end(within_s=self.leave_s)
+        if self.global_rank == 0 and not signals.in_command() and not getattr(self._launcher, "in_rank", False):
             log.error("%s", error.message)
 
     @property
@@ -367,10 +367,10 @@ class GraphDDPStrategy(DDPStrategy):
         signum = 0 if self._watchdog is None else self._watchdog.signum
         if not signum:
             log.error("%s: %s; leaving", self._place, diagnosis)
-        self._launched().end(within_s=_LEAVE_S if signum else 0.0)
+        self._launched().end(within_s=self.leave_s if signum else 0.0)
         if signum:
             signals.end(signum, diagnosis if self.global_rank == 0 else "")
-        os._exit(1)
+        signals.exit_now(1)
 
     @property
     def _place(self) -> str:
@@ -416,31 +416,6 @@ class GraphDDPStrategy(DDPStrategy):
 def _of_all_ranks(error: BaseException) -> bool:
     """True for an error that all ranks raise alike, in order."""
     return isinstance(error, InputError) and not error.of_one_rank
-
-
-def _broken() -> None:
-    """Note that ranks were lost: the process groups are broken before they are destroyed, or that would wait."""
-    global _BROKEN
-    _BROKEN = True
-
-
-def _end_process_group() -> None:
-    """Destroy the process groups while Python still runs; Lightning leaves gloo's to the end of the process.
-
-    A thread of gloo releases the tensors of a collective call after the call has returned. If Python ends in between,
-    they can no longer be freed and the process aborts: "terminate called without an active exception".
-    """
-    close_watchdog()
-    gc.collect()  # any reference to the group would keep its threads
-    if dist.is_initialized() and not _BROKEN:
-        dist.destroy_process_group()
-    elif dist.is_initialized():
-        break_groups()
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(timeout=_DESTROY_S)  # a group that waits nevertheless is left to the system
-    if _LAUNCHED is not None:
-        _LAUNCHED.end_stopped(patiently=not _BROKEN)
 
 
 if "graph_ddp" not in StrategyRegistry:  # Lightning has no entry point for strategies

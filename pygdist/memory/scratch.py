@@ -14,12 +14,16 @@ import re
 import shutil
 import tempfile
 import uuid
+import weakref
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from pygdist.signals import before_exit
+
 _PREFIX, _DIGITS = "pygdist-", 12
 _LAST = -200  # multiprocessing removes its own temporary folder, which may be in this one, at -100
+_folders: weakref.WeakSet[ScratchFolder] = weakref.WeakSet()
 _OURS = re.compile(rf"^{_PREFIX}[0-9a-f]{{{_DIGITS}}}$")
 
 
@@ -49,6 +53,7 @@ class ScratchFolder:
             descriptor = _locked(self.path, os.O_RDONLY)
         # the last thing that a process does, and only the one that made it, not a fork of it
         self._end = Finalize(self, _end, args=(self.path, descriptor), exitpriority=_LAST)
+        _folders.add(self)
 
     def close(self) -> None:
         """Remove the folder with all that is in it."""
@@ -70,16 +75,17 @@ def replacing(path: Path) -> Iterator[Path]:
     for stale in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * _DIGITS}.partial"):
         remove_if_left(stale)
     descriptor = None
-    while descriptor is None:
-        temporary = path.with_name(f".{path.name}.{_unique()}.partial")
-        descriptor = _locked(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    temporary = path.with_name(f".{path.name}.{_unique()}.partial")
     try:
+        while descriptor is None:
+            descriptor = _locked(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         yield temporary
         os.fsync(descriptor)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def remove_if_left(path: Path) -> bool:
@@ -125,6 +131,14 @@ def _locked(path: Path, flags: int) -> int | None:
 def _end(path: Path, descriptor: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     os.close(descriptor)
+
+
+def _close_all() -> None:
+    for folder in list(_folders):
+        folder.close()
+
+
+before_exit(_close_all)
 
 
 def _unique() -> str:

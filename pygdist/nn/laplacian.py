@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.memo import Memo

@@ -1,8 +1,9 @@
 """Ranks agree that they run the same model in the same way: one small exchange for each pass.
 
 Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
-a model that looks at its rows, may set them on one rank alone. The arguments of layers are compared by exchanges of
-their own; on GPUs in the first passes only, later in the checksum of calls, which the next pass compares.
+a model that looks at its rows, may set them on one rank alone. The arguments of each layer are compared by an exchange.
+On GPUs the first passes make this exchange; later passes add the arguments to the checksum of calls, which the next
+pass compares.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
 
+def move(backend: Backend, at: str, module: nn.Module) -> None:
+    """Note where the rank is in the pass of a model: the next exchange meets those of ranks at the same place alone.
+
+    Args:
+        backend: The backend.
+        at: The place, such as ``"in propagate {next}"``; ``hops`` is the number of calls of ``propagate`` so far.
+        module: The module that runs.
+    """
+    if not _runs_alone(backend):
+        name = backend.kept.names.get(module) or layer_name(module)
+        at = at.format(hops=backend.kept.hops, next=backend.kept.hops + 1)
+        backend.move(f"{at} of forward pass {backend.kept.passes} ({name})")
+
+
 def agree_on_layer(
     layer: MessagePassing, backend: Backend, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -45,6 +60,7 @@ def agree_on_layer(
     """
     if _runs_alone(backend):
         return args, kwargs
+    move(backend, "in propagate {next}", layer)
     _, *values = named_values(forward, (layer, *args), kwargs)
     kinds = [f"{name}: {_kind(value)}" for name, value in values]
     tensors = [value for _, value in values if isinstance(value, Tensor) and not isinstance(value, EdgeIndex)]
@@ -84,6 +100,7 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
         UnequalRanksError: On all ranks, if they made different exchanges before.
     """
     backend.kept.passes += 1
+    move(backend, "at the start", model)
     inputs = _inputs(model, args, kwargs)
     if not _runs_alone(backend):
         _compare(model, backend.communicator, [_mode(model), _frozen(model), inputs])

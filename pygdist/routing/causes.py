@@ -21,9 +21,15 @@ OVER_NODES = (
 OVER_NODES_OF_PARTS = (
     "The model computes over all nodes, and a part that trains by itself knows its own alone; use backend {}"
 )
+OTHER_CALLS_OF_PARTS = (
+    "{} calls {} otherwise on a part of a small graph than on the whole graph: a loop or a condition decides by rows "
+    "of nodes, and a part that trains by itself knows its own alone. Use backend {}, and let it decide by what "
+    "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
+)
 OF_GRADIENTS = (
-    "The outputs are equal, so something in the backward pass (a hook, an autograd function) looks at the gradients of "
-    "all nodes, and a rank has those of its own; let it work on each row by itself, or on gradients of parameters"
+    "The outputs are equal and the gradients are not: a hook or an autograd function of the model computes over the "
+    "gradients of all nodes, but a rank holds those of its own nodes. Compute over each row by itself, or over the "
+    "gradients of parameters"
 )
 ELSEWHERE = (
     "A rank holds its own nodes with all their in-edges. Pass values of an edge's source to propagate: "

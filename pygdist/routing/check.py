@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,15 +23,18 @@ from pygdist.backends.base import Backend, names_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
-from pygdist.errors import InputError, LostRankError, RefusedError
+from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
 from pygdist.graph import Shard
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
+from pygdist.hops.user_code import in_one_line, place_of
 from pygdist.memory.limits import refusal_of
+from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.causes import (
     ELSEWHERE,
     OF_GRADIENTS,
+    OTHER_CALLS_OF_PARTS,
     OVER_NODES,
     OVER_NODES_OF_PARTS,
     cause_of,
@@ -53,12 +55,15 @@ from pygdist.routing.runs import (
 )
 from pygdist.routing.values_of_edges import refuse_values_of_edges
 
+_MOST_NAMES = 4
 _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten copies meanwhile
 #: Rounding stays below a thousandth of these; wrong numbers that were seen are 2e-3 and more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
 _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
 _PASSED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+_FAILED: weakref.WeakKeyDictionary[nn.Module, tuple[object, str]] = weakref.WeakKeyDictionary()
+_NOTES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class Ways(NamedTuple):
@@ -102,14 +107,27 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
             warnings.simplefilter("ignore")
             note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
+        if (cause := error.__cause__) is not None:
+            _FAILED[model] = type(cause), place_of(cause)
         note = (
             f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
             f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only"
         )
-    if note and communicator.rank == 0:
-        warnings.warn(note, stacklevel=2)
     passed.add(identity)
+    if note and communicator.rank == 0:
+        _NOTES[model] = note
     return True
+
+
+def tell_note(model: nn.Module) -> None:
+    """Warn of what the check could not compare, once a pass ended: a model that fails says so itself."""
+    if note := _NOTES.pop(model, ""):
+        warnings.warn(note, stacklevel=2)
+
+
+def fails_alone(model: nn.Module, error: BaseException) -> bool:
+    """True if a model failed in the same line, with the same type of exception, on one process too."""
+    return _FAILED.get(model) == (type(error), place_of(error))
 
 
 class _Check:
@@ -143,9 +161,12 @@ class _Check:
         small = Miniature.of(self.call, self.backend.shard, self.communicator, self.num_parts)
         with self._agreed():
             plain = _plain_copy(self.call.model, self.ways)
-            # parts that train by themselves have statistics of their own
-            setting, whole = _comparable(plain, small, without_norms=self.backend.abilities.trains_parts)
+            setting, whole = _comparable(plain, small, of_parts=self.backend.abilities.trains_parts)
         self._check_parameters()
+        for path, reason in whole.other_edges.items():
+            layer = own_class(plain.get_submodule(path)).__name__
+            at = f"{type(plain).__name__}: '{path}' ({layer})" if path else layer
+            raise InputError(f"{at} gives its hop {reason}", of_one_rank=self.backend.abilities.trains_parts)
         exact = self.backend.exact_case(max(1, *whole.num_hops))
         if exact is None:
             return ""
@@ -157,12 +178,30 @@ class _Check:
         tolerance = _TOLERANCE[setting.dtype]
         worst = self.communicator.gather(list(apart.values())).amax(0).tolist()
         wrong = [name for name, value in zip(apart, worst, strict=True) if not value <= tolerance]
+        if self.backend.abilities.trains_parts:
+            self._check_calls(plain, whole, [part for _, part in runs], differs=bool(wrong))
         if wrong:
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
             of_gradients = all(name.startswith("gradient of ") for name in wrong)
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
             raise self._refused(place, max(worst), cause)
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
+
+    def _check_calls(self, plain: nn.Module, whole: Run, parts: list[Run], *, differs: bool) -> None:
+        """Refuse a model that calls other modules on a part, if results differ too, or the modules are norms.
+
+        Ranks that run one model together compare their calls in exchanges.
+        """
+        calls = set[tuple[str, int]]().union(*(whole.modules.keys() ^ part.modules.keys() for part in parts))
+        modules = dict(plain.named_modules())
+        others = {path: type(modules[path]) for path, _ in sorted(calls)}
+        of_norms = any(cls in GLOBAL_NORMS for one in others.values() for cls in one.__mro__)  # with other statistics
+        if not others or not (differs or of_norms):
+            return
+        names = ", ".join(f"'{path}' ({cls.__name__})" for path, cls in list(others.items())[:_MOST_NAMES])
+        exact = names_of(lambda abilities: abilities.exact)
+        cause = OTHER_CALLS_OF_PARTS.format(own_class(self.call.model).__name__, names, exact)
+        raise InputError(f"{cause} ({_SWITCH})", of_one_rank=True)
 
     def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:
         """Return a warning about numbers, such as terms of a loss, that are others on each rank; refuse outputs."""
@@ -185,12 +224,13 @@ class _Check:
     def _agreed(self) -> Iterator[None]:
         """Let all ranks go on, or none: what fails on one fails on all."""
         reason = ""
+        cause: BaseException | None = None
         try:
             yield
         except (NotComparableError, IrreversibleError) as error:
-            reason = str(error)
+            reason, cause = str(error), error.__cause__
         if not bool(self.communicator.gather([float(not reason)]).all()):
-            raise NotComparableError(reason or "another rank cannot run it on a small graph")
+            raise NotComparableError(reason or "another rank cannot run it on a small graph") from cause
 
     def _check_parameters(self) -> None:
         """Refuse a model that is another on each rank."""
@@ -212,14 +252,19 @@ class _Check:
             return run_parts(plain, exact, small, self.communicator, self.ways.on, setting, whole)
         except (LostRankError, RefusedError):
             raise
+        except UnequalRanksError as error:
+            raise UnequalRanksError(f"on a small graph, on which {type(plain).__name__} is tried, {error}") from error
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
         except Exception as error:  # whatever a model says of what it gets on a rank
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            cause = f" {ELSEWHERE}" if reads_missing_rows(error) else ""
-            raise refusal_of(error) or InputError(
-                f"{type(plain).__name__} runs on one process, but not on a part of a graph: {type(error).__name__}: "
-                f"{error} ({last.filename}:{last.lineno}).{cause} ({_SWITCH})",
+            if (refused := refusal_of(error)) is not None:
+                raise refused from error
+            if isinstance(error, OSError):  # of the machine, and no matter of parts
+                raise
+            cause = f". {ELSEWHERE}" if reads_missing_rows(error) else ""
+            raise InputError(
+                f"{type(plain).__name__} ran on a small graph on one process, and failed on a part of it: "
+                f"{in_one_line(error)}{cause} ({_SWITCH})",
                 of_one_rank=True,
             ) from error
 
@@ -257,27 +302,32 @@ def _plain_copy(model: nn.Module, ways: Ways) -> nn.Module:
     try:
         return ways.off(copy.deepcopy(model))
     except Exception as error:  # of any object that the model holds
-        raise NotComparableError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        raise NotComparableError(f"it cannot be copied: {in_one_line(error)}") from error
 
 
-def _comparable(plain: nn.Module, small: Miniature, *, without_norms: bool) -> tuple[Setting, Run]:
-    """Return settings in which the model gives the same numbers each time, and its results."""
+def _comparable(plain: nn.Module, small: Miniature, *, of_parts: bool) -> tuple[Setting, Run]:
+    """Return settings in which the model gives the same numbers each time, and its results.
+
+    Parts that train by themselves (``of_parts``) have norms with statistics of their own, and no rank compares calls.
+    """
     mistake: Exception | None = None
     for dtype, trains in ((dtype, trains) for dtype in _TOLERANCE for trains in (True, False)):
-        setting = Setting(dtype=dtype, trains=trains, without_norms=without_norms)
+        setting = Setting(dtype=dtype, trains=trains, without_norms=of_parts, traced=of_parts)
         try:
             run = run_whole(plain, small, setting)
             again = run_whole(plain, small, replace(setting, seed=setting.seed + 1))
         except Exception as error:  # whatever a model says in a type, or of a graph, that it does not take
             mistake = mistake or error
             continue
+        if run.other_edges:  # refused, whatever comes out
+            return setting, run
         if all(difference(again.outputs[name], one) <= _TOLERANCE[dtype] for name, one in run.outputs.items()):
             run.check_comparable(small)
             return setting, run
         mistake = None
     if mistake is None:
         raise NotComparableError("it draws random numbers in evaluation too")
-    raise NotComparableError(f"it does not run on another graph ({type(mistake).__name__}: {mistake})") from mistake
+    raise NotComparableError(f"there it ends with {in_one_line(mistake)}") from mistake
 
 
 def _is_of_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -43,10 +44,11 @@ from torch_geometric.utils import (
 )
 
 from pygdist.backends.base import Backend
-from pygdist.errors import InputError
+from pygdist.errors import InputError, LostRankError
+from pygdist.graph import Adjacency
 from pygdist.hops.cheaper_side import cheaper_forward
 from pygdist.hops.fused_attention import UNSEEN, attention_forward
-from pygdist.hops.hop import Hop, each_end, with_passed_rows
+from pygdist.hops.hop import Hop, each_end, is_pair, target_of, with_passed_rows
 from pygdist.hops.kept import Kept
 from pygdist.hops.layer import (
     BASE,
@@ -69,13 +71,11 @@ from pygdist.nn.label_propagation import corrected, without_ids
 from pygdist.nn.laplacian import chebyshev_norm
 from pygdist.nn.norms import GLOBAL_NORMS, INSTANCE_NORMS
 from pygdist.nn.readouts import READOUTS
-from pygdist.routing.agreement import agree_on_layer, agree_on_pass
-from pygdist.routing.causes import reads_missing_rows
-from pygdist.routing.check import Ways
+from pygdist.routing.agreement import agree_on_layer, agree_on_pass, move
+from pygdist.routing.check import Ways, fails_alone, tell_note
 from pygdist.routing.check import check as compare_with_one_process
 from pygdist.routing.refusals import refusals
 
-_OTHER_ROWS = "Encountered tensor with size"  # PyG's words for rows that do not fit the size of a hop
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
 
@@ -104,7 +104,9 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, _HOOK):
         raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    kept = backend.kept
     for path, module in model.named_modules():
+        kept.names[module] = f"'{path}', {layer_name(module)}" if path else layer_name(module)
         if getattr(type(module), BASE, None) is not None:
             raise InputError(
                 f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
@@ -113,7 +115,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
-    kept, savings = backend.kept, Savings() if savings is None else savings
+    savings = Savings() if savings is None else savings
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
@@ -156,6 +158,8 @@ def undistribute(model: nn.Module) -> nn.Module:
 
 _agree: Any = torch.compiler.disable(agree_on_pass)
 _compare: Any = torch.compiler.disable(compare_with_one_process)
+_tell: Any = torch.compiler.disable(tell_note)
+_move: Any = torch.compiler.disable(move)
 _WAYS = Ways(
     on=lambda model, backend: distribute(model, backend=backend, savings=backend.savings, check=False), off=undistribute
 )
@@ -178,7 +182,14 @@ class _BeginForward:
             self.compared.add(form)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
-        return self.backend.model_inputs(module, args, kwargs)
+        try:
+            inputs = self.backend.model_inputs(module, args, kwargs)
+            self.backend.kept.hops = 0  # trials made others, which may be more on one rank
+            return inputs
+        except InputError as error:
+            if error.__cause__ is not None and fails_alone(module, error.__cause__):
+                raise error.__cause__ from None  # the model's own fault, told as on one process
+            raise
 
 
 class _EndForward:
@@ -188,8 +199,11 @@ class _EndForward:
         self.backend = backend
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        _move(self.backend, "past the {hops} calls of propagate", module)
         self.backend.kept.first_hop.end_forward()
         self.backend.end_forward()
+        if output is not None:  # the pass did not fail
+            _tell(module)
         return self.backend.model_output(output)
 
 
@@ -282,6 +296,7 @@ def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., 
     if norm is not None:
 
         def routed(backend: Backend, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            _move(backend, "after propagate {hops}", self)
             backend.begin_module(self)
             return norm(self, backend, *args, **kwargs)
 
@@ -344,13 +359,35 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
         with undecomposed(layer):
             if name == "edge_updater":
                 return backend.edge_updater(hop)
+            _move(backend, "in propagate {next}", self)
+            backend.kept.hops += 1
             backend.begin_hop()
-            if hop.is_product:
-                return backend.kept.first_hop.run(hop, lambda: backend.propagate(hop))
-            return backend.propagate(hop)
+            try:
+                if hop.is_product:
+                    return backend.kept.first_hop.run(hop, lambda: backend.propagate(hop))
+                return backend.propagate(hop)
+            except (IndexError, RuntimeError, ValueError) as error:
+                if isinstance(error, (InputError, LostRankError)) or not _leads_elsewhere(hop, backend):
+                    raise
+                raise InputError(
+                    f"{hop.layer_name}: {error} The hop leads to other rows than the nodes of this rank, such as one "
+                    "row for all of them, a node that the model adds, or the ends of edges that it turns round; only "
+                    "hops over edges of the graph are distributed",
+                    of_one_rank=True,
+                ) from error
 
     method.__name__ = name
     return method
+
+
+def _leads_elsewhere(hop: Hop, backend: Backend) -> bool:
+    """True if edges of a hop, or the rows that its layer passes for their destinations, are not those of this rank."""
+    num_rows, edges, dim = backend.num_rows, hop.edge_index, hop.layer.node_dim
+    is_list = isinstance(edges, Tensor) and edges.layout == torch.strided and not isinstance(edges, Adjacency)
+    if is_list and edges.numel() and int(edges[1].max()) >= num_rows:
+        return True
+    ends = [target_of(value) for value in hop.arguments.values() if is_pair(value)]
+    return any(isinstance(one, Tensor) and one.dim() >= abs(dim) and one.size(dim) != num_rows for one in ends)
 
 
 def _with_gradient(value: Any) -> Any:
@@ -368,28 +405,25 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         backend.kept.relations.begin_layer()
         if backend.kept.uncompared and backend.num_ranks > 1:
             _tell_uncompared(backend, self)
-        args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
         try:
+            args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if _OTHER_ROWS in str(error) and not isinstance(error, InputError):
-                raise InputError(
-                    f"{layer_name(self)}: {error} The hop leads to other rows than the nodes of the graph, such as one "
-                    "row for all of them, and only hops from nodes to nodes are distributed",
-                    of_one_rank=True,
-                ) from error
-            if backend.communicator.world_size == 1 or not reads_missing_rows(error):
+        except TypeError:
+            if _takes(forward, self, args, kwargs):
                 raise
-            raise InputError(
-                f"{layer_name(self)} on rank {backend.shard.rank}: {error}. If this layer indexes node rows by "
-                "edge_index outside propagate, where only the rank's own rows are available, pass the tensor to "
-                "propagate, for example propagate(edge_index, x=x, deg=deg), and use deg_j in message. A model cannot "
-                "turn edges round",
-                of_one_rank=True,
-            ) from error
+        return getattr(type(self), BASE).forward(self, *args, **kwargs)  # Python says which argument is missing
 
     return run
+
+
+def _takes(forward: Callable[..., Any], layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a layer's ``forward`` has parameters for these arguments."""
+    try:
+        inspect.signature(forward).bind(layer, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _tell_uncompared(backend: Backend, layer: MessagePassing) -> None:

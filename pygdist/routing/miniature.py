@@ -20,6 +20,7 @@ from torch_geometric.data import Data
 from pygdist.backends.base import Abilities
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.comm import Communicator
+from pygdist.errors import InputError, RefusedError
 from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.memory.scratch import ScratchFolder
@@ -153,10 +154,13 @@ class Miniature:
         data = Data(edge_index=self.graph.edge_index, num_nodes=self.num_nodes, **fields)
         with contextlib.closing(ScratchFolder()) as scratch:
             store = scratch.path / "parts"
-            meta = write_store(
-                data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
-                num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
-            )  # fmt: skip
+            try:
+                meta = write_store(
+                    data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
+                    num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
+                )  # fmt: skip
+            except InputError as error:  # of this rank's disk
+                raise RefusedError(str(error)) from error
             for part in parts:
                 yield Shard.load(store, part, verify=False, meta=meta).replace(folder=None).to(self.device)
 
@@ -235,7 +239,10 @@ def _input(
     elif value.is_floating_point():
         draw = torch.rand if low >= 0 else torch.randn  # logarithms and roots are of positive numbers
         rows = draw(shape, generator=generator, dtype=torch.float64) + (0.1 if low >= 0 else 0.0)
-        rows[-1] *= 5 if kind == "node" else 1  # the largest are those of one part
+        if kind == "node":
+            rows[-1] *= 5  # the largest are those of one part
+            if low < 0:  # a model that looks at the rows of a part decides otherwise on another
+                rows += (1 - 2 * (graph.owner % 2)).view(-1, *[1] * (rows.dim() - 1))
     elif isinstance(low, Tensor) and isinstance(high, Tensor) and bool((low <= high).all()):
         least = torch.where(low == -1, high.clamp(max=0), low)  # labels of nodes in no mask
         rows = _draw_integers(least, high, shape, generator).to(value.dtype)

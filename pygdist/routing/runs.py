@@ -22,6 +22,7 @@ from pygdist.hops.arguments import copied, tensors_of
 from pygdist.hops.untouched import IrreversibleError, Snapshot
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
+from pygdist.routing.edges import reason_against
 from pygdist.routing.miniature import Miniature, NotComparableError
 
 Route: TypeAlias = Callable[[nn.Module, Backend], nn.Module]
@@ -62,6 +63,7 @@ class Run:
         modules: What each module put out, by its name, in the order in which they ended; empty unless traced.
         numbers: By name: single numbers with a gradient, as of a loss, that training put out or left in a module.
         num_hops: Calls of ``propagate`` in each pass, by layers that are not distributed.
+        other_edges: By path of a layer: a clause about edges that it gets and the graph does not have.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Run:
     modules: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     numbers: dict[str, Tensor] = field(default_factory=dict)
     num_hops: list[int] = field(default_factory=list)
+    other_edges: dict[str, str] = field(default_factory=dict)
 
     def check_comparable(self, small: Miniature) -> None:
         """Refuse results of the whole graph that tell nothing of its parts.
@@ -89,14 +92,16 @@ def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     """Run a copy of a model that is not distributed on the whole graph."""
     run = Run()
 
-    def count(*_: Any) -> None:
+    def note(path: str, _: nn.Module, given: tuple[Any, ...]) -> None:
         run.num_hops[-1] += 1
+        if reason := reason_against(given[0], small.graph.edge_index, small.num_nodes):
+            run.other_edges.setdefault(path, reason)
 
     with _outside_as_before(model):
         copied_model = _prepared(model, setting)
-        for module in copied_model.modules():
+        for path, module in copied_model.named_modules():
             if isinstance(module, MessagePassing):
-                module.register_propagate_forward_pre_hook(count)
+                module.register_propagate_forward_pre_hook(partial(note, path))
         _pass_by(copied_model, small, None, None, run, setting)
     return run
 
@@ -142,7 +147,7 @@ def run_parts(
         try:
             with _outside_as_before(model):
                 run, placed = Run(), route(_prepared(model, setting), backend)
-                _pass_by(placed, small, shard, whole, run, setting)
+                _pass_by(placed, small, shard, whole, run, setting, backend)
             runs.append((shard, run))
         finally:
             backend.unbind()
@@ -173,9 +178,15 @@ def _pass_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _pass_by(
-    model: nn.Module, small: Miniature, shard: Shard | None, whole: Run | None, run: Run, setting: Setting
+    model: nn.Module,
+    small: Miniature,
+    shard: Shard | None,
+    whole: Run | None,
+    run: Run,
+    setting: Setting,
+    backend: Backend | None = None,
 ) -> None:
-    """Make the passes of a run on the whole graph, or on a part, and note their results."""
+    """Make the passes of a run on the whole graph, or on a part by a backend, and note their results."""
     given = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
     torch.manual_seed(setting.seed)
     for number, training in enumerate((setting.trains, setting.trains, False)):
@@ -183,6 +194,8 @@ def _pass_by(
         args, kwargs = copied(model.forward, *given)
         with _traced(model, run, number) if setting.traced else contextlib.nullcontext():
             out = model.train(training)(*args, **kwargs)
+        if backend is not None:
+            backend.communicator.compare_calls()  # before a backward pass, whose exchanges would wait
         # whole numbers may be edges, which are of another class on a rank
         numbers = [one for one in tensors_of(out) if one.is_floating_point() or one.is_complex()]
         outputs = {f"{number} {at}": one for at, one in enumerate(numbers)}

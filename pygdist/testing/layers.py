@@ -280,7 +280,9 @@ def _patches(in_channels: int, out_channels: int) -> nn.Module:
 
 
 def _placed(layer: type[nn.Module], make: Callable[[int, int], nn.Module]) -> LayerCase:
-    return LayerCase(layer, partial(Placed, make), "positions may be an argument of its own", whole=True)
+    return LayerCase(
+        layer, partial(Placed, make), "positions of nodes are an argument beside x, or columns of x", whole=True
+    )
 
 
 def _typed(layer: type[nn.Module], make: Callable[[int], nn.Module], *takes: str) -> LayerCase:
@@ -341,7 +343,7 @@ LAYERS: dict[str, LayerCase] = {
     "HEATConv": _typed(pyg.HEATConv, lambda width: pyg.HEATConv(width, 3, 2, 2, 3, 4, 5, heads=2), _TYPE, _ATTR),
     "LEConv": _case(pyg.LEConv, _WEIGHT),
     "LabelPropagation": _case(
-        pyg.LabelPropagation, make=Smoothed, whole=True, note="after training; so may CorrectAndSmooth"
+        pyg.LabelPropagation, make=Smoothed, whole=True, note="runs after training, as CorrectAndSmooth does"
     ),
     "LGConv": _case(pyg.LGConv, _WEIGHT, around=lambda _: pyg.LGConv()),
     "MFConv": _case(pyg.MFConv, max_degree=4),

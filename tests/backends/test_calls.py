@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GCN, GCNConv
+from torch_geometric.nn import GCN, GATConv, GCNConv
 
 from pygdist.backends import Backend, ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
@@ -212,11 +212,39 @@ def test_a_model_that_fails_on_few_nodes_is_refused_or_its_rows_are_fetched(
     for found in pool.run(_of_ids, 2, parts, backend):
         if backend == "cache":
             assert "backend 'cache' " in found
-            failed += "where OfIds fails: LookupError: no ids (" in found
+            failed += "where OfIds ends with LookupError: no ids (" in found
         else:
             rows, out = found
             assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
     assert failed == (backend == "cache")
+
+
+#: Models whose gradients are penalised; the gradient of a sum of attention depends on the features that went in.
+PENALISED: dict[str, Callable[[], nn.Module]] = {"linear": lambda: GCNConv(5, 3), "attention": lambda: GATConv(5, 3)}
+
+
+def _penalised(rank: int, world_size: int, folder: str, backend_name: str) -> dict[str, str]:
+    shard, backend = _bound(backend_name, folder, rank)
+    said = {}
+    for name, make in PENALISED.items():
+        backend.bind(shard, backend.communicator)
+        x = shard.x.clone().requires_grad_()
+        try:
+            out = distribute(make().double(), backend=backend, check=False)(x, shard.adjacency)
+            (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (out.sum() + first.square().sum()).backward()
+            said[name] = "no error"
+        except InputError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("backend", ["comm", "cache", "tensor", pytest.param("hybrid", marks=needs_planner)])
+def test_second_derivatives_are_refused_on_all_ranks(backend: str, parts: str, pool: RankPool) -> None:
+    """One process has them; gradients that were exchanged between ranks would count as constants."""
+    for said in pool.run(_penalised, 2, parts, backend):
+        for name in PENALISED:
+            assert "pygdist computes first derivatives alone" in said[name], name
 
 
 class Embedded(nn.Module):

@@ -128,6 +128,17 @@ def test_a_run_begins_where_there_is_nothing_of_it(begun: Path) -> None:
 AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
+def test_a_run_whose_configuration_was_cut_off_is_passed_over(begun: Path, unbroken: Path) -> None:
+    cut = begun / "runs" / "version_1"
+    cut.mkdir()
+    (cut / "config.yaml").write_text("model: {class_path: torch_geo")
+    outcome = _fit(begun, "--resume", "--trainer.max_epochs=5")
+    assert outcome.code == 0, outcome.err
+    assert "runs/version_1: is another run's (runs/version_1/config.yaml" in outcome.err
+    shutil.rmtree(cut)
+    _assert_as_unbroken(begun, unbroken)
+
+
 def test_jobs_that_are_started_again_go_on(begun: Path, unbroken: Path) -> None:
     mark = begun / "runs" / "version_0" / ".unfinished"
     mark.write_text("SLURM 7\n")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_geometric.data import Data
 
-from pygdist.commands.messages import check_value, described, refused_by
+from pygdist.backends import HybridBackend, Savings
+from pygdist.backends.planning.greedy import Costs
+from pygdist.cli import main
+from pygdist.commands.launch_variables import check_launch
+from pygdist.commands.messages import check_value, described, refused_by, shorten
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError
-from pygdist.lightning import GraphDDPStrategy
+from pygdist.lightning import GraphDataModule, GraphDDPStrategy
+from pygdist.lightning.checks import left_unused
 
 
 @pytest.mark.parametrize(
@@ -50,9 +59,78 @@ def test_options_that_do_not_go_together() -> None:
             check_trainer({"strategy": GraphDDPStrategy(lost_after_s=seconds)})
     for seed in (-1, 1 << 32):
         with pytest.raises(InputError, match="--seed_everything is"):
-            check_settings({"seed_everything": seed})
+            check_settings({"seed_everything": seed}, {})
     with pytest.raises(InputError, match="--lr_scheduler: init_args are given without a class_path"):
-        check_settings({"lr_scheduler": {"init_args": {}}})
+        check_settings({"lr_scheduler": {"init_args": {}}}, {})
+
+
+def test_options_that_others_leave_without_effect() -> None:
+    defaults = {"model.lr": 0.01, "model.weight_decay": 5e-4}
+    adam = {"class_path": "torch.optim.Adam"}
+    check_settings({"optimizer": adam, "lr_scheduler": adam, "model.lr": 0.01}, defaults)
+    check_settings({"model.lr": 0.1}, defaults)
+    with pytest.raises(InputError, match=r"--lr_scheduler has no effect without --optimizer"):
+        check_settings({"lr_scheduler": adam}, defaults)
+    for name in defaults:
+        with pytest.raises(InputError, match=f"--{name} has no effect with --optimizer; set --optimizer"):
+            check_settings({"optimizer": adam, name: 0.1}, defaults)
+    check_trainer({"overfit_batches": 1, "limit_train_batches": 1.0})
+    with pytest.raises(InputError, match="limit_train_batches has no effect with"):
+        check_trainer({"overfit_batches": 1, "limit_train_batches": 2})
+    for store, option, others in (
+        ("parts", "split_seed", {"split_seed": 3}),
+        (None, "num_workers", {"num_workers": 1}),
+    ):
+        with pytest.raises(InputError, match=f"^{option}"):
+            GraphDataModule(store=store, **others)
+    GraphDataModule(store="parts", split_seed=3, edge_split=(0.1, 0.1))
+    with pytest.raises(InputError, match=r"savings.first_hop_mib=3 has no effect with first_hop=false"):
+        Savings(first_hop=False, first_hop_mib=3)
+    for unused in ({"replan": True}, {"costs": Costs(vertex=1, edge=1, value=1)}):
+        with pytest.raises(InputError, match=f"^{next(iter(unused))}: nothing is measured or chosen"):
+            HybridBackend(cache_ratio=0.5, **unused)
+
+
+def test_a_store_leaves_options_of_the_graph_unused() -> None:
+    given = {"dataset": "Cora", "dataset_args": {"root": "a"}, "partitioner": "hash", "partitioner_args": {"seed": 3}}
+    assert left_unused({"store": "parts", **given}) == [f"parts is partitioned already; not used: {', '.join(given)}"]
+    assert left_unused(vars(GraphDataModule(store="parts"))) == []
+    (said,) = left_unused(vars(GraphDataModule(Data(), store="parts", partitioner="hash")))
+    assert said.endswith("not used: dataset, partitioner")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "layers", "pool_layers", "K", "depth", "num_blocks"])
+def test_a_model_of_endless_depth_is_refused(name: str) -> None:
+    check_settings({"model": {f"model.init_args.{name}": 100, "model.init_args.hidden_channels": 10**6}}, {})
+    with pytest.raises(InputError, match=rf"--model.model.init_args.{name} is 10+, expected at most 10,000"):
+        check_settings({"model": {f"model.init_args.{name}": 10**30}}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        *((name, value, {}) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") for value in ("abc", "", "-1", "1e3")),
+        *((name, value, {}) for name in ("LOCAL_RANK", "SLURM_NTASKS", "NODE_RANK") for value in ("9" * 99, "\u0663")),
+        ("WORLD_SIZE", "0", {}),
+        ("GLOO_SOCKET_IFNAME", "nosuch", {}),
+        ("MASTER_PORT", "65536", {}),
+        ("RANK", "2", {"WORLD_SIZE": "2"}),
+        ("LOCAL_RANK", "9", {"LOCAL_WORLD_SIZE": "1"}),
+        ("SLURM_PROCID", "4", {"SLURM_NTASKS": "4"}),
+    ],
+)
+def test_variables_of_launchers(name: str, value: str, others: dict[str, str]) -> None:
+    check_launch(
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_PORT": "29500",
+            "SLURM_JOB_ID": "4227858433",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    )
+    with pytest.raises(InputError, match=rf"^the environment variable {name} (is|names)"):
+        check_launch({name: value, **others})
 
 
 def test_values_out_of_bounds_are_refused_by_the_name_of_their_option() -> None:
@@ -60,6 +138,33 @@ def test_values_out_of_bounds_are_refused_by_the_name_of_their_option() -> None:
         check_value("--data.dataset_args", "{a: " * 60 + "1" + "}" * 60)
     check_value("--data.dataset", "no/such/file.yaml")
     check_value("--data.dataset_args", "{")  # jsonargparse says what is wrong
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run.yaml").write_text(f"data: {{dataset: {tmp_path / 'pipe'}}}\n")
+    for option, value in (("--config", "pipe"), ("--data.dataset", "pipe"), ("--config", "run.yaml")):
+        with pytest.raises(InputError, match=r"pipe is a pipe, which may never end; name a file"):
+            check_value(option, str(tmp_path / value))
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    with pytest.raises(InputError, match=r"empty.yaml: is empty, expected options as YAML"):
+        check_value("--config", str(tmp_path / "empty.yaml"))
+
+
+def test_lacking_arguments_are_named_by_their_long_option() -> None:
+    assert shorten("the following arguments are required: -o/--out") == "--out is required"
+    assert shorten("the following arguments are required: fit.model") == "--model is required"
+
+
+def test_a_library_that_refuses_the_environment_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_module(name: str) -> None:
+        raise RuntimeError("TORCH_DISTRIBUTED_DEBUG must be OFF, INFO or DETAIL")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert main(["check", "parts"]) == 2
+    assert "pygdist check cannot be imported: TORCH_DISTRIBUTED_DEBUG must be" in capsys.readouterr().err
 
 
 class _Picky:

@@ -162,8 +162,9 @@ def _compare_calls(rank: int, world_size: int) -> str:
     labels = ["a", "b"] if rank != 2 else ["b", "a"]
     communicator.sum_over_ranks(torch.ones(3), label="both")
     communicator.compare_calls()
-    for label in labels:  # gloo cannot tell them apart
-        communicator.sum_over_ranks(torch.ones(3), label=label)
+    nothing = ExchangePlan(send_index=torch.empty(0, dtype=torch.int64), send_counts=(0,) * 3, recv_counts=(0,) * 3)
+    for label in labels:
+        communicator.exchange_rows(torch.ones(3, 1), nothing, label=label)
     with pytest.raises(RuntimeError, match="the ranks made different exchanges") as error:
         communicator.compare_calls()
     return str(error.value)
@@ -324,16 +325,11 @@ def test_ranks_that_wait_in_different_calls_are_told_so(what: str, where: str) -
     assert where in results[0][0]
 
 
-def _check_numbers(rank: int, world_size: int) -> str:
+def _check_sums(rank: int, world_size: int, widths: tuple[int, ...]) -> str:
     communicator = Communicator(dist.new_group())
-    if rank == 1:
-        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 1")
-        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 2")
-    else:  # sums of as many numbers: gloo cannot tell them apart
-        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 2")
-        communicator.sum_over_ranks(torch.ones(2), label="norm of layer 1")
+    watch().lost_after_s, watch().beat_s = 5.0, 0.2
     with pytest.raises(UnequalRanksError) as error:
-        communicator.gather([1.0])
+        communicator.sum_over_ranks(torch.ones(widths[rank]), label=f"norm of layer {2 - rank}")
     return str(error.value)
 
 
@@ -351,7 +347,12 @@ def test_other_numbers_of_numbers_are_refused(pool: RankPool) -> None:
         assert many == [1.0]
 
 
-def test_numbers_are_not_exchanged_after_other_calls(pool: RankPool) -> None:
-    for said in pool.run(_check_numbers, 2):
-        assert "rank 0 in norm of layer 1" in said
-        assert "rank 1 in norm of layer 2" in said
+@pytest.mark.parametrize("widths", [(2, 2), (2, 32)], ids=["which gloo would add", "for which gloo would abort"])
+@pytest.mark.usefixtures("fork_server")
+def test_different_sums_do_not_meet(widths: tuple[int, ...]) -> None:
+    with RankPool(2, timeout_s=60) as own:
+        results = own.run(_check_sums, 2, widths)
+    for said in results:
+        assert said.startswith("the ranks make different calls: ")
+        assert "rank 0 waits in epoch 0, exchange 1 (norm of layer 2" in said
+        assert "rank 1 waits in epoch 0, exchange 1 (norm of layer 1" in said

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from pygdist import InputError, checkpoints
 from pygdist.commands.export import export
-from pygdist.lightning import ModelAveragingStrategy, Resume, newest_checkpoint
+from pygdist.lightning import ModelAveragingStrategy, Resume, checkpoint_io, newest_checkpoint
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -169,10 +171,20 @@ INNER: dict[str, tuple[Any, str]] = {
     "optimizer_states/0/state/0/exp_avg": (torch.ones(2, 2), "exp_avg of parameter 0 must be a tensor [8]"),
     "optimizer_states/0/state/0/exp_avg_sq": ("text", "exp_avg_sq of parameter 0 must be a tensor"),
     "optimizer_states/0/state/0/step": ("one", "step of parameter 0 must be a number"),
-    "optimizer_states/0/state/99": ({}, "parameter 99 is none of this run's 4"),
+    "optimizer_states/0/state/99": ({}, "'optimizer_states' must be a list of dictionaries"),
+    "optimizer_states/0/state/2/exp_avg": (torch.full((4,), float("nan")), "exp_avg of parameter 2 holds NaN"),
     "optimizer_states/0/state/1": ([], "parameter 1 is none of"),
-    "optimizer_states/0/param_groups": ([], "optimizer_states in it is not what this run needs"),
-    "optimizer_states/0/param_groups/0/params": ([0], "optimizer_states in it is not what this run needs"),
+    "optimizer_states/0/param_groups": ([], "'optimizer_states' must be a list of dictionaries"),
+    "optimizer_states/0/param_groups/0/params": (["a", "b", "c", "d"], "'optimizer_states' must be a list of"),
+    "optimizer_states/0/param_groups/0/lr": (-1.0, "lr of group 0 is -1.0, expected the like of this run's"),
+    "optimizer_states/0/param_groups/0/eps": (None, "eps of group 0 is None, expected the like of"),
+    "optimizer_states/0/param_groups/0/betas": ((0.9, float("nan")), "betas of group 0 is (0.9, nan), expected"),
+    "state_dict/model.convs.0.bias": (torch.ones(8, dtype=torch.cfloat), "is torch.complex64, but in the model torch."),
+    "state_dict/model.convs.1.bias": (
+        torch.full((4,), float("inf")),
+        "'model.convs.1.bias' in state_dict holds NaN or",
+    ),
+    "state_dict/model.convs.0.lin.weight": (torch.ones(8, 12).bool(), "is torch.bool, but in the model torch.float"),
     "loops/fit_loop/epoch_progress": (None, "'loops.fit_loop.epoch_progress' must be there"),
     "loops/fit_loop/epoch_progress/current/processed": ("two", "'loops.fit_loop.epoch_progress.current.processed'"),
     "loops/fit_loop/epoch_progress/total/ready": (-1, "'loops.fit_loop.epoch_progress.total.ready'"),
@@ -202,6 +214,21 @@ def test_what_is_wrong_inside_a_part_is_named_on_all_ranks(pool: RankPool, tmp_p
         for place, (_, words) in INNER.items():
             assert words in said[place], place
             assert "\n" not in said[place]
+
+
+def test_the_loop_of_an_evaluation_is_compared_too() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.strategy.connect(pl.LightningModule())
+    trainer.state.fn = TrainerFn.TESTING
+    saved: dict[str, Any] = {
+        "state_dict": {},
+        "pytorch-lightning_version": pl.__version__,
+        "loops": {"fit_loop": {}, "test_loop": trainer.test_loop.state_dict()},
+    }
+    checkpoint_io._check(saved, "a.ckpt", trainer)
+    saved["loops"]["test_loop"]["batch_progress"]["total"]["started"] = {}
+    with pytest.raises(InputError, match=r"damaged or forged: 'loops.test_loop.batch_progress.total.started'"):
+        checkpoint_io._check(saved, "a.ckpt", trainer)
 
 
 def _go_on(rank: int, world_size: int, folder: str, epochs: int, strategy: str = "graph_ddp") -> tuple[Any, ...]:

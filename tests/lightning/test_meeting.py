@@ -78,13 +78,13 @@ def test_a_rank_that_has_left_the_run_is_not_waited_for() -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
 def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
-    code = "while True: sum(range(10000))"
+    code = "import time; time.sleep(60)"  # as one that waits for a file
     gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    busy, frozen = (subprocess.Popen([sys.executable, "-c", code]) for _ in range(2))
+    waiting, frozen = (subprocess.Popen([sys.executable, "-c", code]) for _ in range(2))
     try:
         gone.wait(60)
         frozen.send_signal(signal.SIGSTOP)
-        launched = meeting.Launched([gone, busy, frozen], 1, lost_after_s=2.0)
+        launched = meeting.Launched([gone, waiting, frozen], 1, lost_after_s=2.0)
         said = [launched.fate(rank) for rank in range(5)]
         assert said[1] == f"(process {gone.pid}) ended with exit code 3 before it came here"
         assert said[0] is said[2] is said[3] is said[4] is None
@@ -93,9 +93,9 @@ def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
             said = [launched.fate(rank) for rank in (2, 3)]
             assert said[0] is None
         assert said[1] is not None
-        assert said[1].startswith(f"(process {frozen.pid}) has done nothing for ")
+        assert said[1].startswith(f"(process {frozen.pid}) was stopped before it came here, for ")
     finally:
-        for process in (busy, frozen):
+        for process in (waiting, frozen):
             process.kill()
             process.wait()
 
@@ -134,6 +134,16 @@ def test_a_port_that_the_user_chose_and_another_process_has_is_named(
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(InputError, match=f"MASTER_PORT={port} is taken by another process"):
             meeting.host(environment)
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "a b", "256.1.1.1"])
+def test_an_address_that_is_none_is_named(
+    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_NAMED_S", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(InputError, match=f"MASTER_ADDR: there is no host '{address}'"):
+        meeting.host(environment)
 
 
 def test_otherwise_the_store_is_there_before_ranks_start(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -68,3 +72,83 @@ def test_otherwise_all_ranks_end_at_once_with_one_reason(signum: signal.Signals,
     assert [answer for answer, _ in answers][::2] == [(f"{signum.name} reached rank 1 (process {pid})", code)] * 2
     assert answers[1][0] == (f"{signum.name} reached rank 1 (process {pid})", code)
     assert not (tmp_path / "on_signal.ckpt").exists()
+
+
+_SLOW = """
+import time
+
+import lightning.pytorch as pl
+
+
+class Slow(pl.Callback):
+    def __init__(self, **seconds):
+        self.seconds = seconds
+
+    def on_train_epoch_start(self, trainer, module):
+        print("trains", flush=True)
+
+    def on_validation_start(self, trainer, module):
+        print("validates", flush=True)
+        time.sleep(100.0)
+"""
+
+
+def _await(run: subprocess.Popen[str], word: str, times: int) -> None:
+    assert run.stdout is not None
+    for line in run.stdout:
+        times -= word in line
+        if times == 0:
+            return
+    raise AssertionError(run.communicate())
+
+
+def _begin(folder: Path, *options: str) -> subprocess.Popen[str]:
+    (folder / "slow.py").write_text(_SLOW)
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "pygdist.cli", "fit", "--data.dataset=sbm", "--data.dataset_args={num_nodes: 500}",
+         "--data.cache_dir=cache", "--model.model=torch_geometric.nn.GCN", "--model.model.in_channels=-1",
+         "--model.model.hidden_channels=8", "--model.model.num_layers=2", "--model.model.out_channels=10",
+         "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_epochs=100000",
+         "--trainer.enable_progress_bar=false", "--trainer.callbacks+=slow.Slow", *options],
+        cwd=folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "who"), [("fork", "starter"), ("fork", "rank 1"), ("spawn", "starter")])
+def test_ranks_of_one_program_end_with_it(method: str, who: str, tmp_path: Path) -> None:
+    run = _begin(tmp_path, f"--trainer.strategy=graph_ddp_{method}", "--trainer.limit_val_batches=0")
+    ranks = []
+    try:
+        _await(run, "trains", 6)
+        found = psutil.Process(run.pid).children(recursive=True)
+        ranks = [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
+        process = run.pid if who == "starter" else ranks[1].pid
+        os.kill(process, signal.SIGTERM)
+        _, errors = run.communicate(timeout=30)
+    finally:
+        for one in (run, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    told = [line for line in errors.splitlines() if line.startswith("pygdist: error:")]
+    name = "process" if who == "starter" else "rank 1 (process"
+    assert (run.returncode, told) == (
+        143,
+        [f"pygdist: error: SIGTERM reached {name} {process}" + ")" * (who != "starter")],
+    )
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_long_validation_does_not_outlast_a_signal_that_is_to_save(tmp_path: Path) -> None:
+    run = _begin(tmp_path, "--trainer.strategy.checkpoint_on_signal=true", "--trainer.num_sanity_val_steps=0")
+    try:
+        _await(run, "validates", 1)
+        run.terminate()
+        _, errors = run.communicate(timeout=40)
+    finally:
+        run.kill()
+    assert run.returncode == 143
+    assert f"SIGTERM reached rank 0 (process {run.pid})" in errors

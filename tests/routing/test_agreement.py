@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_geometric.nn import GCN, GCNConv, GraphConv
+from torch_geometric.nn import GCN, BatchNorm, GCNConv, GraphConv, MeanAggregation
 
-from pygdist.backends import resolve_backend
+from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.process import watch
 from pygdist.graph import Shard, write_store
@@ -202,3 +202,156 @@ def test_what_one_rank_alone_does_to_its_tensors(kind: str, backend: str, tmp_pa
         assert backend in ("cache", "hybrid") or ", rank 1 gives edge_" in results[0]
     else:
         assert max(results) < 1e-10
+
+
+# -- passes that rows decide on --------------------------------------------------------------------------------------
+
+
+class Deciding(nn.Module):
+    """Decides on its layers by rows: those that a rank sees, or, where ``whole``, a mean of all nodes.
+
+    Args:
+        kind: Its name.
+        whole: Decide by all nodes.
+    """
+
+    def __init__(self, kind: str, whole: bool = False) -> None:
+        super().__init__()
+        self.kind, self.readout = kind, MeanAggregation() if whole else None
+        self.first, self.again, self.last = GCNConv(5, 4), GCNConv(4, 4), GCNConv(4, 3)
+        self.norm, self.other = BatchNorm(4), BatchNorm(4)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        return x[:2].mean(0) if self.readout is None else self.readout(x)[0]
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h, seen = self.first(x, edge_index), self._seen(x)
+        match self.kind:
+            case "while":
+                change = seen.sum() + 2.5
+                while change > 1.0:
+                    h, change = self.again(h, edge_index).tanh(), change - 1.0
+            case "for":
+                for _ in range(2 + 2 * int(seen[0] > 0)):
+                    h = self.again(h, edge_index).tanh()
+            case "if":
+                h = self.again(h, edge_index) if seen.mean() > 0 else h
+            case "either-norm":
+                h = self.norm(h) if seen.mean() > 0 else self.other(h)
+        out: Tensor = self.last(h, edge_index)
+        return out
+
+
+DECISIONS = ["while", "for", "if", "either-norm"]
+ADVICE = "by what MeanAggregation() or SumAggregation(), as a module of the model, makes of"
+
+
+@pytest.fixture(scope="module")
+def deciding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """A graph on which rank 0 decides otherwise than the others, and a folder of its parts."""
+    data, parts = random_graph("directed")
+    folder = tmp_path_factory.mktemp("deciding")
+    for size in (2, 3):
+        data.x = _features(data, size)
+        for placement, hops in (("nodes", 1), ("replicas", 3)):
+            write_store(
+                data, parts[size], folder / f"{size}-{placement}", num_parts=size, method="x", arguments={}, notes=[],
+                placement=placement, num_hops=hops,
+            )  # fmt: skip
+    return data, str(folder)
+
+
+def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str], whole: bool, check: bool) -> Any:
+    """What two steps of each model say, or how far a pass is from one process."""
+    placement = "replicas" if name == "replica" else "nodes"
+    shard, said = Shard.load(f"{folder}/{world_size}-{placement}", rank), {}
+    watch().beat_s, watch().lost_after_s = 0.3, 8.0
+    for kind in kinds:
+        bound = ReplicaBackend(hops=3) if name == "replica" else resolve_backend(name)
+        bound.bind(shard, Communicator(dist.new_group()))
+        torch.manual_seed(0)
+        plain = Deciding(kind, whole).double()
+        model = distribute(copy.deepcopy(plain), backend=bound, check=check)
+        began = time.monotonic()
+        try:
+            for _ in range(2):
+                out = model(shard.x, shard.adjacency)
+                out.square().sum().backward()
+            said[kind] = shard.owned_id, out.detach(), [one.grad for one in model.parameters()]
+        except Exception as error:
+            said[kind] = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - began < 30
+    return said
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_check_tells_of_passes_that_rows_decide_on(
+    backend: str, world_size: int, deciding: tuple[Any, str], pool: RankPool
+) -> None:
+    """Where parts of its small graph decide otherwise than each other; the others fail in the pass."""
+    kinds = DECISIONS[:3]
+    for told in pool.run(_decided, world_size, deciding[1], backend, kinds, False, True):
+        found = {kind: text for kind, text in told.items() if isinstance(text, str)}
+        assert all(ADVICE in text for text in found.values()), found
+        assert any("on a small graph, " in text for text in found.values())
+        assert list(found) == kinds
+        assert all(text.startswith("UnequalRanksError: ") for text in found.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_check_tells_of_parts_that_decide_otherwise(
+    world_size: int, deciding: tuple[Any, str], pool: RankPool
+) -> None:
+    """Each rank that trains parts by themselves compares alone; features like those of rank 0 decide one way."""
+    ranks = pool.run(_decided, world_size, deciding[1], "replica", DECISIONS, False, True)
+    for kind in DECISIONS:
+        found = [told[kind] for told in ranks if isinstance(told[kind], str)]
+        assert len(found) >= world_size - 1
+        for text in found:
+            assert text.startswith("InputError: ")
+            assert ADVICE in text
+            assert len(text) < 660  # the command line cuts longer lines
+            assert "'norm' (BatchNorm)" in text or kind != "either-norm", text
+
+
+@pytest.mark.parametrize("kind", DECISIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_are_told_of_passes_that_rows_decide_on(
+    backend: str, kind: str, deciding: tuple[Any, str], pool: RankPool
+) -> None:
+    """Without the check: by the exchange in which they would meet, or by the watchdog."""
+    for told in pool.run(_decided, 2, deciding[1], backend, [kind], False, False):
+        assert told[kind].startswith("UnequalRanksError: the ranks are at different places of the model: rank 0: ")
+        assert ADVICE in told[kind]
+        assert ("'norm" if kind == "either-norm" else "propagate 2" if kind == "if" else "'again', GCN") in told[kind]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_passes_that_all_nodes_decide_on_are_exact(backend: str, deciding: tuple[Any, str], pool: RankPool) -> None:
+    data, folder = deciding
+    for world_size in (2, 3):
+        ranks = pool.run(_decided, world_size, folder, backend, DECISIONS, True, True)
+        for kind in DECISIONS:
+            torch.manual_seed(0)
+            plain = Deciding(kind, whole=True).double()
+            data_x = _features(data, world_size)
+            for _ in range(2):
+                expected = plain(data_x, data.edge_index)
+                expected.square().sum().backward()
+            for told in ranks:
+                assert not isinstance(told[kind], str), told[kind]
+                rows, out, _ = told[kind]
+                torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-10)
+            for at, one in enumerate(plain.parameters()):
+                shares = [told[kind][2][at] for told in ranks]
+                if one.grad is None:
+                    assert shares == [None] * world_size
+                else:
+                    torch.testing.assert_close(sum(shares), one.grad, rtol=0, atol=1e-10)
+
+
+def _features(data: Any, world_size: int) -> Tensor:
+    """The features of the graph that has so many parts."""
+    of_first = torch.from_numpy(random_graph("directed")[1][world_size]) == 0
+    return torch.where(of_first[:, None], data.x.abs(), -data.x.abs())

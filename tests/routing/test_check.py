@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric import nn as pyg
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, global_add_pool, global_mean_pool
+from torch_geometric.transforms import ToUndirected, VirtualNode
 from torch_geometric.utils import degree, scatter, to_undirected
 from typing_extensions import override
 
@@ -32,7 +34,7 @@ from pygdist.native import load
 from pygdist.nn.decoupled import decouple
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.ngnn import NGNN
-from pygdist.routing import causes, distribute, undistribute
+from pygdist.routing import causes, distribute, edges, undistribute
 from pygdist.routing import check as checks
 from pygdist.routing.miniature import awkward_graph
 from pygdist.testing import LAYERS, RankPool, random_graph
@@ -131,6 +133,41 @@ class Mirrored(nn.Module):
         return out
 
 
+class Before(nn.Module):
+    """A layer after a function of the rows and the edges."""
+
+    def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], layer: Any = SAGEConv) -> None:
+        super().__init__()
+        self.conv, self.before = layer(5, 3), before
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(*self.before(x, edge_index))
+        return out[: x.size(0)]
+
+
+def _mirrored(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.cat([edge_index, edge_index.flip(0)], 1)
+
+
+def _nearest(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """Join each node to the one that is most like it."""
+    return x, torch.stack([torch.cdist(x, x).fill_diagonal_(1e9).argmin(1), torch.arange(x.size(0))])
+
+
+def _with_virtual_node(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Join a node to all others."""
+    nodes, added = torch.arange(x.size(0)), torch.full((x.size(0),), x.size(0))
+    joined = torch.stack([torch.cat([nodes, added]), torch.cat([added, nodes])])
+    return torch.cat([x, x.new_zeros(1, x.size(1))]), torch.cat([edge_index, joined], 1)
+
+
+def _transformed(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    data = VirtualNode()(Data(x=x, edge_index=edge_index, num_nodes=x.size(0)))
+    assert data.x is not None
+    assert data.edge_index is not None
+    return data.x, data.edge_index
+
+
 class Prototypes(nn.Module):
     """Learns a few rows, each of which attends to all nodes."""
 
@@ -194,7 +231,13 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own-degree": (lambda: OfSources(1), ELSEWHERE),
     "out-degree-by-hand": (lambda: OfSources(0), ELSEWHERE),
     "out-degree": (OutDegree, ELSEWHERE),
-    "mirrored": (Mirrored, ELSEWHERE),
+    "mirrored": (Mirrored, edges.TURNED),
+    "turned": (lambda: Before(lambda x, edge_index: (x, edge_index.flip(0))), edges.TURNED),
+    "mirrored-by-hand": (lambda: Before(_mirrored), edges.TURNED),
+    "ends-swapped": (lambda: Before(lambda x, ends: (x, torch.stack([ends[1], ends[0]])), pyg.GATConv), edges.TURNED),
+    "nearest-edges": (lambda: Before(_nearest), edges.MADE),
+    "virtual-node": (lambda: Before(_with_virtual_node, GCNConv), edges.OF_MORE_NODES),
+    "virtual-transform": (lambda: Before(_transformed), edges.OF_MORE_NODES),
     "prototypes": (Prototypes, OVER_NODES),
     "number-of-nodes": (lambda: Then(lambda x, _: x / x.size(0)), OVER_NODES),
     "sequence": (Sequence, BY_NUMBER),
@@ -208,6 +251,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+#: These get edges that the graph does not have, which is found on one process.
+OTHER_EDGES = {name for name, (_, kind) in WRONG.items() if kind in (edges.TURNED, edges.MADE, edges.OF_MORE_NODES)}
 #: Right here: with ``tensor`` all messages are at one place, with these two all rows of sources.
 EXACT = {("regularised", "tensor"), ("own-degree", "cache"), ("own-degree", "replica")}
 
@@ -356,8 +401,8 @@ def test_what_a_rank_cannot_compute_is_refused(
     for said in said_of_wrong(backend):
         if (name, backend) in EXACT:
             assert said[name] == ""
-        elif "indexes node rows by edge_index" not in said[name]:  # rows that are not there
-            assert "on one process" in said[name]
+        else:
+            assert "on one process" in said[name] or name in OTHER_EDGES
             over_nodes = causes.OVER_NODES_OF_PARTS.format("cache, comm, hybrid or tensor")
             kind = WRONG[name][1]
             assert (over_nodes if kind == OVER_NODES and backend == "replica" else kind) in said[name]
@@ -438,7 +483,7 @@ def _checked(rank: int, world_size: int, folder: str, make: Callable[[], Any], c
                     model.called(shard) if hasattr(model, "called") else model(shard.x, shard.adjacency)
                     if isinstance(model, Changing):
                         model.change()
-                except InputError as error:
+                except (InputError, OSError) as error:
                     said += str(error)
             said += "".join(str(one.message) for one in warned)
             undistribute(model)
@@ -509,22 +554,50 @@ def test_models_that_are_called_in_other_ways_are_compared(make: Any, parts: str
 class OddPart(nn.Module):
     """Does not run on a part, for a reason of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.conv = GCNConv(5, 3)
+        self.conv, self.error = GCNConv(5, 3), error
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if type(edge_index) is not Tensor:
-            raise KeyError("an odd part")
+            raise self.error
         out: Tensor = self.conv(x, edge_index)
         return out
 
 
 def test_what_fails_on_parts_alone_is_told_in_one_line(parts: str, pool: RankPool) -> None:
-    for _, said in pool.run(_checked, 2, parts, OddPart):
-        assert "OddPart runs on one process, but not on a part of a graph: KeyError: 'an odd part' (" in said
+    for _, said in pool.run(_checked, 2, parts, partial(OddPart, KeyError("an odd part"))):
+        assert (
+            "OddPart ran on a small graph on one process, and failed on a part of it: KeyError: 'an odd part' (" in said
+        )
         assert "test_check.py:" in said
         assert "propagate" not in said
+
+
+def test_a_file_that_is_missing_is_no_matter_of_parts(parts: str, pool: RankPool) -> None:
+    missing = FileNotFoundError(2, "No such file or directory", "weights.pt")
+    for _, said in pool.run(_checked, 2, parts, partial(OddPart, missing)):
+        assert said == "[Errno 2] No such file or directory: 'weights.pt'"
+
+
+def _mended(rank: int, world_size: int, folder: str, backend_name: str) -> tuple[Tensor, Tensor]:
+    shard, backend = _bound(backend_name, folder, rank, Communicator(dist.new_group()))
+    torch.manual_seed(0)
+    return shard.owned_id, distribute(SAGEConv(5, 3).double(), backend=backend)(shard.x, shard.adjacency).detach()
+
+
+@backends_
+@pytest.mark.parametrize("transform", [ToUndirected(), VirtualNode()], ids=lambda one: type(one).__name__)
+def test_what_messages_advise_for_edges_is_exact(transform: Any, backend: str, tmp_path: Path, pool: RankPool) -> None:
+    given, part = random_graph("directed")
+    data = transform(Data(x=given.x, edge_index=given.edge_index))
+    owner = np.append(part[2], 0)[: data.num_nodes]
+    folder = tmp_path / ("replicas" if backend == "replica" else "nodes")
+    write_store(data, owner, folder, num_parts=2, method="test", arguments={}, num_hops=3)
+    torch.manual_seed(0)
+    expected = SAGEConv(5, 3).double()(data.x, data.edge_index)
+    for rows, out in pool.run(_mended, 2, str(tmp_path), backend):
+        assert torch.allclose(out, expected[rows], rtol=0, atol=1e-12)
 
 
 class Encodes(GCN):
@@ -708,7 +781,7 @@ class OfThisGraph(nn.Module):
 def test_a_model_of_one_graph_runs_with_a_warning(parts: str, pool: RankPool) -> None:
     (_, said), (_, other) = pool.run(_checked, 2, parts, OfThisGraph)
     assert "trains without having been compared" in said
-    assert "does not run on another graph (ValueError: expected another graph)" in said
+    assert "there it ends with ValueError: expected another graph (" in said
     assert other == ""
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.fetching.attention import attend, attend_by
 from pygdist.backends.fetching.exchange import Exchange, Gradients
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups, group_by_source
 from pygdist.comm import Message
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Adjacency, Reduce, Score, Slot
 from pygdist.graph.memo import Memo

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pygdist.backends.fetching.exchange import Exchange, Gradients
 from pygdist.backends.fetching.groups import SourceGroup, SourceGroups
 from pygdist.comm import Message
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Score
 from pygdist.kernels import sddmm, spmm

@@ -69,8 +69,8 @@ class FetchOptions:
     halo_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.halo_gib is not None and self.halo_gib <= 0:
-            raise InputError(f"halo_gib is {self.halo_gib}, expected a positive number")
+        if self.halo_gib is not None and not 0 < self.halo_gib < math.inf:
+            raise InputError(f"halo_gib is {self.halo_gib}, expected a finite number of GiB above 0")
         if self.wire_dtype not in (None, *get_args(WireDtype)):
             raise InputError(
                 f"wire_dtype is {self.wire_dtype!r}, expected {' or '.join(get_args(WireDtype))} or nothing"

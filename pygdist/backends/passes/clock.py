@@ -57,10 +57,11 @@ class Clock:
                 torch.autograd.grad(out, parameters, allow_unused=True)
             self._mark(None, 0)
             for (start, hop, after), (end, _, _) in itertools.pairwise(self._marks):
+                # a model whose rows decide on its hops may make more than when it was tried
                 if hop is None:
-                    between[after] += end - start
-                else:
-                    inside[hop - 1] += end - start
+                    between[min(after, num_hops)] += end - start
+                elif num_hops:
+                    inside[min(hop, num_hops) - 1] += end - start
         return between, inside
 
     def _leaving(self, hop: int, value: Any) -> Any:

@@ -7,6 +7,7 @@ that all layers put out as many rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class _Layer:
 
     Attributes:
         first: Its first hop, from 1.
+        num_hops: Hops that it makes, or fewer.
         num_read: Rows that it reads.
         num_computed: Rows that it computes.
         num_sources: Rows that the edges of its hops start from.
@@ -47,9 +49,11 @@ class _Layer:
         num_edges: Edges that the model gives it.
         kept_edges: Those of them that it needs.
         takes_pairs: True if it gets a pair of source rows and destination rows.
+        is_beyond: Its hops come after those that are planned, and fetch all that they read.
     """
 
     first: int
+    num_hops: int
     num_read: int
     num_computed: int
     num_sources: int
@@ -57,6 +61,7 @@ class _Layer:
     num_edges: int
     kept_edges: int
     takes_pairs: bool
+    is_beyond: bool
 
     def is_of_edges(self, name: str, value: Tensor) -> bool:
         """True if an argument holds a row per edge."""
@@ -74,6 +79,7 @@ class PartPass:
         fetcher: Fetches rows for hops; ``None`` if no hop fetches any.
         alone: Nothing is exchanged: the model is tried on these rows.
         name: The backend's name, for messages.
+        late: Makes a fetcher for hops that come after those that are planned; ``None`` if there may be none.
 
     Attributes:
         ended: The model's forward pass is over; layers that run from then on run again, in the backward pass.
@@ -88,11 +94,12 @@ class PartPass:
         *,
         alone: bool = False,
         name: str = "",
+        late: Callable[[], Fetcher] | None = None,
     ) -> None:
         if fetcher is None and not alone and any(rows.exchanges):
             raise InputError(f"backend '{name}' leaves rows to be fetched, but was made without FetchOptions")
         self.rows, self.facts, self.alone = rows, facts, alone
-        self._communicator, self._fetcher, self._name = communicator, fetcher, name
+        self._communicator, self._fetcher, self._name, self._late = communicator, fetcher, name, late
         self._hops = 0  # so far
         self._layer: _Layer | None = None
         self._before: dict[int, set[int]] = {}  # by the id of a module: numbers of hops before it
@@ -103,7 +110,11 @@ class PartPass:
         """Rows that a layer puts out now."""
         if self._layer is not None:
             return self._layer.num_computed
-        return self.rows.computed[self._hops] if self.facts.shrinks else self.rows.num_rows
+        return self._computed(self._hops) if self.facts.shrinks else self.rows.num_rows
+
+    def _computed(self, hop: int) -> int:
+        """Rows that exist after a hop; hops after the last one that is planned compute the rank's own."""
+        return self.rows.computed[min(hop, self.rows.num_hops)]
 
     @property
     def num_sources(self) -> int:
@@ -118,6 +129,9 @@ class PartPass:
 
     def propagate(self, hop: Hop) -> Tensor:
         """Run a hop: fetch the source rows that are not computed here, by group where the hop allows."""
+        running = self._layer
+        if running is not None and not running.is_beyond and self._hops >= running.first + running.num_hops:
+            raise self._too_many(hop.layer)  # rows of its later hops are those of layers before
         rows = self._rows_of_hop(self._hops)
         if self._fetcher is not None and rows.arrival is not None:
             exchange = self._fetcher.by_group(hop, rows)
@@ -127,7 +141,7 @@ class PartPass:
 
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
         """Run an ``edge_updater``; scores wait where the rows of the hop after it arrive."""
-        if hop.sources and self._hops >= self.rows.num_hops:
+        if hop.sources and self._hops >= self.rows.num_hops and not (self._layer and self._layer.is_beyond):
             raise InputError(
                 f"{hop.layer_name} updates edges from rows of nodes after the model's last hop, for which backend "
                 f"'{self._name}' has no rows; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
@@ -147,13 +161,16 @@ class PartPass:
 
     def _rows_of_hop(self, number: int) -> HopRows:
         rows, layer = self.rows, self._layer
-        exchanges = number <= rows.num_hops and rows.exchanges[number - 1]  # an edge_updater may follow the last hop
+        if number <= rows.num_hops:
+            arrival = rows.fetched[number - 1] if rows.exchanges[number - 1] else None
+        else:  # an edge_updater may follow the last hop
+            arrival = rows.everything if layer is not None and layer.is_beyond else None
         return HopRows(
             num_owned=rows.num_owned,
             num_local=self.num_rows if layer is None else layer.num_read,
             num_rows=self.num_rows,
             num_sources=self.num_sources,
-            arrival=rows.fetched[number - 1] if exchanges else None,
+            arrival=arrival,
             number=number,
             reason=f"rank {self._communicator.rank} computes {self.num_rows} nodes here",
         )
@@ -183,7 +200,7 @@ class PartPass:
             self._layer = None
         # a layer may keep what its hops made, and make none (cached=True)
         self._hops = max(self._hops, running.first - 1 + hops)
-        made, left = (running.num_read, running.num_computed), self.rows.computed[self._hops]
+        made, left = (running.num_read, running.num_computed), self._computed(self._hops)
         if self.facts.shrinks:
             return each_tensor(out, lambda one: first_rows(one, made, left, node_dim(layer, one)))
         return each_tensor(out, lambda one: with_rows(layer, one, made, self.rows.num_rows))
@@ -226,27 +243,38 @@ class PartPass:
     def _begin_layer(self, layer: MessagePassing, edges: Adjacency, args: tuple[Any, ...]) -> _Layer | None:
         """Find the rows and edges that a layer needs; ``None`` if it makes no hop."""
         rows, first, hops = self.rows, self._hops + 1, self.facts.hops_of.get(id(layer), 1)
-        if first - 1 + hops > rows.num_hops:
-            raise InputError(
-                f"{layer_name(layer)}: the model makes more hops than the {rows.num_hops} of its first pass, for which "
-                f"backend '{self._name}' computed the rows; call undistribute(model) and distribute(model) when the "
-                "model changes"
-            )
         if hops == 0:
             return None
+        is_beyond = first > rows.num_hops > 0 and self._late is not None
+        if is_beyond and self._fetcher is None and self._late is not None:
+            self._fetcher = self._late()
+        if first - 1 + hops > rows.num_hops and not is_beyond:
+            raise self._too_many(layer)
         # a layer of several hops needs all its rows to the last one
         fewer = computes_fewer(layer) if hops == 1 and args and isinstance(args[0], Tensor) else None
-        num_read = rows.computed[first - 1]
-        num_computed = num_read if fewer is None else rows.computed[first]
+        num_read = self._computed(first - 1)
+        num_computed = num_read if fewer is None else self._computed(first)
         return _Layer(
             first=first,
+            num_hops=hops,
             num_read=num_read,
             num_computed=num_computed,
-            num_sources=rows.num_sources[first - 1],
+            num_sources=rows.n_id.numel() if is_beyond else rows.num_sources[first - 1],
             possible=rows.computed[:first] if self.facts.shrinks else rows.computed[:1],
             num_edges=edges.size(1),  # may be more than the shard's: with self-loops
             kept_edges=self._edges_into(edges, first, num_computed).size(1),
             takes_pairs=fewer == "pairs" and num_computed < num_read,
+            is_beyond=is_beyond,
+        )
+
+    def _too_many(self, layer: MessagePassing) -> InputError:
+        return InputError(
+            f"{layer_name(layer)} makes other hops than the {self.rows.num_hops} that the model made when backend "
+            f"'{self._name}' tried it on a few nodes, so their rows are not here. Where a loop or condition decides by "
+            f"rows, use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}, and let it "
+            "decide by what MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all "
+            "nodes. If the model has changed, call undistribute(model) and distribute(model)",
+            of_one_rank=self._late is None,
         )
 
     def _trimmed(self, running: _Layer, layer: MessagePassing, name: str, value: Any) -> Any:
@@ -266,8 +294,10 @@ class PartPass:
         The same weights give the same object, by which results of hops are kept.
         """
         rows, origin, value = self.rows, adjacency.origin, adjacency.value
-        edges, num_sources = origin.slot(_LEADING, Memo), rows.num_sources[hop - 1]
-        cut = edges.get((hop, num_rows), (), lambda: leading(origin, num_rows, rows.computed[hop], num_sources))
+        hop = min(hop, rows.num_hops + 1)  # those after the planned ones are alike
+        edges = origin.slot(_LEADING, Memo)
+        num_sources = rows.num_sources[hop - 1] if hop <= rows.num_hops else rows.n_id.numel()
+        cut = edges.get((hop, num_rows), (), lambda: leading(origin, num_rows, self._computed(hop), num_sources))
         if identity_of(value) == identity_of(origin.value):
             return cut
         return edges.get(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 import warnings
 import weakref
 import zlib
@@ -38,6 +37,7 @@ from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows
 from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
+from pygdist.hops.user_code import in_one_line
 from pygdist.nn.laplacian import sums_at_owners
 
 
@@ -229,12 +229,11 @@ class RecomputingBackend(FetchingBackend):
                 f"{error}; use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
             )
         except Exception as error:  # whatever a model says of these nodes
-            mistake, last = error, traceback.extract_tb(error.__traceback__)[-1]
+            mistake = error
             if has_edges:
                 reason = (
                     f"backend '{self._title}' first runs the model on a few nodes, with ones and zeros in place of its "
-                    f"inputs, where {name} fails: {type(error).__name__}: {error} ({last.filename}:{last.lineno}); if "
-                    "it runs on other inputs, use backend "
+                    f"inputs, where {name} ends with {in_one_line(error)}; if it runs on other inputs, use backend "
                     f"{names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}"
                 )
         refused = mistake if has_edges and isinstance(mistake, InputError) else None
@@ -243,7 +242,9 @@ class RecomputingBackend(FetchingBackend):
         if facts is not None:
             reason = f"backend '{self._title}' cannot try {name} on a few nodes with the same result on all ranks"
         if not self.fetches:
-            raise InputError(reason) from mistake
+            raise InputError(reason) from (
+                mistake if has_edges else None
+            )  # without edges it is no matter of the model's
         if self.communicator.rank == 0:
             warnings.warn(f"all rows of other ranks are fetched, and none computed: {reason}", stacklevel=2)
         return None
@@ -265,7 +266,14 @@ class RecomputingBackend(FetchingBackend):
         return FetchedPass(self.fetcher)
 
     def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> PartPass:
-        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title)
+        late = None if alone or self.abilities.trains_parts else self._late_fetcher
+        return PartPass(rows, facts, self.communicator, self.fetcher, alone=alone, name=self._title, late=late)
+
+    def _late_fetcher(self) -> Fetcher:
+        """Return a fetcher, also if all rows of the hops that are known are computed here."""
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self.shard, self.communicator, self.options, self._held)
+        return self._fetcher
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -381,6 +389,11 @@ class RecomputingBackend(FetchingBackend):
     def note(self, text: str) -> None:
         if not self._alone:
             super().note(text)
+
+    @override
+    def move(self, at: str) -> None:
+        if not self._alone:
+            super().move(at)
 
     @override
     def over_ranks(self, values: Sequence[float]) -> Tensor:

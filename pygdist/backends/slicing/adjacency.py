@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from pygdist.backends.slicing.all_nodes import SliceLayout
@@ -20,6 +19,7 @@ from pygdist.backends.slicing.chunk_plan import ChunkBytes, ChunkPlan, plan_for
 from pygdist.backends.slicing.chunked_autograd import hop_in_chunks
 from pygdist.backends.slicing.chunked_hop import ChunkInput, ChunkRows
 from pygdist.backends.slicing.sums import Rounds, aggregate_slices
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.slices import with_phantom_column
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Reduce, Slot

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Chunk, ChunkBytes, length_of, plan_for
 from pygdist.backends.slicing.chunked_hop import ChunkedRun, ChunkFunction, ChunkInput, ChunkRows, rows_of
 from pygdist.backends.slicing.pipeline import GatherPipeline, SplitPipeline
+from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency

@@ -32,6 +32,8 @@ from pygdist.hops.hop import Ends, each_end, ends_of, is_pair, source_of, with_p
 from pygdist.hops.layer import BASE, asked_arguments, having, own_class
 from pygdist.hops.reads import tensors_read
 from pygdist.hops.trials import TrialCache
+from pygdist.hops.untouched import untouched
+from pygdist.hops.user_code import in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ ArgumentKind: TypeAlias = Literal["columns", "nodes", "edges", "edge columns", "
 the argument as it is."""
 
 _TOLERANCE = 1e-9
+_GENERATORS = {"random": "Python's random generator", "numpy.random": "NumPy's random generator"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def _find_hops(layer: MessagePassing) -> HopColumns | str:
                 return str(error)
             except Exception as error:  # whatever a layer raises for arguments that do not fit
                 _log_error(layer, f"with {', '.join(arguments)}", error)
-                failure = failure or str(error).split("\n")[0] or type(error).__name__  # with the most arguments
+                failure = failure or in_one_line(error)  # with the most arguments
         if ran:
             return hops
     raise InputError(
@@ -245,10 +248,7 @@ class _Watched:
             raise ValueError("its result is NaN")
         torch.default_generator.manual_seed(1)
         if not _equal(hop.run(), whole):
-            when = " while it trains" if self._layer.training else ""
-            raise _RefusedError(
-                f"draws random numbers in its hops{when} ({hop}), and each rank would draw others for its columns"
-            )
+            raise _RefusedError(hop.why_unequal(whole))
         columns = hop.share_out(self._num_nodes, whole)
         noted = self.hops.get(hop.names, columns)
         if (noted.kinds, noted.fold) != (columns.kinds, columns.fold):
@@ -285,6 +285,19 @@ class _TriedHop:
         """Run the layer's own code."""
         out: Tensor = type(self.layer).propagate(self.layer, self.edge_index, size=self.size, **self.arguments)
         return out
+
+    def why_unequal(self, whole: Tensor) -> str:
+        """Return the reason for which the hop, run again, gives other numbers than ``whole`` from the first seed."""
+        when = " while it trains" if self.layer.training else ""
+        torch.default_generator.manual_seed(0)
+        with untouched(self.layer) as snapshot:
+            again = self.run()
+        if _equal(again, whole):
+            return f"draws random numbers in its hops{when} ({self}), and each rank would draw others for its columns"
+        names = (name.removesuffix("._buffers") for name in snapshot.changed)
+        changed = ", ".join(dict.fromkeys(_GENERATORS.get(name, name) for name in names))
+        why = f"as each run changes {changed}" if changed else "for a reason outside of the layer, such as a clock"
+        return f"gives other numbers when a hop runs again{when} ({self}), {why}; a hop may run in several pieces"
 
     def share_out(self, num_nodes: int, whole: Tensor) -> Columns:
         """Return how ranks share out the hop; refuse it if its columns mix."""

@@ -94,6 +94,8 @@ def open_text(
     layout, before = None, 0
     with contextlib.closing(_heads(path, block_bytes)) as heads:
         for head in heads:
+            if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head:
+                raise InputError(f"{path}: holds zero bytes, as text in UTF-16 does; convert it to UTF-8")
             lines = head.decode(errors="replace").replace("\r\n", "\n").split("\n")
             matrix = matrix or lines[0].lower().startswith("%%matrixmarket")
             if matrix and named:

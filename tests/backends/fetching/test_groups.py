@@ -128,7 +128,7 @@ def test_no_more_rows_are_here_than_there_is_memory_for(name: str, tmp_path: Pat
         # rows and gradients, each sent and received
         assert pieces[rank][-1]["bytes"] <= 4 * 2000 < whole[rank][-1]["bytes"]
         assert pieces[rank][-1]["sent"] == whole[rank][-1]["sent"]
-    with pytest.raises(InputError, match="halo_gib is 0, expected a positive number"):
+    with pytest.raises(InputError, match="halo_gib is 0, expected a finite number of GiB above 0"):
         CommBackend(halo_gib=0)
 
 
@@ -379,7 +379,7 @@ def _check_second_derivative(rank: int, world_size: int, store: str, name: str) 
     model = distribute(_model(name, shard.x.size(1)), backend=backend, check=False)
     x = shard.x.float().requires_grad_()
     (first,) = torch.autograd.grad(model(x, shard.adjacency).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(InputError, match=r"pygdist computes first derivatives alone, .*create_graph=True"):
         first.sum().backward()
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from torch_geometric.nn import (
     SimpleConv,
 )
 from torch_geometric.utils import add_self_loops
+from typing_extensions import override
 
 from pygdist.backends import TensorBackend
 from pygdist.backends.slicing import columns as trials
@@ -367,7 +371,7 @@ class Moody(Hop):
 def test_what_could_not_be_tried_is_tried_again() -> None:
     Moody.broken = True
     layer = Moody()
-    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(not now\)"):
+    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(\w+: not now \("):
         columns_of_hops(layer)
     Moody.broken = False
     columns_of_hops(layer)
@@ -400,7 +404,7 @@ class Renamed(Hop):
 
 
 def test_the_reason_is_that_of_the_trial_with_all_arguments() -> None:
-    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(with all that it takes\)"):
+    with pytest.raises(InputError, match=r"could not be tried on a few nodes \(\w+: with all that it takes \("):
         columns_of_hops(Renamed())
 
 
@@ -466,6 +470,47 @@ def test_a_layer_may_not_draw_random_numbers_in_its_hops() -> None:
 )
 def test_random_numbers_outside_hops_are_fine(layer: MessagePassing) -> None:
     columns_of_hops(layer)
+
+
+class Restless(Hop):
+    """Gives other messages each time, for a reason of its own."""
+
+    def __init__(self, factor: Callable[[Any], Any]) -> None:
+        super().__init__(factor=factor, calls=0)
+        self.register_buffer("count", torch.zeros(1))
+
+    @override
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j * self.factor(self)
+
+
+def _count(layer: Any) -> int:
+    layer.calls += 1
+    return int(layer.calls)
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [
+        pytest.param(_count, "as each run changes Restless", id="attribute"),
+        pytest.param(lambda layer: layer.count.add_(1), "as each run changes Restless", id="buffer"),
+        pytest.param(lambda _: random.random(), "as each run changes Python's random generator", id="python"),
+        pytest.param(
+            lambda _: np.random.rand(),  # noqa: NPY002
+            "as each run changes NumPy's random generator",
+            id="numpy",
+        ),
+        pytest.param(
+            lambda _: time.perf_counter_ns() % 1_000_003,
+            "for a reason outside of the layer, such as a clock",
+            id="clock",
+        ),
+    ],
+)
+def test_why_a_hop_gives_other_numbers_is_found_out(factor: Callable[[Any], Any], reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        columns_of_hops(Restless(factor))
+    assert f"gives other numbers when a hop runs again (propagate(x)), {reason}; " in str(caught.value)
 
 
 def test_attention_drawn_in_messages_is_refused() -> None:

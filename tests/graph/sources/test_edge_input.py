@@ -454,6 +454,8 @@ def test_features_of_nodes_with_names(tmp_path: Path) -> None:
         (b"u,v\na,b\n", {"string_ids": False}, "line 2 is 'a,b', expected two ids"),
         (b"u,v\na, \n", {}, "line 2 has an id that is empty"),
         (b"u,v\n1,2\n3,b\n4,5\n", {}, "line 3 is '3,b', .* set string_ids if ids are names"),
+        ("0 1\n1 2\n".encode("utf-16"), {}, "holds zero bytes, as text in UTF-16 does; convert it to UTF-8"),
+        (b"0 1\n1 \0 2\n", {}, "holds zero bytes"),
         (b"10.0.0.1 10.0.0.2\n", {}, r"first line '10.0.0.1 10.0.0.2' seems to name columns"),
         (b"a b\nb c\n", {"string_ids": True}, "first line 'a b' seems to name columns: .* source=1,target=2"),
     ],

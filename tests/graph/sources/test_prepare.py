@@ -77,7 +77,8 @@ def test_check_refuses(changes: dict[str, Any], message: str) -> None:
     [
         (torch.tensor([0, 3, 5, 1]), 3, "y: 2 labels out of range, the first is 3 at node 1, but num_classes is 3"),
         (torch.zeros(4, 2), 3, "y: 2 label columns, but num_classes is 3"),
-        (torch.zeros(4), 0, "num_classes is 0, expected at least 1"),
+        (torch.zeros(4), 0, "num_classes is 0, expected 1 to"),
+        (torch.zeros(4), 10**30, "num_classes is 10+, expected 1 to"),
     ],
 )
 def test_check_refuses_other_classes(y: torch.Tensor, num_classes: int, message: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.reliability import inputs
+from experiments.reliability.malformed.case import Case, write_template
+from experiments.reliability.malformed.stores import array_cases, forge, meta_cases
 from pygdist.cli import main
 from pygdist.errors import InputError
 from pygdist.graph import Shard, open_part, read_meta, write_store
@@ -20,7 +21,7 @@ from tests.graph.store.test_meta import random_graph
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of each placement in one part, and one of each in three parts."""
     folder = tmp_path_factory.mktemp("forged")
-    inputs.write_template(folder)
+    write_template(folder)
     for name, hops in (("three", 1), ("three-replicas", 2)):
         part, data = np.arange(40) % 3, random_graph(40, 120)
         options: dict[str, Any] = {"num_parts": 3, "method": "given", "arguments": {}, "num_hops": hops}
@@ -34,7 +35,7 @@ def folder(template: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def _refused(case: inputs.Case, folder: Path) -> str:
+def _refused(case: Case, folder: Path) -> str:
     case.prepare(folder)
     place = folder / ("replicas" if "replicas" in " ".join(case.arguments) else "store")
     with pytest.raises(InputError) as error:
@@ -46,19 +47,19 @@ def _refused(case: inputs.Case, folder: Path) -> str:
     return text
 
 
-META = list(inputs.meta_cases())
-ARRAYS = [case for case in inputs.array_cases() if "array" in case.kind or "replicas" in case.kind]
+META = list(meta_cases())
+ARRAYS = [case for case in array_cases() if "array" in case.kind or "replicas" in case.kind]
 
 
 @pytest.mark.parametrize("cases", [META[i::8] for i in range(8)], ids=[f"{i}-of-8" for i in range(8)])
-def test_meta(cases: list[inputs.Case], template: Path, tmp_path: Path) -> None:
+def test_meta(cases: list[Case], template: Path, tmp_path: Path) -> None:
     for number, case in enumerate(cases):
         shutil.copytree(template / "store", tmp_path / str(number) / "store")
         assert "meta.json" in _refused(case, tmp_path / str(number)), case.name
 
 
 @pytest.mark.parametrize("case", ARRAYS, ids=[f"{case.kind}: {case.name}" for case in ARRAYS])
-def test_arrays(case: inputs.Case, folder: Path) -> None:
+def test_arrays(case: Case, folder: Path) -> None:
     assert any(word in _refused(case, folder) for word in case.words)
 
 
@@ -70,8 +71,8 @@ def test_parts_of_sound_stores_are_opened(store: str, template: Path) -> None:
 def test_plans_of_parts_fit_each_other(folder: Path) -> None:
     place = folder / "three"
     counts, index = (np.load(place / "part_0" / f"{name}.npy") for name in ("send_counts", "send_index"))
-    inputs.forge(place, "send_counts", counts - np.array([0, 1, 0]))
-    inputs.forge(place, "send_index", index[1:])
+    forge(place, "send_counts", counts - np.array([0, 1, 0]))
+    forge(place, "send_index", index[1:])
     with pytest.raises(InputError, match=r"part_0/send_counts.npy: differs from recv_counts of the parts"):
         open_part(place, 0)
 
@@ -80,7 +81,7 @@ def test_rows_of_a_hop_have_sources_within_the_next(folder: Path) -> None:
     place = folder / "three-replicas"
     src, n_id = (np.load(place / "part_0" / f"{name}.npy") for name in ("src", "n_id"))
     src[0] = len(n_id) - 1  # two hops away from an owned row
-    inputs.forge(place, "src", src)
+    forge(place, "src", src)
     with pytest.raises(InputError, match=r"part_0/src.npy: holds \d+ at a row below 14"):
         open_part(place, 0)
 
@@ -88,7 +89,7 @@ def test_rows_of_a_hop_have_sources_within_the_next(folder: Path) -> None:
 def test_a_part_that_is_opened_again_is_not_read(folder: Path) -> None:
     src = np.load(folder / "store" / "part_0" / "src.npy")
     src[0] = -1
-    inputs.forge(folder / "store", "src", src)
+    forge(folder / "store", "src", src)
     assert open_part(folder / "store", 0, verify=False, meta=read_meta(folder / "store"))["src"][0] == -1
 
 
@@ -97,7 +98,7 @@ def test_the_command_reads_every_part(folder: Path, capsys: pytest.CaptureFixtur
     assert "40 nodes, 120 edges in 3 parts, all files" in capsys.readouterr().out
     indptr = np.load(folder / "three" / "part_2" / "indptr.npy")
     indptr[3] = 10**9
-    inputs.forge(folder / "three", "indptr", indptr, part=2)
+    forge(folder / "three", "indptr", indptr, part=2)
     assert main(["check", str(folder / "three")]) == 2
     assert "part_2/indptr.npy: descends at row 4" in capsys.readouterr().err
 

@@ -1,0 +1,61 @@
+"""Refuses second derivatives, as of a gradient penalty: torch's decorator passes some on as constants, in silence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pygdist.errors import InputError
+
+SECOND_DERIVATIVE = (
+    "pygdist computes first derivatives alone, and a term of the loss needs a second one (create_graph=True); leave "
+    "out that term, such as a gradient penalty, or call undistribute(model) and train on one process with the graph's "
+    "own edge_index"
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the ``backward`` of an autograd function compute without a graph, and refuse the derivative of its results.
+
+    Torch's decorator of this name takes results for constants where ``backward`` gets constants; but gradients of
+    attention also depend on the rows that went in.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            out = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # nobody asked for a graph
+            return out
+        return tuple(map(_refused, out)) if isinstance(out, tuple) else _refused(out)
+
+    return run
+
+
+def refuse_second_derivative(*_: Any) -> NoReturn:
+    """Stand for a derivative that is not computed.
+
+    Raises:
+        InputError: Always; on all ranks, as they run the same model.
+    """
+    raise InputError(SECOND_DERIVATIVE)
+
+
+def _refused(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return _Refused.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative()

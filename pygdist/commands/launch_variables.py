@@ -1,0 +1,54 @@
+"""Checks of the environment variables by which torchrun, SLURM or a user tells a process its rank.
+
+Lightning reads them while it is imported, and fails on one that is no number.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from pygdist.errors import InputError
+
+_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES")
+_JOBS = ("SLURM_JOB_ID",)  # Lightning makes a port of it
+_PORTS = ("MASTER_PORT", "STANDALONE_PORT")
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+_OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
+
+
+def check_launch(environment: Mapping[str, str]) -> None:
+    """Refuse a rank, a number of ranks or a port that is no number or out of range, and an interface that is none.
+
+    Raises:
+        InputError: Names the variable.
+    """
+    numbers = {}
+    for names, least, most in ((_RANKS, 0, 2**31), (_SIZES, 1, 2**31), (_JOBS, 1, 2**63), (_PORTS, 1, 65_535)):
+        for name in names:
+            text = environment.get(name)
+            if text is None:
+                continue
+            if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+                raise InputError(
+                    f"the environment variable {name} is {text[:40]!r}, expected a number from {least} to {most}, as "
+                    f"torchrun or SLURM sets it; start with one of these, or unset {name}",
+                    of_one_rank=True,  # which rank is the first is not known
+                )
+            numbers[name] = int(text)
+    known = [name for _, name in socket.if_nameindex()]
+    for interface in filter(None, environment.get(_INTERFACES, "").split(",")):
+        if interface not in known:
+            raise InputError(
+                f"the environment variable {_INTERFACES} names {interface[:40]!r}, but the network interfaces of this "
+                f"machine are {', '.join(known)}; name one of these, or unset {_INTERFACES}",
+                of_one_rank=True,
+            )
+    for name, size in _OF.items():
+        if name in numbers and size in numbers and numbers[name] >= numbers[size]:
+            raise InputError(
+                f"the environment variable {name} is {numbers[name]}, but {size} is {numbers[size]}, and ranks count "
+                f"from 0; start all ranks with torchrun or SLURM, or unset both",
+                of_one_rank=True,
+            )

@@ -1,0 +1,51 @@
+"""Finds hops over edges that are not the graph's: turned round, made by the model, or of nodes that it adds.
+
+Edges of the graph, some of them, and self-loops are distributed. A rank holds the in-edges of its own nodes, so no rank
+has all of any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TURNED = (
+    "edges that are turned round, as by edge_index.flip(0) or to_undirected, but a rank holds the in-edges of its own "
+    "nodes and not their reverses; pass edge_index as it is, and turn or mirror the edges in the graph before it is "
+    "partitioned (torch_geometric.transforms.ToUndirected)"
+)
+MADE = (
+    "edges that the graph does not have, but only edges of the graph, and self-loops, are distributed; put them into "
+    "the graph before it is partitioned, and read out all nodes by MeanAggregation() or SumAggregation() as a module "
+    "of the model"
+)
+OF_MORE_NODES = (
+    "edges of nodes that the model adds, such as one that is joined to all others, but the nodes of the graph alone "
+    "are distributed; add such a node to the graph before it is partitioned (torch_geometric.transforms.VirtualNode), "
+    "or use MeanAggregation() or SumAggregation() as a module of the model instead"
+)
+
+
+def reason_against(edge_index: Any, edges: Tensor, num_nodes: int) -> str:
+    """Return a clause about edges that a hop gets and the graph does not have; empty if there are none.
+
+    Args:
+        edge_index: What the layer passes to ``propagate``.
+        edges: The edges of the graph, ``(2, E)``.
+        num_nodes: Nodes of the graph.
+    """
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided or edge_index.is_floating_point():
+        return ""
+    if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.size(1) == 0:
+        return ""
+    source, target = edge_index.to(edges.device)
+    if int(edge_index.max()) >= num_nodes:
+        return OF_MORE_NODES
+    known = edges[0] * num_nodes + edges[1]
+    missing = ~torch.isin(source * num_nodes + target, known) & (source != target)
+    if not missing.any():
+        return ""
+    turned = torch.isin(target * num_nodes + source, known)
+    return TURNED if bool(turned[missing].all()) else MADE
