@@ -40,7 +40,7 @@ def move(backend: Backend, at: str, module: nn.Module) -> None:
     if not _runs_alone(backend):
         name = backend.kept.names.get(module) or layer_name(module)
         at = at.format(hops=backend.kept.hops, next=backend.kept.hops + 1)
-        backend.move(f"{at} of forward pass {backend.kept.passes} ({name})")
+        backend.move(f"{at} of the forward pass ({name})")
 
 
 def agree_on_layer(
