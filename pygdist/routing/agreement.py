@@ -99,7 +99,7 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
         InputError: On all ranks, if their passes differ; the message says how.
         UnequalRanksError: On all ranks, if they made different exchanges before.
     """
-    backend.kept.passes += 1
+    backend.kept.passes += not _runs_alone(backend)  # a rank that plans by itself may try the model more often
     move(backend, "at the start", model)
     inputs = _inputs(model, args, kwargs)
     if not _runs_alone(backend):
