@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
@@ -67,7 +68,7 @@ _OF_BASE = {*vars(nn.Module()), *_NOTED, "inspector"}
 
 def _key(layer: MessagePassing) -> str | None:
     """A text that is equal for layers that differ only in the numbers in their parameters; ``None`` if none can be."""
-    if hooked(layer):
+    if hooked(layer) or any(map(is_lazy, layer.parameters())):
         return None
     lines = [str([(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()])]
     for name, module in layer.named_modules():

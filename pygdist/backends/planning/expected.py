@@ -13,7 +13,7 @@ from pygdist.backends.planning.greedy import Halo
 from pygdist.backends.planning.hop_costs import HopCosts
 from pygdist.backends.planning.network import Network
 from pygdist.comm import Communicator
-from pygdist.native import load
+from pygdist.native import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,7 @@ def _followed(halo: Halo, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]
         The replicas whose row after each hop is needed, ``(hops + 1, N)`` bool; the edges of each hop on this rank; and
         those of them whose source row is here.
     """
-    native = load()
-    assert native is not None, "greedy_choice() needs the library, too"
+    native = require("following a plan", ", or use a backend that fetches or computes all rows")
     computed = chosen[:, halo.rows].to(torch.uint8).contiguous()
     needed = torch.empty(len(halo.widths) + 1, halo.around.n_id.numel(), dtype=torch.uint8)
     edges = torch.empty(len(halo.widths), 2, dtype=torch.int64)

@@ -413,6 +413,12 @@ def test_a_layer_that_cannot_be_copied_is_refused() -> None:
         columns_of_hops(ByCallable(act=torch.relu, lock=(one for one in ())))
 
 
+@pytest.mark.parametrize("make", [lambda: GCNConv(-1, 4), lambda: GATConv(-1, 4)])
+def test_a_layer_whose_parameters_have_no_shape_yet_is_told_so(make: Callable[[], MessagePassing]) -> None:
+    with pytest.raises(InputError, match="G.*Conv.*parameters without a shape yet; call the model once"):
+        distribute(make(), backend=TensorBackend())
+
+
 def test_a_layer_that_cached_another_graph_can_be_tried() -> None:
     layer = GCNConv(5, 4, cached=True, improved=True)
     layer(torch.rand(40, 5), torch.randint(0, 40, (2, 90)))
