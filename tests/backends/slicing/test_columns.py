@@ -415,7 +415,7 @@ def test_a_layer_that_cannot_be_copied_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [lambda: GCNConv(-1, 4), lambda: GATConv(-1, 4)])
 def test_a_layer_whose_parameters_have_no_shape_yet_is_told_so(make: Callable[[], MessagePassing]) -> None:
-    with pytest.raises(InputError, match="G.*Conv.*parameters without a shape yet; call the model once"):
+    with pytest.raises(InputError, match=r"G.*Conv.*parameters without a shape yet; call the model once"):
         distribute(make(), backend=TensorBackend())
 
 
