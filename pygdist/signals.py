@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -31,26 +32,27 @@ _POLL_S = 0.5
 _ORPHAN_S = 5.0  # within which a rank whose starter died finds by itself that the exchange fails, and says more
 
 
-class _State:
-    """The signals of this process."""
+@dataclass(eq=False)
+class _Handling:
+    """The signals of this process from one :func:`install` to the next."""
 
-    def __init__(self) -> None:
-        self.installed = False
-        self.before: dict[int, Any] = {}  # the handlers that ours replaced
-        self.received = 0
-        self.raised = False
-        self.told = False
-        self.defer_s = 0.0
-        self.interrupt_at = self.end_at = 0.0  # when a thread does so, unless the main thread has left the block
-        self.expected = 0  # signals of this process's own
-        self.listener: Callable[[int], None] | None = None
-        self.fds = (-1, -1)
-        self.left = threading.Event()  # the block or run that the signal was to end
-        self.parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
-        self.in_command = False
+    installed: bool = False
+    in_command: bool = False
+    before: dict[int, Any] = field(default_factory=dict)  # the handlers that ours replaced
+    fds: tuple[int, int] = (-1, -1)
+    listener: Callable[[int], None] | None = None
+    defer_s: float = 0.0
+    received: int = 0
+    raised: bool = False
+    told: bool = False  # the user's handler
+    interrupt_at: float = 0.0  # when a thread does so, unless the main thread has left before
+    end_at: float = 0.0
+    expected: int = 0  # signals that this process sends itself
+    left: threading.Event = field(default_factory=threading.Event)
 
 
-_state = _State()
+_state = _Handling()
+_parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
 _last: list[Callable[[], object]] = []
 
 
@@ -106,10 +108,10 @@ def install() -> bool:
     Returns:
         ``False`` if they are handled already, or cannot be, as this is not the main thread.
     """
+    global _state
     if _state.installed or threading.current_thread() is not threading.main_thread():
         return False
-    _state.installed, _state.received, _state.raised, _state.told = True, 0, False, False
-    _state.left = threading.Event()
+    _state = _Handling(installed=True, before=_state.before)
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules  # where Ctrl-C stops a cell, not the process
     for number in _ENDING[: 1 if interactive else 2]:
         before = signal.getsignal(number)
@@ -123,7 +125,7 @@ def install() -> bool:
     if other != -1:  # an event loop needs it; signals are then noted when the main thread runs
         signal.set_wakeup_fd(other)
     _state.fds = reading, writing
-    threading.Thread(target=_read, args=(reading,), daemon=True, name="pygdist-signals").start()
+    threading.Thread(target=_read, args=(_state, reading), daemon=True, name="pygdist-signals").start()
     return True
 
 
@@ -191,7 +193,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     raise SignalError(f"{name_of(signum)} reached {_who()}", signum)
 
 
-def _read(fd: int) -> None:
+def _read(state: _Handling, fd: int) -> None:
     """Note signals as they arrive; ends when the pipe is closed."""
     began = 0.0
     with os.fdopen(fd, "rb", buffering=0) as pipe:
@@ -199,35 +201,35 @@ def _read(fd: int) -> None:
             signum = numbers[0]
             if signum not in _ENDING:
                 continue
-            if _state.expected:
-                _state.expected -= 1
+            if state.expected:
+                state.expected -= 1
                 continue
             if began and time.monotonic() - began > _AGAIN_S:
                 end(signum, f"{name_of(signum)} reached {_who()} again")
             if began:
                 continue
             began = time.monotonic()
-            _state.received = _state.received or signum
-            _state.interrupt_at = began + _state.defer_s
-            _state.end_at = _state.interrupt_at + _LEAVE_S
-            if not _state.defer_s and _state.listener is not None:
-                _state.listener(signum)
-            arguments = signum, began, _state.left
+            state.received = state.received or signum
+            state.interrupt_at = began + state.defer_s
+            state.end_at = state.interrupt_at + _LEAVE_S
+            if not state.defer_s and state.listener is not None:
+                state.listener(signum)
+            arguments = state, signum, began
             threading.Thread(target=_see_to_the_end, args=arguments, daemon=True, name="pygdist-end").start()
 
 
-def _see_to_the_end(signum: int, began: float, left: threading.Event) -> None:
+def _see_to_the_end(state: _Handling, signum: int, began: float) -> None:
     """Interrupt the main thread if it was to leave by itself and has not, and end the process if it still is there."""
-    while (rest_s := _state.interrupt_at - time.monotonic()) > 0:
-        if left.wait(rest_s):
+    while (rest_s := state.interrupt_at - time.monotonic()) > 0:
+        if state.left.wait(rest_s):
             return
-    if _state.defer_s:
-        _state.defer_s, _state.expected = 0.0, 1
-        if _state.listener is not None:
-            _state.listener(signum)
+    if state.defer_s:
+        state.defer_s, state.expected = 0.0, 1
+        if state.listener is not None:
+            state.listener(signum)
         signal.pthread_kill(threading.main_thread().ident or 0, signum)
-    while (rest_s := _state.end_at - time.monotonic()) > 0:
-        if left.wait(rest_s):
+    while (rest_s := state.end_at - time.monotonic()) > 0:
+        if state.left.wait(rest_s):
             return
     end(signum, f"{name_of(signum)} reached {_who()}, whose work has not ended within {time.monotonic() - began:.0f} s")
 
@@ -260,13 +262,14 @@ def _who() -> str:
 
 def _forget() -> None:
     """Forget the parent's handlers, pipe and threads in a forked process."""
+    global _state, _parent_watch
     if _state.installed:
         for number in _state.before:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
         signal.set_wakeup_fd(-1)
         for fd in _state.fds:
             os.close(fd)
-    _state.__init__()  # type: ignore[misc]
+    _state, _parent_watch = _Handling(), None
 
 
 if hasattr(os, "register_at_fork"):
@@ -289,17 +292,19 @@ def follow_parent() -> None:
 
     Ranks do so from their first import of ``pygdist`` on, and in each run.
     """
+    global _parent_watch
     starter = parent()
-    if starter and (starter == os.getppid() or not _lives(starter)) and _state.parent_watch is None:
-        _state.parent_watch = stop = threading.Event()
+    if starter and (starter == os.getppid() or not _lives(starter)) and _parent_watch is None:
+        _parent_watch = stop = threading.Event()
         threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
 
 
 def outlive_parent() -> None:
     """Go on although the process that started this rank may end: the rank's run has ended."""
-    if _state.parent_watch is not None:
-        _state.parent_watch.set()
-        _state.parent_watch = None
+    global _parent_watch
+    if _parent_watch is not None:
+        _parent_watch.set()
+        _parent_watch = None
 
 
 def _lives(pid: int) -> bool:
