@@ -24,8 +24,9 @@ from pygdist.backends.passes.rehearsal import Call
 from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
-from pygdist.graph import Shard
-from pygdist.hops.arguments import edges_among
+from pygdist.graph import Adjacency, Shard
+from pygdist.graph.check import EDGE_FIELDS
+from pygdist.hops.arguments import edges_among, tensors_of
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.hops.user_code import in_one_line, place_of
@@ -107,7 +108,7 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
             warnings.simplefilter("ignore")
             note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
-        if (cause := error.__cause__) is not None:
+        if (cause := error.__cause__) is not None and _is_of_the_graph(args, kwargs, shard):
             _FAILED[model] = type(cause), place_of(cause)
         note = (
             f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
@@ -119,6 +120,12 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
     return True
 
 
+def _is_of_the_graph(args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:
+    fields = [getattr(shard, name) for name in ("x", *EDGE_FIELDS)]
+    given = tensors_of((args, kwargs))
+    return all(isinstance(one, Adjacency) or any(one is field for field in fields) for one in given)
+
+
 def tell_note(model: nn.Module) -> None:
     """Warn of what the check could not compare, once a pass ended: a model that fails says so itself."""
     if note := _NOTES.pop(model, ""):
@@ -126,7 +133,10 @@ def tell_note(model: nn.Module) -> None:
 
 
 def fails_alone(model: nn.Module, error: BaseException) -> bool:
-    """True if a model failed in the same line, with the same type of exception, on one process too."""
+    """True if a model failed in the same line, with the same type of exception, on one process too.
+
+    Only models that get nothing but the graph count: others may fail for the values that stand for their arguments.
+    """
     return _FAILED.get(model) == (type(error), place_of(error))
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.user_code import place_of
 from pygdist.native import load
@@ -144,3 +145,31 @@ def test_a_fault_of_the_model_is_told_as_on_one_process(backend: str, parts: str
             else:
                 assert end == expected[name], name
             assert warned == ""
+
+
+class Rooted(nn.Module):
+    """Fails for the values that stand for ``count`` where the model is tried, and for no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(5, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, sizes: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        return torch.cat([out, out.new_ones(int(sizes.sum() % 9973) - 9000 + len(out), 1)], dim=-1)
+
+
+def _rooted(rank: int, world_size: int, folder: str) -> str:
+    shard, backend = Shard.load(f"{folder}/replicas", rank).astype(torch.float32), ReplicaBackend(hops=3)
+    backend.bind(shard, Communicator(dist.new_group()))
+    sizes = torch.zeros(shard.num_owned, dtype=torch.int64)
+    sizes[0] = 9000
+    with pytest.raises(InputError) as caught:
+        distribute(Rooted(), backend=backend)(shard.x, shard.adjacency, sizes)
+    return str(caught.value)
+
+
+def test_a_fault_that_other_arguments_may_cause_is_not_called_the_models(parts: str, pool: RankPool) -> None:
+    for said in pool.run(_rooted, 2, parts):
+        assert "first runs the model on a few nodes" in said
+        assert "if it runs on other inputs" in said
