@@ -148,8 +148,8 @@ class Transport:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
         blame = "" if self._watchdog is None else self._watchdog.diagnose()
-        found = f"; {blame}" if blame else ""
-        return failure(blame, f"{here}: the exchange{with_whom} failed{found} [{cause}]")
+        because = f"; {blame}" if blame else ""
+        return failure(blame, f"{here}: the exchange{with_whom} failed{because} [{cause}]")
 
     def _enter(self, label: str, *, counted: bool = True) -> None:
         if self._watchdog is not None:

@@ -37,12 +37,12 @@ def check_launch(environment: Mapping[str, str]) -> None:
                     of_one_rank=True,  # which rank is the first is not known
                 )
             numbers[name] = int(text)
-    known = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, environment.get(_INTERFACES, "").split(",")):
-        if interface not in known:
+        if interface not in interfaces:
             raise InputError(
                 f"the environment variable {_INTERFACES} names {interface[:40]!r}, but the network interfaces of this "
-                f"machine are {', '.join(known)}; name one of these, or unset {_INTERFACES}",
+                f"machine are {', '.join(interfaces)}; name one of these, or unset {_INTERFACES}",
                 of_one_rank=True,
             )
     for name, size in _OF.items():

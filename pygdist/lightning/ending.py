@@ -18,7 +18,7 @@ _DESTROY_S = 3.0
 
 
 class _State:
-    """What there is to end."""
+    """The processes and groups that end with this process."""
 
     launched: Launched | None = None
     lost_ranks = False

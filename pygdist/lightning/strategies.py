@@ -324,8 +324,8 @@ class GraphDDPStrategy(DDPStrategy):
             return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
         if (watchdog := self._watchdog) is None:
             return exception
-        known = isinstance(exception, LostRankError)
-        of_connection = not known and any(words in text.lower() for words in _CONNECTION_ERRORS)
+        names_rank = isinstance(exception, LostRankError)
+        of_connection = not names_rank and any(words in text.lower() for words in _CONNECTION_ERRORS)
         place, diagnosis = self._place, watchdog.diagnose() if of_connection and not watchdog.signum else ""
         if watchdog.signum:  # of another rank, which broke the groups
             return SignalError(watchdog.signalled_by, watchdog.signum)

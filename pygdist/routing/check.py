@@ -122,8 +122,8 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
 
 def _is_of_the_graph(args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:
     fields = [getattr(shard, name) for name in ("x", *EDGE_FIELDS)]
-    given = tensors_of((args, kwargs))
-    return all(isinstance(one, Adjacency) or any(one is field for field in fields) for one in given)
+    tensors = tensors_of((args, kwargs))
+    return all(isinstance(one, Adjacency) or any(one is field for field in fields) for one in tensors)
 
 
 def tell_note(model: nn.Module) -> None:

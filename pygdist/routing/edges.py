@@ -22,7 +22,7 @@ MADE = (
     "of the model"
 )
 OF_MORE_NODES = (
-    "edges of nodes that the model adds, such as one that is joined to all others, but the nodes of the graph alone "
+    "edges of nodes that the model adds, such as one that is joined to all others, but only the graph's own nodes "
     "are distributed; add such a node to the graph before it is partitioned (torch_geometric.transforms.VirtualNode), "
     "or use MeanAggregation() or SumAggregation() as a module of the model instead"
 )
@@ -43,9 +43,9 @@ def reason_against(edge_index: Any, edges: Tensor, num_nodes: int) -> str:
     source, target = edge_index.to(edges.device)
     if int(edge_index.max()) >= num_nodes:
         return OF_MORE_NODES
-    known = edges[0] * num_nodes + edges[1]
-    missing = ~torch.isin(source * num_nodes + target, known) & (source != target)
+    of_graph = edges[0] * num_nodes + edges[1]
+    missing = ~torch.isin(source * num_nodes + target, of_graph) & (source != target)
     if not missing.any():
         return ""
-    turned = torch.isin(target * num_nodes + source, known)
+    turned = torch.isin(target * num_nodes + source, of_graph)
     return TURNED if bool(turned[missing].all()) else MADE
