@@ -133,9 +133,16 @@ class RankPool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(timeout=5)
-                    answers[rank] = (False, f"the process ended (exit code {self._processes[rank].exitcode})")
+                    answers[rank] = (False, self._end(rank))
         return answers
+
+    def _end(self, rank: int) -> str:
+        """Say how a rank's process ended, with its stacks where a signal such as SIGSEGV ended it."""
+        process = self._processes[rank]
+        process.join(timeout=5)
+        path = self._folder.path / str(process.pid)
+        stacks = path.read_text() if path.exists() else ""
+        return f"the process ended (exit code {process.exitcode})\n{stacks}".rstrip()
 
     def _stacks(self, rank: int) -> str:
         """Return the stacks of a rank's threads, as Python sees them."""
@@ -158,6 +165,7 @@ def _serve(pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)  # ranks share the cores of one machine
     # the parent closes its end, or has ended and its folder is gone
     with contextlib.suppress(EOFError, FileNotFoundError), open(f"{folder}/{os.getpid()}", "w") as stacks:
+        faulthandler.enable(file=stacks)
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=stacks)
         while True:

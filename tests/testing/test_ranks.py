@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from types import ModuleType
@@ -41,6 +42,8 @@ def _fail(rank: int, world_size: int, how: str) -> None:
         raise KeyError("the reason")
     if rank == 1 and how == "exit":
         os._exit(7)
+    if rank == 1 and how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
@@ -49,6 +52,7 @@ def _fail(rank: int, world_size: int, how: str) -> None:
     [
         ("raise", r"rank 1 of 2 failed:(.|\n)*KeyError: 'the reason'"),
         ("exit", r"rank 1 of 2 failed:(.|\n)*exit code 7"),
+        ("signal", r"rank 1 of 2 failed:(.|\n)*exit code -11(.|\n)*in _fail"),  # with its stacks
     ],
 )
 def test_a_child_s_error_reaches_the_caller_and_the_pool_goes_on(how: str, said: str) -> None:
