@@ -31,11 +31,12 @@ def place_of(error: BaseException) -> str:
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return "no line is known"
-    frame, line = next(((frame, line) for frame, line in reversed(frames) if _is_the_users(frame)), frames[-1])
+    frame, line = next(((frame, line) for frame, line in reversed(frames) if is_the_users(frame)), frames[-1])
     return f"{frame.f_code.co_filename}:{line}"
 
 
-def _is_the_users(frame: FrameType) -> bool:
+def is_the_users(frame: FrameType) -> bool:
+    """Tell if a frame is of the user's code: of no library that runs models, nor of Python's own."""
     name = str(frame.f_globals.get("__name__", ""))
     root = name.partition(".")[0]
     # PyG writes a layer's propagate() into a temporary file, as a module that is named after the layer's

@@ -26,6 +26,11 @@ OTHER_CALLS_OF_PARTS = (
     "of nodes, and a part that trains by itself knows its own alone. Use backend {}, and let it decide by what "
     "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
 )
+BY_ROWS = (
+    "{} would train other numbers than one process: it decides by rows of nodes or edges ({}), and a rank knows its "
+    "own alone. {} by what MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all "
+    "nodes"
+)
 OF_GRADIENTS = (
     "The outputs are equal and the gradients are not: a hook or an autograd function of the model computes over the "
     "gradients of all nodes, but a rank holds those of its own nodes. Compute over each row by itself, or over the "

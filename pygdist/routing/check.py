@@ -33,6 +33,7 @@ from pygdist.hops.user_code import in_one_line, place_of
 from pygdist.memory.limits import refusal_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.causes import (
+    BY_ROWS,
     ELSEWHERE,
     OF_GRADIENTS,
     OTHER_CALLS_OF_PARTS,
@@ -41,6 +42,7 @@ from pygdist.routing.causes import (
     cause_of,
     reads_missing_rows,
 )
+from pygdist.routing.decisions import decision_by_rows
 from pygdist.routing.miniature import Miniature, NotComparableError
 from pygdist.routing.runs import (
     Route,
@@ -177,6 +179,8 @@ class _Check:
             layer = own_class(plain.get_submodule(path)).__name__
             at = f"{type(plain).__name__}: '{path}' ({layer})" if path else layer
             raise InputError(f"{at} gives its hop {reason}", of_one_rank=self.backend.abilities.trains_parts)
+        tolerance = _TOLERANCE[setting.dtype]
+        self._check_decisions(decision_by_rows(plain, small, setting, tolerance))
         exact = self.backend.exact_case(max(1, *whole.num_hops))
         if exact is None:
             return ""
@@ -185,7 +189,6 @@ class _Check:
         for shard, part in runs:
             for name, value in differences(part, whole, small, shard).items():
                 apart[name] = max(value, apart.get(name, 0.0))
-        tolerance = _TOLERANCE[setting.dtype]
         worst = self.communicator.gather(list(apart.values())).amax(0).tolist()
         wrong = [name for name, value in zip(apart, worst, strict=True) if not value <= tolerance]
         if self.backend.abilities.trains_parts:
@@ -196,6 +199,15 @@ class _Check:
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
             raise self._refused(place, max(worst), cause)
         return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
+
+    def _check_decisions(self, place: str) -> None:
+        """Refuse a model that decides by rows, at ``place``, on all ranks."""
+        if not bool(self.communicator.gather([float(bool(place))]).any()):
+            return
+        model, alone = own_class(self.call.model).__name__, self.backend.abilities.trains_parts
+        backend = f"Use backend {names_of(lambda abilities: abilities.exact)}, and decide" if alone else "Decide"
+        at = place or "a line that another rank names"
+        raise InputError(f"{BY_ROWS.format(model, at, backend)} ({_SWITCH})", of_one_rank=alone)
 
     def _check_calls(self, plain: nn.Module, whole: Run, parts: list[Run], *, differs: bool) -> None:
         """Refuse a model that calls other modules on a part, if results differ too, or the modules are norms.

@@ -92,9 +92,9 @@ def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
     """Run a copy of a model that is not distributed on the whole graph."""
     run = Run()
 
-    def note(path: str, _: nn.Module, given: tuple[Any, ...]) -> None:
+    def note(path: str, layer: MessagePassing, given: tuple[Any, ...]) -> None:
         run.num_hops[-1] += 1
-        if reason := reason_against(given[0], small.graph.edge_index, small.num_nodes):
+        if reason := reason_against(layer, given, small.graph.edge_index, small.num_nodes):
             run.other_edges.setdefault(path, reason)
 
     with _outside_as_before(model):

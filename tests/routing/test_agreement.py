@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +233,7 @@ class Deciding(nn.Module):
                 while change > 1.0:
                     h, change = self.again(h, edge_index).tanh(), change - 1.0
             case "for":
-                for _ in range(2 + 2 * int(seen[0] > 0)):
+                for _ in range(2 + 2 * int(seen[0].sigmoid().round())):
                     h = self.again(h, edge_index).tanh()
             case "if":
                 h = self.again(h, edge_index) if seen.mean() > 0 else h
@@ -285,35 +286,16 @@ def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "replica"])
 def test_the_check_tells_of_passes_that_rows_decide_on(
     backend: str, world_size: int, deciding: tuple[Any, str], pool: RankPool
 ) -> None:
-    """Where parts of its small graph decide otherwise than each other; the others fail in the pass."""
-    kinds = DECISIONS[:3]
-    for told in pool.run(_decided, world_size, deciding[1], backend, kinds, False, True):
-        found = {kind: text for kind, text in told.items() if isinstance(text, str)}
-        assert all(ADVICE in text for text in found.values()), found
-        assert any("on a small graph, " in text for text in found.values())
-        assert list(found) == kinds
-        assert all(text.startswith("UnequalRanksError: ") for text in found.values())
-        assert all(len(text) < 660 for text in found.values())  # the command line cuts longer lines
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_check_tells_of_parts_that_decide_otherwise(
-    world_size: int, deciding: tuple[Any, str], pool: RankPool
-) -> None:
-    """Each rank that trains parts by themselves compares alone; features like those of rank 0 decide one way."""
-    ranks = pool.run(_decided, world_size, deciding[1], "replica", DECISIONS, False, True)
-    for kind in DECISIONS:
-        found = [told[kind] for told in ranks if isinstance(told[kind], str)]
-        assert len(found) >= world_size - 1
-        for text in found:
-            assert text.startswith("InputError: ")
-            assert ADVICE in text
-            assert len(text) < 660  # the command line cuts longer lines
-            assert "'norm' (BatchNorm)" in text or kind != "either-norm", text
+    """By the line of the condition, or of the number of steps."""
+    for told in pool.run(_decided, world_size, deciding[1], backend, DECISIONS, False, True):
+        for kind in DECISIONS:
+            assert ADVICE in told[kind], (kind, told[kind])
+            assert len(told[kind]) < 660  # the command line cuts longer lines
+            assert re.match(r"InputError: Deciding .* decides by rows .*test_agreement.py:\d+\)", told[kind])
 
 
 @pytest.mark.parametrize("kind", DECISIONS)
