@@ -332,6 +332,8 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
         faults.append("exit code 0")
     if expected and case.launcher == "ordinary" and outcome.code not in (expected, 128 - expected, 0):
         faults.append(f"exit code {outcome.code}")
+    if "terminate called" in errors:
+        faults.append("a process aborted")
     if "Traceback" in errors and case.launcher == "ordinary":
         faults.append("a traceback")
     ours = errors.count("pygdist: error: ")

@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _TAG = 2**30 + 1  # of a message that nobody sends
+_breaking = threading.Lock()
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-def break_groups() -> bool:
+def break_groups(unless: Callable[[], bool] = lambda: False) -> bool:
     """Let every call fail that waits for other ranks in a process group of this process; the groups are of no more use.
 
     With gloo a receive that runs out of time closes all connections of its group, on other ranks too; nccl is aborted.
 
+    Args:
+        unless: Asked at last: if it returns True, nothing is broken.
+
     Returns:
         True if there was a group.
     """
+    with _breaking:
+        return not unless() and _break()
+
+
+def await_break(timeout_s: float) -> None:
+    """Wait until no other thread is in :func:`break_groups`.
+
+    Python must not end meanwhile: a thread that then drops the last reference to a group aborts the process
+    ("terminate called without an active exception").
+    """
+    if _breaking.acquire(timeout=timeout_s):
+        _breaking.release()
+
+
+def _break() -> bool:
+    """Break the groups, and hold none any more."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if isinstance(group, dist.ProcessGroup)]
     for group in groups:
-        with contextlib.suppress(
-            RuntimeError, ValueError
-        ):  # of a call that fails as it should, or a group that is gone
+        # of a call that fails as it should, or a group that is gone
+        with contextlib.suppress(RuntimeError, ValueError):
             if "gloo" in dist.get_backend(group):
                 gloo: Any = group._get_backend(torch.device("cpu"))
                 gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)

@@ -30,7 +30,7 @@ FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 APART = "the ranks are at different places of the model"
 _DIFFERENT = "the ranks make different calls"
 _ALIKE = (  # the command line keeps the last 200 characters of a long message
-    "A loop or condition that decides on layers must decide alike on all ranks: by what MeanAggregation() or "
+    "A loop or condition must run the same layers on all ranks: decide by what MeanAggregation() or "
     "SumAggregation(), as a module of the model, makes of the rows of all nodes"
 )
 _BACKWARD = "a backward pass"

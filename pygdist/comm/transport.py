@@ -105,7 +105,7 @@ class Transport:
 
     @property
     def tag(self) -> int:
-        """The tag of messages: of ranks that made other calls they do not meet, be they of one size or not."""
+        """The tag of messages, a checksum of all calls so far: messages of ranks that made other calls never meet."""
         return self._digest % _TAGS
 
     def announce(self, label: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pygdist.comm.board import ANSWER_S, Board
 from pygdist.comm.connections import Connections
-from pygdist.comm.groups import break_groups
+from pygdist.comm.groups import await_break, break_groups
 from pygdist.comm.places import (
     FINISHED,
     LOST_A_NEIGHBOUR,
@@ -153,6 +153,7 @@ class Watchdog:
             return
         self._told.set()
         self._stop.set()
+        await_break(ANSWER_S)
         if self.verdict is not None:
             self._kill_stopped()
         if self.verdict == _NO_STORE:
@@ -319,7 +320,7 @@ class Watchdog:
         self._told.wait(3 * self.beat_s)  # until the others have read it: they lose their connections too
         if self._stop.is_set() or not self._lives():
             return
-        if break_groups() and self._told.wait(_LEAVE_S):
+        if break_groups(unless=self._stop.is_set) and self._told.wait(_LEAVE_S):
             return
         call, _, idle_s = self._worker.look(self.place)
         stuck = self._in_run or ((self.place.waiting or call) and idle_s >= 3 * self.beat_s)

@@ -30,7 +30,7 @@ _FIRST_PASSES = 3  # the second may know what the first one kept, the third what
 
 
 def move(backend: Backend, at: str, module: nn.Module) -> None:
-    """Note where the rank is in the pass of a model: the next exchange meets those of ranks at the same place alone.
+    """Note where this rank is in the pass of a model. Exchanges of ranks at different places never meet.
 
     Args:
         backend: The backend.

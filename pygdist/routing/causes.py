@@ -22,9 +22,9 @@ OVER_NODES_OF_PARTS = (
     "The model computes over all nodes, and a part that trains by itself knows its own alone; use backend {}"
 )
 OTHER_CALLS_OF_PARTS = (
-    "{} calls {} otherwise on a part of a small graph than on the whole graph: a loop or a condition decides by rows "
-    "of nodes, and a part that trains by itself knows its own alone. Use backend {}, and let it decide by what "
-    "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
+    "{} calls {} a different number of times on a part of a small graph than on the whole: a loop or a condition "
+    "decides by rows of nodes, and a part that trains by itself knows its own alone. Use backend {}, and decide by "
+    "what MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
 )
 BY_ROWS = (
     "{} would train other numbers than one process: it decides by rows of nodes or edges ({}), and a rank knows its "

@@ -12,7 +12,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +64,24 @@ _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten c
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
 _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
-_PASSED: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
-_FAILED: weakref.WeakKeyDictionary[nn.Module, tuple[object, str]] = weakref.WeakKeyDictionary()
-_NOTES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Known:
+    """Results of earlier comparisons of a model.
+
+    Attributes:
+        passed: The forms in which it was compared.
+        failure: Type and place of the exception with which it ended on one process.
+        note: A warning that is to be told once a pass has ended.
+    """
+
+    passed: set[object] = field(default_factory=set)
+    failure: tuple[object, str] | None = None
+    note: str = ""
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 class Ways(NamedTuple):
@@ -102,8 +117,8 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
         communicator, num_parts = Communicator(), 2
     key, kinds = kinds_of(model, args, kwargs, shard, communicator, {})
     identity = (_structure(model), type(backend), repr(backend.arguments()), num_parts, key)
-    passed = _PASSED.setdefault(model, set())
-    if bool(communicator.gather([float(identity in passed)]).all()):
+    known = _KNOWN.setdefault(model, _Known())
+    if bool(communicator.gather([float(identity in known.passed)]).all()):
         return True
     try:
         with communicator.aside() as aside, warnings.catch_warnings():
@@ -111,14 +126,14 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
             note = _Check(Call(model, args, kwargs, kinds), backend, aside, num_parts, ways).run()
     except NotComparableError as error:
         if (cause := error.__cause__) is not None and _is_of_the_graph(args, kwargs, shard):
-            _FAILED[model] = type(cause), place_of(cause)
+            known.failure = type(cause), place_of(cause)
         note = (
             f"{own_class(model).__name__} trains without having been compared with one process on a small graph: "
             f"{error}. Sums over nodes or edges outside of its PyG layers would cover one rank's rows only"
         )
-    passed.add(identity)
+    known.passed.add(identity)
     if note and communicator.rank == 0:
-        _NOTES[model] = note
+        known.note = note
     return True
 
 
@@ -129,8 +144,10 @@ def _is_of_the_graph(args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard
 
 
 def tell_note(model: nn.Module) -> None:
-    """Warn of what the check could not compare, once a pass ended: a model that fails says so itself."""
-    if note := _NOTES.pop(model, ""):
+    """Warn of what the check could not compare. Called after a pass: a model that fails needs no warning."""
+    known = _KNOWN.get(model)
+    if known is not None and known.note:
+        note, known.note = known.note, ""
         warnings.warn(note, stacklevel=2)
 
 
@@ -139,7 +156,8 @@ def fails_alone(model: nn.Module, error: BaseException) -> bool:
 
     Only models that get nothing but the graph count: others may fail for the values that stand for their arguments.
     """
-    return _FAILED.get(model) == (type(error), place_of(error))
+    known = _KNOWN.get(model)
+    return known is not None and known.failure == (type(error), place_of(error))
 
 
 class _Check:

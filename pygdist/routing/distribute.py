@@ -381,7 +381,7 @@ def _routed(base: type[MessagePassing], name: Any) -> Callable[..., Any]:
 
 
 def _leads_elsewhere(hop: Hop, backend: Backend) -> bool:
-    """True if edges of a hop, or the rows that its layer passes for their destinations, are not those of this rank."""
+    """True if a hop's edges end at other nodes than this rank's own, or its layer passes other rows for their ends."""
     num_rows, edges, dim = backend.num_rows, hop.edge_index, hop.layer.node_dim
     is_list = isinstance(edges, Tensor) and edges.layout == torch.strided and not isinstance(edges, Adjacency)
     if is_list and edges.numel() and int(edges[1].max()) >= num_rows:
@@ -410,20 +410,19 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
                 return backend.run_layer(self, forward, args, kwargs)
         except TypeError:
-            if _takes(forward, self, args, kwargs):
-                raise
-        return getattr(type(self), BASE).forward(self, *args, **kwargs)  # Python says which argument is missing
+            _check_arguments(self, *args, **kwargs)
+            raise
 
     return run
 
 
-def _takes(forward: Callable[..., Any], layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a layer's ``forward`` has parameters for these arguments."""
+def _check_arguments(layer: MessagePassing, *args: Any, **kwargs: Any) -> None:
+    """Raise a ``TypeError`` that names the argument which a layer's ``forward`` lacks, or does not take."""
+    forward = getattr(type(layer), BASE).forward
     try:
         inspect.signature(forward).bind(layer, *args, **kwargs)
-    except TypeError:
-        return False
-    return True
+    except TypeError as error:
+        raise TypeError(f"{layer_name(layer)}.forward(): {error}") from None
 
 
 def _tell_uncompared(backend: Backend, layer: MessagePassing) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pygdist.comm import Watchdog
+from pygdist.comm import Watchdog, groups
 
 WORLD_SIZE = 4
 ALIVE = "rank 3 waits in epoch 0, exchange 1 (rows) at test_watchdog.py:"
@@ -127,6 +127,29 @@ def test_a_signal_on_one_rank_is_heard_of_on_all(caplog: pytest.LogCaptureFixtur
     assert not caplog.records  # rank 0's caller tells it, once
     for watchdog in ranks:
         watchdog.close()
+
+
+def test_python_does_not_end_while_a_thread_breaks_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last reference to a group, dropped then, would abort the process; see also the campaign of kills."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        inside.set()
+        return go_on.wait(30)
+
+    monkeypatch.setattr(groups, "_break", slow)
+    watching = Watchdog(dist.HashStore(), 0, 2, beat_s=0.05)
+    breaking = threading.Thread(target=groups.break_groups)
+    closing = threading.Thread(target=watching.close)
+    breaking.start()
+    assert inside.wait(30)
+    closing.start()
+    closing.join(timeout=0.5)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(timeout=30)
+    assert not closing.is_alive()
+    assert not groups.break_groups(unless=lambda: True)
 
 
 def test_a_rank_that_never_reported_has_no_known_place() -> None:

@@ -269,11 +269,11 @@ class PartPass:
 
     def _too_many(self, layer: MessagePassing) -> InputError:
         return InputError(
-            f"{layer_name(layer)} makes other hops than the {self.rows.num_hops} that the model made when backend "
-            f"'{self._name}' tried it on a few nodes, so their rows are not here. Where a loop or condition decides by "
-            f"rows, use backend {names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}, and let it "
-            "decide by what MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all "
-            "nodes. If the model has changed, call undistribute(model) and distribute(model)",
+            f"{layer_name(layer)} makes a hop whose rows are not here: backend '{self._name}' tried the model on a few "
+            f"nodes before, and the model made {self.rows.num_hops} others. If the model has changed, call "
+            "undistribute(model) and distribute(model). If a loop or condition decides by rows, use backend "
+            f"{names_of(lambda abilities: abilities.exact and abilities.reruns_layers)}, and decide by what "
+            "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes",
             of_one_rank=self._late is None,
         )
 
