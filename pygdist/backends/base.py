@@ -27,7 +27,7 @@ from pygdist.nn.laplacian import sums_at_owners
 from pygdist.nn.norms import Number
 from pygdist.registry import Registry
 
-Placement = Literal["nodes", "replicas"]
+Placement = Literal["nodes", "replicas", "edges"]
 B = TypeVar("B", bound="Backend")
 T = TypeVar("T")
 
@@ -110,8 +110,9 @@ class Backend(ABC):
             communicator: The ranks that take part, on a process group of the backend's own.
 
         Raises:
-            InputError: If the shard was made for another number of ranks.
+            InputError: If the shard was made for another number of ranks, or has another placement.
         """
+        self._check_placement(shard)
         if shard.num_parts != communicator.world_size:
             raise InputError(
                 f"the graph is partitioned into {shard.num_parts} parts but {communicator.world_size} ranks take part; "
@@ -119,6 +120,15 @@ class Backend(ABC):
             )
         self.unbind()
         self._shard, self._communicator = shard, communicator
+
+    def _check_placement(self, shard: Shard) -> None:
+        """Refuse parts of edges, where a node's in-edges are in several parts, unless the backend is for these."""
+        if (shard.clones is not None) != (self.abilities.placement == "edges"):
+            has, wanted = "edges" if shard.clones is not None else "nodes or replicas", self.abilities.placement
+            raise InputError(
+                f"backend '{self.name or type(self).__name__}' needs placement {wanted}, but the graph was partitioned "
+                f"with placement {has}; partition it with --placement {wanted}"
+            )
 
     def unbind(self) -> None:
         """Let go of the shard, the communicator and what was computed for them."""

@@ -95,6 +95,7 @@ class ReplicaBackend(RecomputingBackend):
         Raises:
             InputError: If the shard lacks its surroundings, or they reach less far than ``hops``.
         """
+        self._check_placement(shard)
         self._checked(shard)
         self.unbind()
         self._shard, self._communicator = shard, Communicator()

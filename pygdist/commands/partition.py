@@ -105,12 +105,13 @@ class Parts:
         devices: With --parts=auto, the number of devices. 1 by default.
         device_memory: With --parts=auto, the memory of one device, in GiB.
         reserve: With --parts=auto, the share of that memory that training needs for itself. Two thirds by default.
-        method: Who owns which node: the name or the class path of a Partitioner.
+        method: Who owns which node or edge: the name or the class path of a Partitioner. chunk by default, libra with
+            --placement=edges.
         method_args: Arguments of the method.
         hops: Number of hops that the halo of a part reaches.
         placement: What a part holds of its halo. nodes: the ids of the rows, for training that fetches them. replicas:
             their features and edges too, for training without communication. By default nodes for one hop, replicas for
-            more.
+            more. edges: each edge is in the part to which the method assigns it, and a node is in several parts.
         out: The folder to write; it appears when it is complete.
         overwrite: Replace a finished folder.
     """
@@ -119,10 +120,10 @@ class Parts:
     devices: int | None = None
     device_memory: float | None = None
     reserve: float | None = None
-    method: str = "chunk"
+    method: str | None = None
     method_args: dict[str, Any] | None = None
     hops: int = 1
-    placement: Literal["nodes", "replicas"] | None = None
+    placement: Literal["nodes", "replicas", "edges"] | None = None
     out: Path = Path("parts")
     overwrite: bool = False
 
@@ -225,7 +226,14 @@ def _summary(meta: dict[str, Any], balance: Mapping[str, float]) -> str:
     lines.append(f"balance (largest over mean): {shares}")
     volume = f" ({meta['bytes_per_layer'] / 1e6:,.1f} MB of features)" if meta["num_features"] else ""
     lines.append(f"{meta['rows_per_hop']:,} rows cross in a layer{volume}")
-    if PLACEMENTS[meta["placement"]].has_surroundings:
+    if PLACEMENTS[meta["placement"]].splits_nodes:
+        split = sum(one["num_split"] for one in meta["parts"])
+        up, down = (sum(sum(one[name]) for one in meta["parts"]) for name in ("up_counts", "down_counts"))
+        share = split / max(meta["num_nodes"], 1)
+        lines.append(
+            f"{split:,} nodes are split ({share:.1%}); rows in a hop: {up:,} up to roots, {down:,} down to leaves"
+        )
+    elif PLACEMENTS[meta["placement"]].has_surroundings:
         hops = [sum(one["halo_per_hop"][hop] for one in meta["parts"]) for hop in range(meta["num_hops"])]
         lines.append("halo rows by hop: " + ", ".join(f"{rows:,}" for rows in hops))
     rate = f"{meta['edges_per_second'] / 1e6:,.1f} million edges/s"

@@ -13,6 +13,7 @@ from torch import Tensor
 from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.clones import Clones
 from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, is_plain, rows_and_edges
@@ -38,8 +39,10 @@ class Shard:
         val_edges, test_edges: Held-out edges (:func:`~pygdist.graph.links.hold_out`): source and target in local ids,
             and global position, ``(3, k)`` int64; ``None`` if no edges were held out.
         folder: The store; ``None`` if the graph is only in memory.
-        surroundings: All rows of placement *replicas*; ``x``, ids and values of edges of the shard are its leading
-            rows, not copies. ``None`` for placement *nodes*.
+        surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
+            its leading rows, not copies. ``None`` for placement *nodes*.
+        clones: The exchanges between rows of one node under placement *edges*, where ``adjacency`` and
+            ``surroundings`` hold the edges of this part alone, whoever owns their ends; otherwise ``None``.
     """
 
     # not a dataclass, since Lightning's precision plugins copy these field by field in every step, memory maps included
@@ -70,6 +73,7 @@ class Shard:
         test_edges: Tensor | None = None,
         folder: Path | None = None,
         surroundings: Surroundings | None = None,
+        clones: Clones | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -80,7 +84,7 @@ class Shard:
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
         self.val_edges, self.test_edges = val_edges, test_edges
-        self.folder, self.surroundings = folder, surroundings
+        self.folder, self.surroundings, self.clones = folder, surroundings, clones
 
     def __repr__(self) -> str:
         return (
@@ -125,8 +129,10 @@ class Shard:
         arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], rank: int, *, folder: Path | None = None
     ) -> Shard:
         """Wrap the arrays of one part, from :func:`pygdist.graph.open_part`."""
-        surroundings = None
-        if PLACEMENTS[meta["placement"]].has_surroundings:
+        surroundings, clones, placement = None, None, PLACEMENTS[meta["placement"]]
+        if placement.splits_nodes:
+            clones = Clones.from_arrays(arrays, int(meta["parts"][rank]["num_owned"]))
+        if placement.has_surroundings:
             num_owned = int(meta["parts"][rank]["num_owned"])
             surroundings = Surroundings.from_arrays(arrays, num_owned)
             arrays = first_hop(arrays, num_owned)
@@ -147,6 +153,7 @@ class Shard:
             counts={mask: int(meta["counts"].get(mask, 0)) for mask in MASKS},
             folder=folder,
             surroundings=surroundings,
+            clones=clones,
             **rows_and_edges(arrays),
             **{name: as_tensor(arrays[name]) if name in arrays else None for name in ("y", *MASKS)},  # type: ignore[arg-type]
         )
@@ -158,8 +165,9 @@ class Shard:
             return self
         around = None if self.surroundings is None else self.surroundings.to(device)
         moved = {name: self._converted(name, around, device) for name, value in vars(self).items() if is_plain(value)}
+        clones = None if self.clones is None else self.clones.to(device)
         adjacency, plan = self.adjacency.to_device(device), self.plan.to(device)
-        return self.replace(surroundings=around, adjacency=adjacency, plan=plan, **moved)
+        return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
         """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are."""

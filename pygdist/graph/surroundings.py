@@ -15,11 +15,11 @@ from pygdist.kernels.csr import CSR, narrowest
 
 
 class Surroundings:
-    r"""All rows of a part under the placement *replicas*, and the edges among them (CATGNN, Sec. 4.2).
+    r"""All rows of a part under the placements *replicas* (CATGNN, Sec. 4.2) and *edges*, and the edges among them.
 
     Rows are ordered by hop, so the rows within fewer hops come first, and so do the edges into them. Rows of less than
     K hops have all their in-edges. Rows of the last hop, the rim, have the in-edges that begin at rows of less than K
-    hops, and their self-loops; ``in_degree`` counts the missing ones too.
+    hops, and their self-loops; ``in_degree`` counts the missing ones too. Under *edges*, any row has some of them.
 
     Attributes:
         num_hops: Number of hops around the owned rows, :math:`K \ge 1`.

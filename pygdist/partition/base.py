@@ -28,10 +28,12 @@ class Assignment:
     Attributes:
         part: The part of each node; int32 of shape ``(N,)``.
         figures: Figures about the partition, for ``meta.json``.
+        edge_part: The part of each edge, ``(E,)``, where the placement needs it.
     """
 
     part: NDArray[np.int32]
     figures: dict[str, float | int] = field(default_factory=dict)
+    edge_part: NDArray[Any] | None = None
 
 
 class Partitioner(ABC):

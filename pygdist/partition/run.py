@@ -16,19 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
+from pygdist.errors import InputError
 from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
 from pygdist.graph.store.part_files import placement_of
 from pygdist.graph.streams.progress import enter_stage
+from pygdist.memory.mapped import new_array
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
+from pygdist.partition.vertex_cut import EdgePartitioner, edge_partitioner_names
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
+_EDGE_PARTS = "edge_part.tmp"
 
 
 def partition_graph(
@@ -36,7 +40,7 @@ def partition_graph(
     folder: str | Path,
     *,
     num_parts: int | DeviceMemory,
-    partitioner: str | Partitioner = "chunk",
+    partitioner: str | Partitioner | None = None,
     notes: Sequence[str] = (),
     num_classes: int | None = None,
     fingerprint: str | None = None,
@@ -53,13 +57,15 @@ def partition_graph(
             stream with the fields of its nodes and edges. What is done to files is told in warnings, one for each note.
         folder: Folder of the store; it appears when it is complete.
         num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit.
-        partitioner: A name, a class path, or an instance.
+        partitioner: A name, a class path, or an instance; by default ``chunk``, or ``libra`` for placement *edges*.
         notes: Notes of preprocessing on a ``Data``, for ``meta.json``.
         num_classes: Number of classes; by default that of ``source``.
         fingerprint: Identifies the graph; by default it is computed (:func:`pygdist.graph.fingerprint`).
         num_hops: Hops that the halo of a part reaches.
         placement: *nodes*: a part knows the ids of its halo rows, and fetches them. *replicas*: it has their features
             and edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop, replicas for more.
+            *edges*: each edge is in the part to which the partitioner, an :class:`EdgePartitioner`, assigns it, and a
+            node has a row in each of its parts (DistGNN, Sec. 5.1).
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
@@ -76,8 +82,10 @@ def partition_graph(
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash", notes=notes)
         >>> PartitionMetrics.from_meta(meta).summary()
     """
-    chosen = resolve_partitioner(partitioner, **args)
-    job = _Job(chosen, num_parts, num_hops, placement_of(num_hops, placement), progress)
+    content = placement_of(num_hops, placement)
+    chosen = resolve_partitioner(partitioner or ("libra" if content.splits_nodes else "chunk"), **args)
+    job = _Job(chosen, num_parts, num_hops, content, progress)
+    job.check()
     graph: GraphFiles | WholeGraph
     if isinstance(source, Data):
         graph = WholeGraph.from_data(source, num_classes=num_classes, notes=notes, progress=progress)
@@ -105,6 +113,19 @@ class _Job:
     num_hops: int
     placement: Placement
     progress: Progress | None
+
+    def check(self) -> None:
+        """Refuse a placement that the partitioner, or parts of the devices' size, cannot have."""
+        if not self.placement.splits_nodes:
+            return
+        if not isinstance(self.partitioner, EdgePartitioner):
+            name = self.partitioner.name or type(self.partitioner).__name__
+            raise InputError(
+                f"placement '{self.placement.name}' needs a method that assigns edges to parts, and '{name}' assigns "
+                f"nodes; use {', '.join(edge_partitioner_names())}"
+            )
+        if isinstance(self.num_parts, DeviceMemory):
+            raise InputError(f"placement '{self.placement.name}' needs a number of parts, not the memory of devices")
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of ``meta.json`` that distinguish this partition of a graph from others."""
@@ -134,14 +155,16 @@ class _Job:
 
     def _partition(self, graph: WholeGraph, folder: Path) -> dict[str, Any]:
         if isinstance(self.num_parts, DeviceMemory):
-            num_parts, assignment, seconds = self._fit(graph, self.num_parts)
+            num_parts, assignment, seconds = self._fit(graph, self.num_parts, folder)
         else:
             num_parts = int(self.num_parts)  # a numpy integer is no int to JSON
-            assignment, seconds = self._assign(graph.edges, num_parts)
+            assignment, seconds = self._assign(graph.edges, num_parts, folder)
         start = time.perf_counter()
         written = write_graph(
-            graph, assignment.part, folder, num_parts, num_hops=self.num_hops, placement=self.placement.name
-        )
+            graph, assignment.part, folder, num_parts, num_hops=self.num_hops, placement=self.placement.name,
+            edge_part=assignment.edge_part,
+        )  # fmt: skip
+        (folder / _EDGE_PARTS).unlink(missing_ok=True)
         metrics = PartitionMetrics.from_meta(written)
         itemsize = np.dtype(written["dtypes"].get("x", np.float32)).itemsize
         return {
@@ -154,24 +177,34 @@ class _Job:
             "seconds_writing": time.perf_counter() - start,
         }
 
-    def _assign(self, edges: EdgeStream, num_parts: int) -> tuple[Assignment, float]:
-        """Run the partitioner and check its result; also return the seconds that it took."""
+    def _assign(self, edges: EdgeStream, num_parts: int, folder: Path) -> tuple[Assignment, float]:
+        """Run the partitioner and check its result; also return the seconds that it took.
+
+        The parts of edges are on disk, in ``folder``, where the placement needs them.
+        """
         name = self.partitioner.name or type(self.partitioner).__name__
         enter_stage(edges.progress, name)
         start = time.perf_counter()
-        assignment = self.partitioner.run(edges, num_parts)
+        if self.placement.splits_nodes:
+            assert isinstance(self.partitioner, EdgePartitioner)
+            dtype = np.uint16 if num_parts < 1 << 16 else np.int32
+            edge_part = new_array(folder / _EDGE_PARTS, dtype, (edges.num_edges,))
+            assignment = self.partitioner.run(edges, num_parts, edge_part)
+            assignment = dataclasses.replace(assignment, edge_part=edge_part)
+        else:
+            assignment = self.partitioner.run(edges, num_parts)
         seconds = time.perf_counter() - start
         log.info("%s assigned %d nodes to %d parts in %.2f s", name, edges.num_nodes, num_parts, seconds)
         part = check_part(assignment.part, edges.num_nodes, num_parts)
         return dataclasses.replace(assignment, part=part), seconds
 
-    def _fit(self, graph: WholeGraph, memory: DeviceMemory) -> tuple[int, Assignment, float]:
+    def _fit(self, graph: WholeGraph, memory: DeviceMemory, folder: Path) -> tuple[int, Assignment, float]:
         """Return the fewest parts that fit the devices, their assignment, and the seconds that it took."""
         edges, size = graph.edges, GraphBytes.of(graph)
         fitting: dict[int, tuple[Assignment, float]] = {}
 
         def largest_of(num_parts: int) -> int:
-            assignment, seconds = self._assign(edges, num_parts)
+            assignment, seconds = self._assign(edges, num_parts, folder)
             largest = self._largest_part(edges, size, assignment.part, num_parts)
             sizes = largest / _GIB, memory.budget / _GIB
             log.info("%d parts: the largest takes %.3g GiB, there is room for %.3g", num_parts, *sizes)

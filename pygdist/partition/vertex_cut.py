@@ -1,7 +1,8 @@
 """Vertex-cuts: each edge is assigned to one part, and a node is in every part that has one of its edges.
 
 :class:`EdgePartitioner` is the base class of such methods. As in CATGNN (Sec. 3.2), one of the parts that hold a node,
-drawn by a hash, becomes its owner; in-edges that the owner lacks are added when the parts are written.
+drawn by a hash, becomes its owner. Under the placement *edges* parts are written as they are; under the others, a part
+gets all in-edges of the nodes that it owns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing_extensions import override
 from pygdist.graph import EdgeStream
 from pygdist.native import NativePlacement, load
 from pygdist.partition._native import Argument, PlaceEdges, call
-from pygdist.partition.base import Assignment, Partitioner, check_num_parts, check_number, check_seed
+from pygdist.partition.base import (
+    Assignment,
+    Partitioner,
+    check_num_parts,
+    check_number,
+    check_seed,
+    partitioner_names,
+    resolve_partitioner,
+)
 from pygdist.partition.hash import mix
 
 _NODES_AT_A_TIME = 1 << 20
@@ -156,8 +165,9 @@ class EdgePartitioner(Partitioner):
         return cut
 
     @override
-    def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
-        cut = self.cut(edges, num_parts)
+    def run(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> Assignment:
+        """Place all edges, and draw the owner of each node; ``part``, ``(E,)``, receives the part of each edge."""
+        cut = self.cut(edges, num_parts, part)
         figures = {
             "replication_factor": cut.replication_factor,
             "vertex_cut_edges_balance": float(cut.num_edges.max() / cut.num_edges.mean()) if edges.num_edges else 1.0,
@@ -187,3 +197,8 @@ class BalancedEdgePartitioner(EdgePartitioner):
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
         """Return the most edges of a part."""
         return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
+
+
+def edge_partitioner_names() -> list[str]:
+    """Return the registered names of methods that assign edges to parts, sorted."""
+    return [name for name in partitioner_names() if issubclass(type(resolve_partitioner(name)), EdgePartitioner)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -74,8 +75,28 @@ def test_replicas_to_train_on(folder: Path, graphs: Path) -> None:
         pygdist(*args, "--hops=2", "--placement=nodes", "--out=no", folder=folder),
         "allows num_hops up to 1",
     )
-    assert_mistake(pygdist(*args, "--placement=edges", "--out=no", folder=folder), "placement")
+    assert_mistake(pygdist(*args, "--placement=halves", "--out=no", folder=folder), "placement")
     assert not (folder / "no").exists()
+
+
+@pytest.mark.slow
+def test_parts_of_edges(folder: Path, graphs: Path) -> None:
+    args = ("partition", f"--dataset={graphs / 'good'}", "--parts=2", "--placement=edges")
+    outcome = pygdist(*args, folder=folder)
+    assert outcome.code == 0, outcome.err
+    assert "libra: replication factor 1." in outcome.out
+    assert re.search(
+        r"\d+ nodes are split \(\d+\.\d%\); rows in a hop: \d+ up to roots, \d+ down to leaves", outcome.out
+    )
+    said = "needs a method that assigns edges to parts, and 'metis' assigns nodes"
+    assert_mistake(pygdist(*args, "--method=metis", "--out=no", folder=folder), said)
+    auto = [*args[:2], "--parts=auto", "--device_memory=1", args[3], "--out=no"]
+    assert_mistake(pygdist(*auto, folder=folder), "needs a number of parts")
+    assert not (folder / "no").exists()
+    ranks = torchrun("fit", "--config=run.yaml", "--data.store=parts", folder=folder)
+    assert all(rank.code != 0 for rank in ranks)
+    said = "backend 'comm' needs placement nodes, but the graph was partitioned with placement edges"
+    assert said in "".join(rank.err for rank in ranks)
 
 
 def test_options_reach_dataset_preprocessing_and_method(folder: Path) -> None:

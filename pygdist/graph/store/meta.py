@@ -17,7 +17,9 @@ r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` 
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
 ====================  =====================================================================================
 
-This is the placement *nodes*. The placement *replicas*, with which a part trains on its own (CATGNN, Sec. 4.2), reaches
+This is the placement *nodes*.
+
+The placement *replicas*, with which a part trains on its own (CATGNN, Sec. 4.2), reaches
 K >= 1 hops. Its arrays begin with those of *nodes*. ``n_id`` continues with the rows of each further hop, grouped by
 owner. ``indptr``, ``src``, ``e_id`` and edge values continue with the in-edges of these rows; rows of the last hop have
 only the in-edges that begin at rows of fewer hops, and self-loops. ``x`` has all rows. Counts are ``(K, P)``, and
@@ -27,6 +29,16 @@ only the in-edges that begin at rows of fewer hops, and self-loops. ``x`` has al
 ``in_degree``         ``(rows, 5)`` float64, over all in-edges of each row in the whole graph: their number, the number
                       of self-loops, the sum of the weights, the sum of the self-loops' weights, and the weight of the
                       last self-loop (by ``e_id``; 0 if there is none). ``(rows, 2)`` without edge weights
+====================  =====================================================================================
+
+The placement *edges* (DistGNN, Sec. 5.1) gives each edge to one part, whoever owns its ends. Its arrays are those of
+*replicas* with K = 1: ``n_id`` has the owned rows (roots), then those of other ends of the part's edges (leaves), and
+``indptr``, ``src`` and ``e_id`` have the part's edges, in-edges of any row. Four more arrays:
+
+====================  =====================================================================================
+``has_in``            ``(h,)`` bool, leaves with an in-edge in this part; ``has_out``: with an out-edge
+``send_has_in``       bool, in the order of ``send_index``: the row's leaf at the receiver has an in-edge there;
+                      ``send_has_out``: an out-edge
 ====================  =====================================================================================
 
 If nodes were renumbered, ``ids.npy`` beside the parts holds the original id of each node, int64 of shape ``(N,)``.
@@ -79,6 +91,7 @@ def write_store(
     figures: Mapping[str, Any] | None = None,
     num_hops: int = 1,
     placement: str | None = None,
+    edge_part: NDArray[Any] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Cut a graph by the owner of its nodes and write one folder per part.
@@ -96,6 +109,7 @@ def write_store(
         figures: More entries for ``meta.json``, whose content is returned.
         num_hops: Number of hops that halos reach.
         placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
+        edge_part: The part of each edge, integers of shape ``(E,)``; for placement *edges*.
         overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
 
     Raises:
@@ -105,9 +119,13 @@ def write_store(
     placement = placement_of(num_hops, placement).name
     graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
     part = check_part(part, graph.edges.num_nodes, num_parts)
+    if edge_part is not None:
+        edge_part = check_part(edge_part, graph.edges.num_edges, num_parts)
+    digest = hashlib.blake2b(part.data, digest_size=16)
+    digest.update(b"" if edge_part is None else edge_part.data)
     wanted = {
         "fingerprint": fingerprint or content_of(data),
-        "partition": hashlib.blake2b(part.data, digest_size=16).hexdigest(),
+        "partition": digest.hexdigest(),
         "num_parts": num_parts,
         "method": method,
         "arguments": arguments,
@@ -117,7 +135,9 @@ def write_store(
     }
 
     def build(place: Path) -> dict[str, Any]:
-        written = write_graph(graph, part, place, num_parts, num_hops=num_hops, placement=placement)
+        written = write_graph(
+            graph, part, place, num_parts, num_hops=num_hops, placement=placement, edge_part=edge_part
+        )
         return written | dict(figures or {})
 
     return build_store(folder, wanted, build, overwrite=overwrite)
@@ -161,16 +181,21 @@ def write_graph(
     *,
     num_hops: int = 1,
     placement: str | None = None,
+    edge_part: NDArray[Any] | None = None,
 ) -> dict[str, Any]:
     """Write all parts of a graph into an empty folder; return the entries of ``meta.json`` that follow from them.
 
     ``part`` is the owner of each node, int32 of shape ``(N,)``. Halos reach ``num_hops``; by default the placement is
-    *nodes* for one hop and *replicas* for more.
+    *nodes* for one hop and *replicas* for more. ``edge_part``, ``(E,)``, is the part of each edge, for *edges*.
 
     Raises:
-        InputError: If ``num_hops`` and ``placement`` do not go together.
+        InputError: If ``num_hops`` or ``edge_part`` do not go with ``placement``.
     """
-    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=placement_of(num_hops, placement))
+    content = placement_of(num_hops, placement)
+    if content.splits_nodes != (edge_part is not None):
+        problem = "needs the part of each edge" if edge_part is None else "has no use for the parts of edges"
+        raise InputError(f"placement '{content.name}' {problem} (edge_part)")
+    written = write_parts(graph, part, place, num_parts, num_hops=num_hops, placement=content, edge_part=edge_part)
     notes = list(graph.notes)
     if graph.merge:
         dropped, attributes = graph.edges.num_edges - written["num_edges"], graph.dtypes.get("edge_attr")

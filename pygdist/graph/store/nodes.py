@@ -21,7 +21,7 @@ from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.streams.arrays import write_rows
 from pygdist.graph.streams.progress import enter_stage, watched
 from pygdist.graph.streams.sorting import grouped
-from pygdist.graph.streams.spill import Spill
+from pygdist.graph.streams.spill import PartsOf, Spill
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -38,13 +38,15 @@ class Placement:
         write: Called as ``write(graph, parts, folders, num_hops)``. Writes the rows and edges of each part into its
             folder, and returns the entry of each in ``meta.json``, with counts and files.
         most_hops: Number of hops that halos can reach; ``None`` for any.
-        has_surroundings: True if a part also has the features and in-edges of its halo rows.
+        has_surroundings: True if a part also has the features of its halo rows, and edges into them.
+        splits_nodes: True if a part has some of the edges of a node, and other parts the others.
     """
 
     name: str
     write: Callable[[WholeGraph, NodeParts, Sequence[Path], int], list[dict[str, Any]]]
     most_hops: int | None = None
     has_surroundings: bool = False
+    splits_nodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +80,14 @@ class NodeParts:
     Args:
         part: Owner of each node, of shape ``(N,)``.
         num_parts: Number of parts; a part may own nothing.
+        edge_part: The part of each edge, ``(E,)``, where edges are assigned to parts too.
 
     Attributes:
         narrow: The type of local ids: int32 if the ids of all nodes fit, else int64.
     """
 
-    def __init__(self, part: NDArray[Any], num_parts: int) -> None:
-        self.num_parts = num_parts
+    def __init__(self, part: NDArray[Any], num_parts: int, edge_part: NDArray[Any] | None = None) -> None:
+        self.num_parts, self.edge_part = num_parts, edge_part
         self._part = part.astype(np.uint16 if num_parts <= 1 << 16 else np.int32)
         self._node_start, nodes = grouped(self._part, num_parts)
         self.narrow = narrow = np.int32 if len(part) <= _INT32_MAX else np.int64
@@ -161,9 +164,9 @@ class NodeParts:
 
 def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hops: int) -> list[dict[str, Any]]:
     entries, edges = [], graph.edges
-    merge = partial(_merged, graph) if graph.merge else None
+    merge = partial(merged, graph) if graph.merge else None
     enter_stage(edges.progress, "sorting edges by part")
-    with Spill(folders[0].parent / "edges.tmp", edges, parts.owner, parts.num_parts) as spill:
+    with Spill(folders[0].parent / "edges.tmp", edges, by_target(parts), parts.num_parts) as spill:
         enter_stage(edges.progress, "writing parts")
         with watched(edges.progress, edges.num_edges) as advance:
             for part, folder in enumerate(folders):
@@ -174,8 +177,17 @@ def _write(graph: WholeGraph, parts: NodeParts, folders: Sequence[Path], num_hop
     return entries
 
 
-def _merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge edges of a graph; if it is mirrored, reverse edges give way to others of the same key."""
+def by_target(parts: NodeParts) -> PartsOf:
+    """Return the function that gives each edge to the owner of its target."""
+    return lambda chunk, _: parts.owner[chunk[1]]
+
+
+def merged(graph: WholeGraph, key: NDArray[np.int64], e_id: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Merge edges of the same key, and their values; if the graph is mirrored, reverse edges give way to others.
+
+    Returns:
+        The places of those that stay, ascending.
+    """
     values = {name: graph.fields[name] for name in ("edge_weight", "edge_attr") if name in graph.fields}
 
     def refuse(name: str, *_: int) -> InputError:

@@ -16,10 +16,11 @@ from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
+from pygdist.graph.store.vertex_cut import EDGES
 from pygdist.graph.streams.arrays import checksum, flush, forget_pages, write_rows
 from pygdist.memory.limits import refusal_of
 
-PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS)}
+PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS, EDGES)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
 
 _MOST_HOPS = 1000  # no model has so many; each takes a pass over the parts, even when no row is new
@@ -47,9 +48,18 @@ def placement_of(num_hops: int, name: str | None = None) -> Placement:
 
 
 def write_parts(
-    graph: WholeGraph, part: NDArray[np.int32], folder: Path, num_parts: int, *, num_hops: int, placement: Placement
+    graph: WholeGraph,
+    part: NDArray[np.int32],
+    folder: Path,
+    num_parts: int,
+    *,
+    num_hops: int,
+    placement: Placement,
+    edge_part: NDArray[Any] | None = None,
 ) -> dict[str, Any]:
-    """Write ``part_0``, ``part_1``, ... into an empty folder, one after the other; ``part`` is the owner of each node.
+    """Write ``part_0``, ``part_1``, ... into an empty folder, one after the other.
+
+    ``part`` is the owner of each node, and ``edge_part`` the part of each edge, if the placement splits nodes.
 
     Returns:
         The entries of ``meta.json`` that follow from the parts: types, counts, metrics, and each part's counts and
@@ -58,7 +68,7 @@ def write_parts(
     if graph.merge:  # writes to the values of edges, so these may not be the caller's
         fields = {name: _changeable(name, value, graph.dtypes[name], folder) for name, value in graph.fields.items()}
         graph = dataclasses.replace(graph, fields=fields)
-    parts = NodeParts(part, num_parts)
+    parts = NodeParts(part, num_parts, edge_part)
     folders = [folder / f"part_{number}" for number in range(num_parts)]
     entries = placement.write(graph, parts, folders, num_hops)
     # masks that are absent are empty, so that a reader finds all three

@@ -110,7 +110,7 @@ def _write_in_degrees(
         loops = np.flatnonzero(src == row)
         columns = [degree, np.bincount(row[loops], minlength=len(degree))]
         if weight is not None:
-            values = _values(weight, _array(folder, "e_id"), dtype)
+            values = values_of(weight, _array(folder, "e_id"), dtype)
             last = np.zeros(len(degree))
             last[row[loops]] = values[loops]  # numpy keeps the last of several
             columns.append(np.bincount(row, weights=values, minlength=len(degree)))
@@ -120,7 +120,7 @@ def _write_in_degrees(
     return in_degree
 
 
-def _values(weight: NDArray[Any], e_id: Ids, dtype: DTypeLike) -> NDArray[Any]:
+def values_of(weight: NDArray[Any], e_id: Ids, dtype: DTypeLike) -> NDArray[Any]:
     """Return the weights of some edges in the type of a store."""
     values = np.empty(len(e_id), dtype=dtype)
     for start in range(0, len(e_id), _BLOCK_EDGES):

@@ -30,6 +30,7 @@ _NUMBERS = "bool uint8 int8 int16 int32 int64 float32 float64"
 _REQUIRED = ("n_id", "indptr", "src", "e_id", "send_index", "send_counts", "recv_counts", *MASKS)
 _READ = ("n_id", "indptr", "src", "e_id", "send_index", "edge_type")  # those of edges
 _OPTIONAL = ("x", "y", *EDGE_FIELDS, "in_degree")
+_OF_CLONES = ("has_in", "has_out", "send_has_in", "send_has_out")
 
 
 def _is_count(value: Any) -> bool:
@@ -82,6 +83,10 @@ _PART: dict[str, tuple[Check, str]] = {
     "recv_counts": (_is_counts, "a list of numbers"),
     "files": (_mapping_to(lambda value: isinstance(value, dict)), "the size, checksum, type and shape of each array"),
 }
+_SPLIT: dict[str, tuple[Check, str]] = {
+    "num_split": (_is_count, "a number from 0"),
+    **dict.fromkeys(("up_counts", "down_counts"), (_is_counts, "a list of numbers")),
+}
 _FILE: dict[str, tuple[Check, str]] = {
     "bytes": (_is_count, "a number from 0"),
     "crc32": (_is_text, "a text"),
@@ -108,22 +113,27 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
     for number, part in enumerate(parts):
         inside = f"parts[{number}]."
         _check_entries(part, _PART, path, inside)
-        if len(part["recv_counts"]) != len(parts):
-            raise InputError(f"{path}: {inside}recv_counts: expected one number for each part{_AGAIN}")
+        for name in ("recv_counts", "up_counts", "down_counts"):
+            if name in part and (not _is_counts(part[name]) or len(part[name]) != len(parts)):
+                raise InputError(f"{path}: {inside}{name}: expected one number for each part{_AGAIN}")
         if "halo_per_hop" in part and not (
             _is_counts(part["halo_per_hop"]) and len(part["halo_per_hop"]) == meta["num_hops"]
         ):
             _refuse(path, f"{inside}halo_per_hop", part["halo_per_hop"], "a number for each hop")
+        placement = PLACEMENTS[meta["placement"]]
+        if placement.splits_nodes:
+            _check_entries(part, _SPLIT, path, inside)
         needed = (
             *_REQUIRED,
             *meta["dtypes"],
-            *(["in_degree"] if PLACEMENTS[meta["placement"]].has_surroundings else []),
+            *(["in_degree"] if placement.has_surroundings else []),
+            *(_OF_CLONES if placement.splits_nodes else []),
         )
         for name in needed:
             if name not in part["files"]:
                 raise InputError(f"{path}: {inside}files: '{name}' is missing{_AGAIN}")
         for name, file in part["files"].items():
-            if name not in (*_REQUIRED, *_OPTIONAL):
+            if name not in (*_REQUIRED, *_OPTIONAL, *_OF_CLONES):
                 raise InputError(f"{path}: {inside}files: '{name[:100]}' is no array of a store{_AGAIN}")
             _check_entries(file, _FILE, path, f"{inside}files.{name}.")
     sums = {name: (meta[name], sum(part[key] for part in parts)) for name, key in _SUMS.items()}
@@ -207,6 +217,7 @@ def _problems(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], part:
     if (row := _first_descent(indptr)) is not None:
         yield "indptr", f"descends at row {row}"
     yield from _far_sources(arrays, num_owned)
+    yield from _wrong_clones(arrays, meta, part)
     yield from _wrong_labels(arrays, meta, part)
 
 
@@ -235,6 +246,8 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         "edge_attr": (_NUMBERS, (num_edges,)),
         "edge_type": ("int64", (num_edges,)),
         "in_degree": ("float64", (num_rows, 5 if weighted else 2)),
+        **dict.fromkeys(("has_in", "has_out"), ("bool", (num_rows - num_owned,))),
+        **dict.fromkeys(("send_has_in", "send_has_out"), ("bool", (len(np.atleast_1d(arrays["send_index"])),))),
     }
     for name, array in arrays.items():
         dtypes, shape = forms[name]
@@ -260,6 +273,20 @@ def _far_sources(arrays: Mapping[str, NDArray[Any]], num_owned: int) -> Iterator
             if inside.size and (high := inside.max()) >= limit:
                 yield "src", f"holds {high} at a row below {end}, expected numbers below {limit}"
         begin = end
+
+
+def _wrong_clones(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], part: int) -> Iterator[tuple[str, str]]:
+    """Yield marks of leaves that differ from the counts in ``meta.json``: ranks would wait for rows that never come."""
+    if not PLACEMENTS[meta["placement"]].splits_nodes:
+        return
+    for name, key in (("has_in", "up_counts"), ("has_out", "down_counts")):
+        stated = {name: meta["parts"][part][key], f"send_{name}": [other[key][part] for other in meta["parts"]]}
+        for array, lengths in ((name, arrays["recv_counts"][0]), (f"send_{name}", arrays["send_counts"][0])):
+            if arrays[array].size and arrays[array].view(np.uint8).max() > 1:
+                yield array, "holds bytes other than 0 and 1"
+            pieces = np.split(arrays[array], np.cumsum(lengths)[:-1])
+            if [int(np.count_nonzero(piece)) for piece in pieces] != stated[array]:
+                yield array, f"differs from {key} of the parts in meta.json"
 
 
 def _wrong_labels(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], part: int) -> Iterator[tuple[str, str]]:

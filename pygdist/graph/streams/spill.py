@@ -1,13 +1,14 @@
 """All edges on disk, grouped by the part that aggregates them: written in one pass, read part by part.
 
-Every chunk of the stream is sorted by the owner of its targets and appended to one file, so memory holds one chunk
-while writing, and the edges of one part while reading.
+Every chunk of the stream is sorted by part and appended to one file, so memory holds one chunk while writing, and the
+edges of one part while reading.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,21 @@ from numpy.typing import NDArray
 from pygdist.graph.streams.sorting import grouped
 from pygdist.graph.streams.stream import EdgeStream
 
+PartsOf: TypeAlias = Callable[[NDArray[Any], slice], NDArray[Any]]
+
 
 class Spill:
-    """Edges in a file, grouped by the part of their target; the file is removed when the ``with`` block ends."""
+    """Edges in a file, grouped by part; the file is removed when the ``with`` block ends.
 
-    def __init__(self, path: Path, edges: EdgeStream, part: NDArray[Any], num_parts: int) -> None:
+    Args:
+        path: The file.
+        edges: All edges.
+        parts_of: Returns the part of each edge of a chunk; it gets the chunk, ``(2, k)``, and its positions in the
+            whole graph.
+        num_parts: Number of parts.
+    """
+
+    def __init__(self, path: Path, edges: EdgeStream, parts_of: PartsOf, num_parts: int) -> None:
         self.path = path
         number = "<i4" if edges.num_nodes <= np.iinfo(np.int32).max else "<i8"
         self._record = np.dtype([("source", number), ("target", number), ("position", "<u4")])  # in its chunk
@@ -27,8 +38,8 @@ class Spill:
         self._start = np.zeros((len(self._first), num_parts + 1), dtype=np.int64)  # records of each chunk by part
         with path.open("wb") as file:
             for number_of_chunk, chunk in enumerate(edges.chunks()):
-                owner = part[chunk[1]]
-                indptr, order = grouped(owner, num_parts)
+                start = int(self._first[number_of_chunk])
+                indptr, order = grouped(parts_of(chunk, slice(start, start + chunk.shape[1])), num_parts)
                 records = np.empty(len(order), dtype=self._record)
                 records["source"], records["target"], records["position"] = chunk[0, order], chunk[1, order], order
                 file.write(records.data)
@@ -41,11 +52,11 @@ class Spill:
         self.path.unlink(missing_ok=True)
 
     def num_edges_of(self, part: int) -> int:
-        """Return the number of edges into the nodes of a part."""
+        """Return the number of edges of a part."""
         return int((self._start[:, part + 1] - self._start[:, part]).sum())
 
     def edges_of(self, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
-        """Return the edges into the nodes of a part: sources, targets and positions in the whole graph, ascending."""
+        """Return the edges of a part: sources, targets and positions in the whole graph, ascending."""
         start, stop = self._start[:, part], self._start[:, part + 1]
         end = np.cumsum(stop - start)
         count = int(end[-1]) if len(end) else 0

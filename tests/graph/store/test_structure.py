@@ -14,6 +14,7 @@ from experiments.reliability.malformed.stores import array_cases, forge, meta_ca
 from pygdist.cli import main
 from pygdist.errors import InputError
 from pygdist.graph import Shard, open_part, read_meta, write_store
+from pygdist.graph.store.structure import check_meta
 from tests.graph.store.test_meta import random_graph
 
 
@@ -26,6 +27,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         part, data = np.arange(40) % 3, random_graph(40, 120)
         options: dict[str, Any] = {"num_parts": 3, "method": "given", "arguments": {}, "num_hops": hops}
         write_store(data, part, folder / name, **options)
+    options |= {"num_hops": 1, "placement": "edges", "edge_part": np.arange(120) % 3}
+    write_store(data, part, folder / "three-edges", **options)
     return folder
 
 
@@ -63,7 +66,7 @@ def test_arrays(case: Case, folder: Path) -> None:
     assert any(word in _refused(case, folder) for word in case.words)
 
 
-@pytest.mark.parametrize("store", ["three", "three-replicas"])
+@pytest.mark.parametrize("store", ["three", "three-replicas", "three-edges"])
 def test_parts_of_sound_stores_are_opened(store: str, template: Path) -> None:
     assert [len(open_part(template / store, part)["y"]) for part in range(3)] == [14, 13, 13]
 
@@ -84,6 +87,41 @@ def test_rows_of_a_hop_have_sources_within_the_next(folder: Path) -> None:
     forge(place, "src", src)
     with pytest.raises(InputError, match=r"part_0/src.npy: holds \d+ at a row below 14"):
         open_part(place, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("has_in", "differs from up_counts of the parts"),
+        ("send_has_in", "differs from up_counts of the parts"),
+        ("has_out", "differs from down_counts of the parts"),
+        ("send_has_out", "differs from down_counts of the parts"),
+    ],
+)
+def test_marks_of_leaves_fit_those_of_other_parts(name: str, said: str, folder: Path) -> None:
+    place = folder / "three-edges"
+    marks = np.load(place / "part_0" / f"{name}.npy")
+    forge(place, name, np.concatenate([~marks[:1], marks[1:]]))
+    with pytest.raises(InputError, match=f"part_0/{name}.npy: {said}"):
+        open_part(place, 0)
+    forge(place, name, marks[1:])
+    with pytest.raises(InputError, match=f"part_0/{name}.npy: has shape"):
+        open_part(place, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda part: part.pop("num_split"), "'parts.0..num_split' is missing"),
+        (lambda part: part["files"].pop("has_in"), "'has_in' is missing"),
+        (lambda part: part["up_counts"].pop(), "up_counts: expected one number for each part"),
+    ],
+)
+def test_entries_of_split_nodes_are_checked(change: Any, said: str, folder: Path) -> None:
+    meta = read_meta(folder / "three-edges")
+    change(meta["parts"][0])
+    with pytest.raises(InputError, match=said):
+        check_meta(meta, folder / "three-edges" / "meta.json")
 
 
 def test_a_part_that_is_opened_again_is_not_read(folder: Path) -> None:
