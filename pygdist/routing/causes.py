@@ -43,6 +43,12 @@ ELSEWHERE = (
 )
 
 
+OWN_TEST = (
+    "On a rank edge_index holds numbers beyond the rows of x, those of other ranks' nodes; leave such a test of the "
+    "graph out of forward: pygdist tests a graph when it is partitioned"
+)
+
+
 #: Texts of torch and PyG for an index of a row that is too large.
 _MISSING_ROWS = ("out of bounds", "out of range", "Found indices in 'edge_index'", "Encountered invalid 'dim_size'")
 

@@ -33,16 +33,18 @@ from pygdist.hops.user_code import in_one_line, place_of
 from pygdist.memory.limits import refusal_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing.causes import (
+    BY_NUMBER,
     BY_ROWS,
     ELSEWHERE,
     OF_GRADIENTS,
     OTHER_CALLS_OF_PARTS,
     OVER_NODES,
     OVER_NODES_OF_PARTS,
+    OWN_TEST,
     cause_of,
     reads_missing_rows,
 )
-from pygdist.routing.decisions import decision_by_rows
+from pygdist.routing.decisions import Finding, decision_by_rows, is_raised_by_user
 from pygdist.routing.miniature import Miniature, NotComparableError
 from pygdist.routing.runs import (
     Route,
@@ -198,7 +200,8 @@ class _Check:
             at = f"{type(plain).__name__}: '{path}' ({layer})" if path else layer
             raise InputError(f"{at} gives its hop {reason}", of_one_rank=self.backend.abilities.trains_parts)
         tolerance = _TOLERANCE[setting.dtype]
-        self._check_decisions(decision_by_rows(plain, small, setting, tolerance))
+        num_nodes = self.backend.shard.num_nodes
+        note = self._check_decisions(decision_by_rows(plain, small, setting, tolerance, num_nodes=num_nodes))
         exact = self.backend.exact_case(max(1, *whole.num_hops))
         if exact is None:
             return ""
@@ -211,21 +214,24 @@ class _Check:
         wrong = [name for name, value in zip(apart, worst, strict=True) if not value <= tolerance]
         if self.backend.abilities.trains_parts:
             self._check_calls(plain, whole, [part for _, part in runs], differs=bool(wrong))
-        if wrong:
+        of_rank = [name.removeprefix("buffer ").strip("'") for name in wrong if name.startswith("buffer ")]
+        if wrong and len(of_rank) < len(wrong):
             place = self._first_module(small, exact, plain, setting) or f"the {wrong[0]}"
             of_gradients = all(name.startswith("gradient of ") for name in wrong)
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
             raise self._refused(place, max(worst), cause)
-        return self._note_on_numbers(whole, [numbers_apart(part, whole) for _, part in runs], tolerance)
+        apart_numbers = [numbers_apart(part, whole) for _, part in runs]
+        return self._note_on_numbers(whole, apart_numbers, tolerance, of_rank) or note
 
-    def _check_decisions(self, place: str) -> None:
-        """Refuse a model that decides by rows, at ``place``, on all ranks."""
-        if not bool(self.communicator.gather([float(bool(place))]).any()):
-            return
+    def _check_decisions(self, found: Finding) -> str:
+        """Refuse a model that decides by rows, on all ranks; return a note on what could not be tried."""
         model, alone = own_class(self.call.model).__name__, self.backend.abilities.trains_parts
-        backend = f"Use backend {names_of(lambda abilities: abilities.exact)}, and decide" if alone else "Decide"
-        at = place or "a line that another rank names"
-        raise InputError(f"{BY_ROWS.format(model, at, backend)} ({_SWITCH})", of_one_rank=alone)
+        if bool(self.communicator.gather([float(bool(found.place or found.position))]).any()):
+            text = f"{model} cuts rows by their numbers ({found.position}). {BY_NUMBER}" if found.position else ""
+            decide = f"Use backend {names_of(lambda abilities: abilities.exact)}, and decide" if alone else "Decide"
+            text = text or BY_ROWS.format(model, found.place or "a line that another rank names", decide)
+            raise InputError(f"{text} ({_SWITCH})", of_one_rank=alone)
+        return f"{model} was compared with one process on a small graph, but {found.note}" if found.note else ""
 
     def _check_calls(self, plain: nn.Module, whole: Run, parts: list[Run], *, differs: bool) -> None:
         """Refuse a model that calls other modules on a part, if results differ too, or the modules are norms.
@@ -243,21 +249,24 @@ class _Check:
         cause = OTHER_CALLS_OF_PARTS.format(own_class(self.call.model).__name__, names, exact)
         raise InputError(f"{cause} ({_SWITCH})", of_one_rank=True)
 
-    def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float) -> str:
-        """Return a warning about numbers, such as terms of a loss, that are others on each rank; refuse outputs."""
+    def _note_on_numbers(self, whole: Run, apart: list[list[float]], tolerance: float, buffers: list[str]) -> str:
+        """Return a warning about numbers, such as terms of a loss, that are others on each rank; refuse outputs.
+
+        ``buffers`` that differ too change nothing that the model puts out.
+        """
         worst = self.communicator.gather([max(one) for one in zip(*apart, strict=True)]).amax(0).tolist()
         wrong = {name: value for name, value in zip(whole.numbers, worst, strict=True) if not value <= tolerance}
-        if not wrong:
+        if not wrong and not buffers:
             return ""
-        names = ", ".join(map(repr, wrong))
+        names = ", ".join(map(repr, [*wrong, *buffers]))
         outputs = [value for name, value in wrong.items() if name.startswith("output ")]
         if outputs:
             raise self._refused(names, max(outputs), OVER_NODES)
         return (
             f"{own_class(self.call.model).__name__} computes {names} over the rows of each "
-            f"{'part' if self.backend.abilities.trains_parts else 'rank'} alone. As a term of the loss it would train "
-            "other numbers than one process: compute it by MeanAggregation() or SumAggregation() as a module of the "
-            "model, which pygdist computes over all ranks"
+            f"{'part' if self.backend.abilities.trains_parts else 'rank'} alone. As a term of the loss, or in a later "
+            "pass, that would train other numbers than one process: compute it by MeanAggregation() or "
+            "SumAggregation() as a module of the model, which pygdist computes over all ranks"
         )
 
     @contextlib.contextmanager
@@ -302,6 +311,8 @@ class _Check:
             if isinstance(error, OSError):  # of the machine, and no matter of parts
                 raise
             cause = f". {ELSEWHERE}" if reads_missing_rows(error) else ""
+            if is_raised_by_user(error):
+                cause = f". {OWN_TEST}"
             raise InputError(
                 f"{type(plain).__name__} ran on a small graph on one process, and failed on a part of it: "
                 f"{in_one_line(error)}{cause} ({_SWITCH})",

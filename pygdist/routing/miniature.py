@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.memory.scratch import ScratchFolder
 
-_NODES_OF_A_PART = 11  # odd, so that few widths of rows equal a number of nodes
+_NODES_OF_A_PART = 11
 _FIELDS = ("x", *EDGE_FIELDS)
 _LOOKED_AT = 1000  # rows of an input, for the range of its values
 
@@ -48,12 +49,24 @@ class Graph:
     owner: Tensor
     trains: Tensor
 
+    @property
+    def isolated(self) -> list[int]:
+        """Nodes without edges, of which there are four or more."""
+        apart = torch.ones(self.owner.numel(), dtype=torch.bool)
+        apart[self.edge_index.flatten()] = False
+        return apart.nonzero().flatten().tolist()
+
 
 @functools.lru_cache(maxsize=8)
-def awkward_graph(num_parts: int) -> Graph:
-    """Return the graph for a number of parts."""
+def awkward_graph(num_parts: int, widths: frozenset[int] = frozenset()) -> Graph:
+    """Return the graph for a number of parts; neither its nodes nor its edges are as many as one of the ``widths``."""
+    sizes = (_NODES_OF_A_PART * max(num_parts, 2) + 1 + more for more in itertools.count())
+    graphs = (_graph(num_nodes, num_parts) for num_nodes in sizes if num_nodes not in widths)
+    return next(graph for graph in graphs if graph.edge_index.size(1) not in widths)
+
+
+def _graph(num_nodes: int, num_parts: int) -> Graph:
     rng = np.random.default_rng(num_parts)
-    num_nodes = _NODES_OF_A_PART * max(num_parts, 2) + 1
     nodes = rng.permutation(num_nodes - 1)  # the last node is isolated
     connected, apart = nodes[: num_nodes * 3 // 4], nodes[-2:, None]
     loops = connected[:3]
@@ -106,7 +119,14 @@ class Miniature:
         Raises:
             NotComparableError: If an argument has no counterpart in another graph.
         """
-        graph, values = awkward_graph(num_parts), call.values
+        values = call.values
+        columns = [value.shape[1:] for value, kind in values if kind is not None and isinstance(value, Tensor)]
+        shapes = [*columns, *(one.shape for one in (*call.model.parameters(), *call.model.buffers()))]
+        # rows are told by their number
+        graph = awkward_graph(num_parts, frozenset(size for shape in shapes for size in shape))
+        sizes = communicator.gather([float(graph.trains.numel()), float(graph.edge_index.size(1))])
+        if not bool((sizes == sizes[0]).all()):
+            raise NotComparableError("its tensors have other sizes on each rank")
         if not any(isinstance(value, Tensor) for value, _ in values):
             raise NotComparableError("it takes no tensor as an argument")
         looks = [_look(value, kind, shard) for value, kind in values]
@@ -243,6 +263,11 @@ def _input(
             rows[-1] *= 5  # the largest are those of one part
             if low < 0:  # a model that looks at the rows of a part decides otherwise on another
                 rows += (1 - 2 * (graph.owner % 2)).view(-1, *[1] * (rows.dim() - 1))
+            # whatever a condition asks of rows, one that has no edges does not satisfy it
+            above, below, small = graph.isolated[:3]
+            rows[above], rows[small] = rows[above].abs(), rows[small].abs() / 1000
+            if low < 0:
+                rows[below] = -rows[below].abs()
     elif isinstance(low, Tensor) and isinstance(high, Tensor) and bool((low <= high).all()):
         least = torch.where(low == -1, high.clamp(max=0), low)  # labels of nodes in no mask
         rows = _draw_integers(least, high, shape, generator).to(value.dtype)
