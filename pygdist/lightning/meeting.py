@@ -99,15 +99,22 @@ def connect(environment: ClusterEnvironment, rank: int, *, timeout_s: float, war
             warned = True
             log.warning("rank %d has waited %.0f s for rank 0, at %s:%d", rank, late_s, address, port)
         time.sleep(_POLL_S)
-    store = _within(warn_after_s, dist.TCPStore, address, port, None, False)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = _join(address, port, rank, warn_after_s, timeout)
+    return _of_this_start(store, environment, rank, warn_after_s, timeout) if _is_of_agent() else store
+
+
+def _join(address: str, port: int, rank: int, lost_after_s: float, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Connect to a store whose host takes connections, or leave."""
+    store = _within(lost_after_s, dist.TCPStore, address, port, None, False)
     if store is None:  # a process that is stopped takes connections, and torch waits for its answer for ever
         where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
-        log.error("%s, but has not answered for %.0f s; leaving", where, warn_after_s)
-        kill_stopped((machine(), parent()))
+        log.error("%s, but has not answered for %.0f s; leaving", where, lost_after_s)
+        for pid in (parent(), _siblings().get(0, 0)):
+            kill_stopped((machine(), pid))
         exit_now(1)  # a thread still waits
-    timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
-    return _of_this_start(store, environment, rank, timeout) if _is_of_agent() else store
+    return store
 
 
 def agent() -> str:
@@ -141,7 +148,11 @@ def _is_of_agent() -> bool:
 
 
 def _of_this_start(
-    agent: dist.TCPStore, environment: ClusterEnvironment, rank: int, timeout: datetime.timedelta
+    agent: dist.TCPStore,
+    environment: ClusterEnvironment,
+    rank: int,
+    lost_after_s: float,
+    timeout: datetime.timedelta,
 ) -> dist.Store:
     """Return a store that rank 0 hosts for the ranks that torchrun has started together.
 
@@ -160,12 +171,25 @@ def _of_this_start(
     else:
         name = uuid.uuid4().hex
         agent.set(f"{_KNOCKS}/{rank}", name)
-        place = agent.get(f"{_KNOCKS}/{name}").decode()
+        place = _answer_of_rank_zero(agent, name, rank, lost_after_s, timeout.total_seconds())
         agent.set(f"{_KNOCKS}/{place}/{rank}", "has the answer")
     address, port = place.rsplit(":", 1)
     # torch makes its groups in the store that these name
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    return store if rank == 0 else dist.TCPStore(address, int(port), None, False, timeout=timeout)
+    return store if rank == 0 else _join(address, int(port), rank, lost_after_s, timeout)
+
+
+def _answer_of_rank_zero(agent: dist.TCPStore, name: str, rank: int, lost_after_s: float, timeout_s: float) -> str:
+    """Wait until rank 0 has told where the ranks meet, unless it was stopped."""
+    launched, began = Launched([], 0, lost_after_s), time.monotonic()
+    while not agent.check([f"{_KNOCKS}/{name}"]):
+        fate = launched.fate(0)
+        if fate is None and time.monotonic() - began > timeout_s:
+            fate = f"has not told for {timeout_s:.0f} s where its store is"
+        if fate is not None:
+            raise LostRankError(f"rank {rank} waits for the store of rank 0: rank 0 {fate}")
+        time.sleep(_POLL_S)
+    return str(agent.get(f"{_KNOCKS}/{name}").decode())
 
 
 def _answer(agent: dist.TCPStore, place: str, world_size: int) -> None:

@@ -100,6 +100,24 @@ def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
             process.wait()
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+def test_a_rank_zero_that_froze_before_it_told_of_its_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, whose ranks wait for the address."""
+    frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(meeting, "_siblings", lambda: {0: frozen.pid})
+    try:
+        frozen.send_signal(signal.SIGSTOP)
+        said = rf"rank 1 waits for the store of rank 0: rank 0 \(process {frozen.pid}\) was stopped before it came here"
+        with pytest.raises(LostRankError, match=said):
+            meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 1.0, 60.0)
+        assert frozen.wait(timeout=30) == -signal.SIGKILL
+        with pytest.raises(LostRankError, match="rank 0 has not told for 1 s where its store is"):
+            meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 60.0, 1.0)
+    finally:
+        frozen.kill()
+        frozen.wait()
+
+
 def test_a_rank_that_is_stopped_as_the_run_ends_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
     stopped, runs_on = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2))
     try:
@@ -315,7 +333,7 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_those_before() -> None:
 
     def start(rank: int) -> dist.Store:
         mine = dist.TCPStore("127.0.0.1", agent.port, None, False, timeout=seconds)
-        return meeting._of_this_start(mine, environment, rank, seconds)
+        return meeting._of_this_start(mine, environment, rank, 30.0, seconds)
 
     before = b""
     for number in range(2):
