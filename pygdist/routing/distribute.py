@@ -417,12 +417,12 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(layer: MessagePassing, *args: Any, **kwargs: Any) -> None:
-    """Raise a ``TypeError`` that names the argument which a layer's ``forward`` lacks, or does not take."""
+    """Raise Python's own ``TypeError`` if a layer's ``forward`` lacks an argument, or does not take one."""
     forward = getattr(type(layer), BASE).forward
     try:
         inspect.signature(forward).bind(layer, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{layer_name(layer)}.forward(): {error}") from None
+    except TypeError:
+        forward(layer, *args, **kwargs)  # which does not begin, as these are not its arguments
 
 
 def _tell_uncompared(backend: Backend, layer: MessagePassing) -> None:
