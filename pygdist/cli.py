@@ -5,6 +5,7 @@ Only the command that runs is imported, so that help and mistakes take no time.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import importlib
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from pygdist import signals
 from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
@@ -68,9 +70,21 @@ _COMMANDS = {
 def program() -> int:
     """Run the command line as a process of its own, which a signal ends without a word once the command has ended."""
     try:
-        return main()
+        code = main()
     finally:
         signals.default()
+    if code:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process without Python's own end: it would abort where a thread of a failed run still asks the store."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
+            stream.flush()
+    signals.exit_now(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -201,3 +201,31 @@ def test_an_import_that_hides_the_signal_is_no_failure(
     assert cli.main(["fit"]) == 143
     said = f"pygdist: error: SIGTERM reached process {os.getpid()} (numpy cannot be imported)\n"
     assert capsys.readouterr().err == said
+
+
+_ASKS = """
+import threading, time
+import torch.distributed as dist
+from pygdist import cli
+
+def asks(store):
+    while True:
+        store.check(["a"])
+
+def main():
+    store = dist.TCPStore("127.0.0.1", 0, None, True)
+    for _ in range(3):
+        threading.Thread(target=asks, args=(store,), daemon=True).start()
+    time.sleep(0.3)
+    print("its last words")
+    return 1
+
+cli.main = main
+"""
+
+
+def test_a_failed_run_ends_although_threads_ask_the_store() -> None:
+    """Python's own end would abort the process: "terminate called without an active exception"."""
+    ends = [sys.executable, "-c", f"{_ASKS}\ncli.program()"]
+    run = subprocess.run(ends, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (1, "its last words\n", "")
