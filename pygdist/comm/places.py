@@ -7,18 +7,19 @@ thread are looked up; a rank that says nothing, on this machine, by its process.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import signal
 import socket
-import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -35,6 +36,7 @@ _ALIKE = (  # the command line keeps the last 200 characters of a long message
 )
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 
@@ -243,7 +245,7 @@ class Thread:
 
     def look(self, place: Place) -> tuple[str, str, float]:
         """Return the call of torch that the thread waits in, its line of the user's code, and its idle seconds."""
-        call, line = _whereabouts(sys._current_frames().get(self._ident))
+        call, line = _whereabouts(_stack(self._ident))
         if call == _BACKWARD and (self._clock is None or torch.cuda.is_initialized()):  # which may compute elsewhere
             call = ""
         now, busy_s = time.monotonic(), self._cpu_s()
@@ -263,10 +265,41 @@ class Thread:
             return 0.0
 
 
-def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
+def _stack(ident: int) -> list[tuple[str, int, str]]:
+    """Return file, line and function of each call that a thread is in, innermost first.
+
+    Python looks at all calls at once, and writes text. To follow the frame objects of a thread that runs on crashed
+    Python 3.11, in ``PyFrame_GetBack``.
+    """
+    with _written() as fd:
+        faulthandler.dump_traceback(fd)
+        text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+    _, _, after = text.partition(f"hread 0x{ident:016x}")  # "Thread", or "Current thread"
+    stack = []
+    for line in after.splitlines()[1:]:
+        if (match := _CALL.match(line)) is None:
+            break
+        stack.append((match[1], int(match[2]), match[3]))
+    return stack
+
+
+@contextlib.contextmanager
+def _written() -> Iterator[int]:
+    """Yield the descriptor of an empty file."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("pygdist-stacks")
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    else:
+        with tempfile.TemporaryFile() as file:
+            yield file.fileno()
+
+
+def _whereabouts(stack: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
     call, line, inside = "", "", True
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+    for file, number, name in stack:
         kind = _kind(file)
         if inside and kind == "distributed":
             call = call if name == "wrapper" else f"torch.distributed.{name}"
@@ -276,9 +309,8 @@ def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
             call = _BACKWARD
         inside = inside and kind != "other" and kind != "user"
         if kind == "user":
-            line = f"{Path(file).name}:{frame.f_lineno}"
+            line = f"{Path(file).name}:{number}"
             break
-        frame = frame.f_back
     return call, line
 
 

@@ -214,6 +214,6 @@ def test_one_hop_is_the_placement_of_nodes(tmp_path: Path) -> None:
         partition_graph(data, tmp_path / "other", num_parts=2, num_hops=0)
     with pytest.raises(InputError, match="num_hops is 2, but placement 'nodes' allows num_hops up to 1"):
         partition_graph(data, tmp_path / "other", num_parts=2, num_hops=2, placement="nodes")
-    with pytest.raises(InputError, match="placement is 'edges', expected 'nodes' or 'replicas'"):
-        write_store(data, part, tmp_path / "other", num_parts=2, method="", arguments={}, placement="edges")
+    with pytest.raises(InputError, match="placement is 'halves', expected 'nodes' or 'replicas' or 'edges'"):
+        write_store(data, part, tmp_path / "other", num_parts=2, method="", arguments={}, placement="halves")
     assert not (tmp_path / "other").exists()
