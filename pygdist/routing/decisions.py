@@ -111,9 +111,11 @@ def decision_by_rows(
     alone = replace(setting, without_norms=True)  # a norm passes what changes in a row on to all
     changes = [(meeting, change) for meeting, some in seen.changes.items() for change in some]
     by_row: Run | None = None
+    undecided = ""
     for meeting, change in changes[:_MOST]:
         rows = None if change.touched is None else _beside(small, change.touched)
         if rows is not None and (seen.has_readout or not bool(rows.any())):
+            undecided = undecided or meeting.place
             continue
         try:
             with _Rows(small, num_nodes, meeting, change):
@@ -127,6 +129,8 @@ def decision_by_rows(
             return Finding(meeting.place)
     if len(changes) > _MOST:
         return Finding(note=f"of its conditions {len(changes) - _MOST} were not tried")
+    if undecided:
+        return Finding(note=f"the condition at {undecided} holds there, and its other outcome was not tried")
     if seen.leaving:
         return Finding(note=f"rows leave torch ({seen.leaving}), and what the model makes of them was not tried")
     return Finding()

@@ -161,6 +161,19 @@ class ByReadout(nn.Module):
         return out
 
 
+class Guarding(nn.Module):
+    """Guards rows that a mean of all nodes reads, so that nobody can tell what the guard changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.conv = MeanAggregation(), GCNConv(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = _guarded(x, 0.5)
+        out: Tensor = self.conv(x + self.mean(x), edge_index)
+        return out
+
+
 class OfMessages(MessagePassing):
     """Decides by all messages."""
 
@@ -262,7 +275,7 @@ def _say(rank: int, world_size: int, folder: str, backend: str, names: list[str]
         bound = ReplicaBackend(hops=3) if backend == "replica" else resolve_backend(backend)
         bound.bind(shard, Communicator(dist.new_group()))
         torch.manual_seed(0)
-        model = (_models(table)[name] if table else Tested()).double()
+        model = (_models(table)[name] if table else Tested() if name == "tested" else Guarding()).double()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -309,6 +322,12 @@ def test_guards_and_assertions_are_no_decisions(
             expected = _models("RIGHT")[name].double()(graph[0].x, graph[0].edge_index)
             torch.testing.assert_close(out, expected[rows], rtol=0, atol=1e-9 * float(expected.abs().max()))
             assert any("computes 'peak' over the rows of each" in text for text in warned) == (name == "peak") or rank
+
+
+def test_a_guard_that_cannot_be_tried_is_told(parts: str, pool: RankPool) -> None:
+    said = pool.run(_say, 2, parts, "comm", ["guarding"], "")
+    *_, warned = said[0]["guarding"]
+    assert any("but the condition at " in text and "test_decisions.py:" in text for text in warned)
 
 
 def test_a_test_of_the_graph_by_the_model_is_told(parts: str, pool: RankPool) -> None:
