@@ -314,7 +314,10 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch
 def test_machines_that_may_join_later_need_options(
     nnodes: str, env: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    agent = subprocess.Popen(["sh", "-c", "read line", "--nnodes", nnodes], stdin=subprocess.PIPE)
+    command = ["sh", "-c", "echo; read line", "--nnodes", nnodes]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    agent.stdout.readline()  # its arguments cannot be read until it runs
     try:
         for name, value in {"TORCHELASTIC_RUN_ID": "none", "PYGDIST_PARENT": str(agent.pid), **env}.items():
             monkeypatch.setenv(name, value)

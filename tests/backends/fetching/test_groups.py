@@ -319,10 +319,12 @@ def test_own_rows_are_aggregated_while_others_travel_only_where_they_overlap(
     label = f"hop {2 if name == 'GCN' else 1} of {name}Conv, forward"
     for overlap in (True, False):
         for epochs in pool.run(_check_epochs, 3, store, name, {"overlap": overlap}, 0.3)[1:]:
-            spans = epochs[-1]["spans"]
-            start = next(one.start for one in spans if (one.kind, one.label) == ("aggregate", "own rows"))
-            late = max(one.end for one in spans if one.kind == "travel" and label in one.label)
-            assert (start < late) == overlap
+            overlaps = []
+            for spans in (epoch["spans"] for epoch in epochs[1:]):
+                start = next(one.start for one in spans if (one.kind, one.label) == ("aggregate", "own rows"))
+                late = max(one.end for one in spans if one.kind == "travel" and label in one.label)
+                overlaps.append(start < late)
+            assert any(overlaps) == overlap  # a rank that gets no processor for 0.3 s begins late too
 
 
 @pytest.mark.slow
