@@ -7,19 +7,19 @@ thread are looked up; a rank that says nothing, on this machine, by its process.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import itertools
 import json
 import os
-import re
 import signal
 import socket
+import sys
 import sysconfig
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -36,7 +36,6 @@ _ALIKE = (  # the command line keeps the last 200 characters of a long message
 )
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
-_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 
@@ -266,35 +265,17 @@ class Thread:
 
 
 def _stack(ident: int) -> list[tuple[str, int, str]]:
-    """Return file, line and function of each call that a thread is in, innermost first.
+    """Return file, line and function of each call that a thread is in, innermost first; empty if it has ended.
 
-    Python looks at all calls at once, and writes text. To follow the frame objects of a thread that runs on crashed
-    Python 3.11, in ``PyFrame_GetBack``.
+    One call of C follows the frames, so that the thread does not run on meanwhile. A loop of Python crashed Python 3.11
+    in ``PyFrame_GetBack``. ``faulthandler`` writes the calls of all threads, and crashes where torch just makes one.
     """
-    with _written() as fd:
-        faulthandler.dump_traceback(fd)
-        text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-    _, _, after = text.partition(f"hread 0x{ident:016x}")  # "Thread", or "Current thread"
-    stack = []
-    for line in after.splitlines()[1:]:
-        if (match := _CALL.match(line)) is None:
-            break
-        stack.append((match[1], int(match[2]), match[3]))
-    return stack
-
-
-@contextlib.contextmanager
-def _written() -> Iterator[int]:
-    """Yield the descriptor of an empty file."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("pygdist-stacks")
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-    else:
-        with tempfile.TemporaryFile() as file:
-            yield file.fileno()
+    if (innermost := sys._current_frames().get(ident)) is None:
+        return []
+    frames: list[FrameType] = []
+    with contextlib.suppress(AttributeError):  # the outermost has ``None`` behind it
+        frames.extend(itertools.accumulate(itertools.repeat("f_back"), getattr, initial=innermost))
+    return [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames if frame]
 
 
 def _whereabouts(stack: Sequence[tuple[str, int, str]]) -> tuple[str, str]:

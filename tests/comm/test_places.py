@@ -93,3 +93,29 @@ def _check_traffic(rank: int, world_size: int) -> tuple[float, float]:
         time.sleep(0.1)
     dist.all_reduce(torch.ones(1000), group=group)
     return at_rest_s, still_s() or 0.0
+
+
+def test_looks_do_not_crash_a_rank_whose_threads_come_and_go(pool: RankPool) -> None:
+    assert min(pool.run(_look_all_the_time, 2)) > 1000
+
+
+def _look_all_the_time(rank: int, world_size: int) -> int:
+    """Exchange, so that gloo's threads drop tensors of Python; return how often a thread has looked meanwhile."""
+    group, thread, looks = dist.new_group(), Thread(threading.get_ident()), [0]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            thread.look(Place())
+            looks[0] += 1
+            time.sleep(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(1600):
+            dist.all_to_all_single(torch.empty(2, 8), torch.ones(2, 8), group=group)
+    finally:
+        done.set()
+        watcher.join()
+    return looks[0]
