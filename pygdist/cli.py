@@ -183,7 +183,7 @@ def _nobody_reads() -> bool:
 
 
 def _ended(error: SignalError) -> int:
-    if _is_first_rank():
+    if _is_first_rank() or signals.only_here():
         _complain(error.message)
     return 128 + error.signum
 

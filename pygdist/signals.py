@@ -29,6 +29,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _LEAVE_S = 15.0  # the main thread has this long to end the process
 _AGAIN_S = 1.0  # a signal that comes later than this after the first one ends the process at once
 _POLL_S = 0.5
+_FROZEN_S = 20.0  # for which the starter is stopped, if nobody says otherwise
 _ORPHAN_S = 5.0  # within which a rank whose starter died finds by itself that the exchange fails, and says more
 
 
@@ -45,6 +46,7 @@ class _Handling:
     received: int = 0
     raised: bool = False
     told: bool = False  # the user's handler
+    heard: bool = False  # by the other ranks
     interrupt_at: float = 0.0  # when a thread does so, unless the main thread has left before
     end_at: float = 0.0
     expected: int = 0  # signals that this process sends itself
@@ -53,12 +55,18 @@ class _Handling:
 
 _state = _Handling()
 _parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
+_frozen_s = _FROZEN_S
 _last: list[Callable[[], object]] = []
 
 
 def received() -> int:
     """Return the number of the signal that this process has received, or 0."""
     return _state.received
+
+
+def only_here() -> bool:
+    """Tell if a signal reached this rank and no other process of ours has heard of it, as ranks had not met yet."""
+    return bool(_state.received) and not _state.heard and not os.environ.get(PARENT)
 
 
 def name_of(signum: int) -> str:
@@ -213,6 +221,7 @@ def _read(state: _Handling, fd: int) -> None:
             state.interrupt_at = began + state.defer_s
             state.end_at = state.interrupt_at + _LEAVE_S
             if not state.defer_s and state.listener is not None:
+                state.heard = True
                 state.listener(signum)
             arguments = state, signum, began
             threading.Thread(target=_see_to_the_end, args=arguments, daemon=True, name="pygdist-end").start()
@@ -226,6 +235,7 @@ def _see_to_the_end(state: _Handling, signum: int, began: float) -> None:
     if state.defer_s:
         state.defer_s, state.expected = 0.0, 1
         if state.listener is not None:
+            state.heard = True
             state.listener(signum)
         signal.pthread_kill(threading.main_thread().ident or 0, signum)
     while (rest_s := state.end_at - time.monotonic()) > 0:
@@ -287,13 +297,17 @@ def parent() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
-def follow_parent() -> None:
-    """End this process within seconds after the one that started it as a rank has died, until :func:`outlive_parent`.
+def follow_parent(lost_after_s: float = _FROZEN_S) -> None:
+    """End this process after the one that started it as a rank, until :func:`outlive_parent`.
 
     Ranks do so from their first import of ``pygdist`` on, and in each run.
+
+    Args:
+        lost_after_s: The starter may be stopped (SIGSTOP) for so long, and for as long as a rank then takes to wait in
+            vain and say more; it is killed then. If it has died, the rank ends within seconds.
     """
-    global _parent_watch
-    starter = parent()
+    global _parent_watch, _frozen_s
+    starter, _frozen_s = parent(), lost_after_s
     if starter and (starter == os.getppid() or not _lives(starter)) and _parent_watch is None:
         _parent_watch = stop = threading.Event()
         threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
@@ -318,10 +332,28 @@ def _lives(pid: int) -> bool:
 
 
 def _watch_parent(starter: int, stop: threading.Event) -> None:
+    polls = 0  # in which the starter was stopped, and this process was not
     while os.getppid() == starter:
+        polls = polls + 1 if _is_stopped(starter) else 0
+        if polls * _POLL_S > _frozen_s + _ORPHAN_S:
+            with contextlib.suppress(OSError):
+                os.kill(starter, signal.SIGKILL)  # it would stay behind
+            _leave_alone(f"was stopped for {polls * _POLL_S:.0f} s", starter)
         if stop.wait(_POLL_S):
             return
     if not stop.wait(_ORPHAN_S):
-        sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, has ended; leaving\n")
-        sys.stderr.flush()
-        exit_now(1)
+        _leave_alone("has ended", starter)
+
+
+def _leave_alone(fate: str, starter: int) -> NoReturn:
+    sys.stderr.write(f"pygdist: error: process {starter}, which started {_who()}, {fate}; leaving\n")
+    sys.stderr.flush()
+    exit_now(1)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "tT"
+    except (OSError, IndexError):  # it has ended, or this system does not tell
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,6 +169,40 @@ time.sleep(60)
     said = f"pygdist: error: process {process.pid}, which started rank 1 (process "
     assert errors.startswith(said) if waits else errors == ""
     assert (tmp_path / "went on").exists() is not waits
+
+
+def test_a_rank_ends_if_the_process_that_started_it_is_stopped(tmp_path: Path) -> None:
+    child = "import time, pygdist; pygdist.signals.follow_parent(1.0); "
+    child += f"open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(60)"
+    code = f"""
+import os, subprocess, sys, time
+os.environ["PYGDIST_PARENT"], os.environ["LOCAL_RANK"] = str(os.getpid()), "1"
+child = subprocess.Popen([sys.executable, "-c", {child!r}])
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = _begin(code)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    _, errors = process.communicate(timeout=30)  # until both have closed their ends
+    assert process.returncode == -signal.SIGKILL
+    assert re.fullmatch(
+        f"pygdist: error: process {process.pid}, which started rank 1 .*, was stopped for 6 s; leaving\n", errors
+    )
+
+
+@pytest.mark.parametrize(("variables", "says"), [({"RANK": "1"}, True), ({"RANK": "1", "PYGDIST_PARENT": "1"}, False)])
+def test_a_rank_whose_signal_nobody_else_has_heard_of_says_so(
+    variables: dict[str, str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "_load", lambda command: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["fit"]) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("pygdist: error: SIGINT reached rank 1") if says else said == ""
 
 
 def test_a_rank_whose_starter_has_died_before_ends() -> None:

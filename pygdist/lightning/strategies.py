@@ -157,6 +157,7 @@ class GraphDDPStrategy(DDPStrategy):
         """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
         assert self.cluster_environment is not None
         store, limit_s = None, self._lost_after_s
+        signals.follow_parent(limit_s)
         if not dist.is_initialized():
             store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
         self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
@@ -164,7 +165,6 @@ class GraphDDPStrategy(DDPStrategy):
         trainer = self._current_trainer
         state = None if trainer is None else trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
-        signals.follow_parent()
         self._stopping.begin(self._current_trainer, self._watchdog)
         launched = self._launched()
         ending.look_after(launched)
