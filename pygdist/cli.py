@@ -184,7 +184,7 @@ def _nobody_reads() -> bool:
 
 def _ended(error: SignalError) -> int:
     if _is_first_rank() or signals.only_here():
-        _complain(error.message)
+        _complain(signals.first_told(error.message))
     return 128 + error.signum
 
 

@@ -47,6 +47,8 @@ class _Handling:
     raised: bool = False
     told: bool = False  # the user's handler
     heard: bool = False  # by the other ranks
+    cause: str = ""  # the signal that another rank told of before
+    asked: threading.Event = field(default_factory=threading.Event)  # set when the cause is known
     interrupt_at: float = 0.0  # when a thread does so, unless the main thread has left before
     end_at: float = 0.0
     expected: int = 0  # signals that this process sends itself
@@ -67,6 +69,27 @@ def received() -> int:
 def only_here() -> bool:
     """Tell if a signal reached this rank and no other process of ours has heard of it, as ranks had not met yet."""
     return bool(_state.received) and not _state.heard and not os.environ.get(PARENT)
+
+
+def note_cause(text: str) -> None:
+    """Note, from a listener, the signal that another rank told of before this process got its own; empty if none."""
+    _state.cause = text
+    _state.asked.set()
+
+
+def first_told(message: str) -> str:
+    """Return what to say of a signal that ends this rank: ``message``, or what reached another rank before.
+
+    ``torchrun`` sends SIGTERM to all ranks when one ends, whatever ended that one.
+    """
+    if _state.received and _state.heard and message == _reached(_state.received):
+        _state.asked.wait(_AGAIN_S)
+        return _state.cause or message
+    return message
+
+
+def _reached(signum: int) -> str:
+    return f"{name_of(signum)} reached {_who()}"
 
 
 def name_of(signum: int) -> str:
@@ -198,7 +221,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     if not first or _state.defer_s:
         return
     _state.raised = True
-    raise SignalError(f"{name_of(signum)} reached {_who()}", signum)
+    raise SignalError(_reached(signum), signum)
 
 
 def _read(state: _Handling, fd: int) -> None:

@@ -36,7 +36,7 @@ from pygdist.comm.places import (
     machine,
 )
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import name_of, parent
+from pygdist.signals import name_of, note_cause, parent
 
 log = logging.getLogger(__name__)
 
@@ -262,10 +262,12 @@ class Watchdog:
 
     def signalled(self, signum: int) -> None:
         """Tell the others that a signal ends this rank, and let the call fail that the main thread waits in."""
-        self.signum, self.signalled_by = (
-            signum,
-            f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})",
-        )
+        reports = self._board.read() or {}
+        before = {rank: report for rank, report in reports.items() if rank != self.rank and report.signum}
+        note_cause(self._told_by(before) or "")
+        if not before:
+            said = f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})"
+            self.signum, self.signalled_by = signum, said
         self._give_up(self.signalled_by)
 
     def _run(self) -> None:
