@@ -183,8 +183,9 @@ def _nobody_reads() -> bool:
 
 
 def _ended(error: SignalError) -> int:
+    message = signals.first_told(error.message)
     if _is_first_rank() or signals.only_here():
-        _complain(signals.first_told(error.message))
+        _complain(message)
     return 128 + error.signum
 
 

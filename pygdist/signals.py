@@ -82,10 +82,9 @@ def first_told(message: str) -> str:
 
     ``torchrun`` sends SIGTERM to all ranks when one ends, whatever ended that one.
     """
-    if _state.received and _state.heard and message == _reached(_state.received):
+    if _state.heard:
         _state.asked.wait(_AGAIN_S)
-        return _state.cause or message
-    return message
+    return _state.cause if _state.cause and message == _reached(_state.received) else message
 
 
 def _reached(signum: int) -> str:

@@ -264,10 +264,13 @@ class Watchdog:
         """Tell the others that a signal ends this rank, and let the call fail that the main thread waits in."""
         reports = self._board.read() or {}
         before = {rank: report for rank, report in reports.items() if rank != self.rank and report.signum}
-        note_cause(self._told_by(before) or "")
-        if not before:
+        cause = self._told_by(before) or ""
+        if not cause:
             said = f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})"
             self.signum, self.signalled_by = signum, said
+        self.verdict = self.signalled_by
+        self._publish()
+        note_cause(cause)  # the main thread, which may end the process, waits for this
         self._give_up(self.signalled_by)
 
     def _run(self) -> None:
