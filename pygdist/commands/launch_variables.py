@@ -5,6 +5,7 @@ Lightning reads them while it is imported, and fails on one that is no number.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 
@@ -15,11 +16,15 @@ _SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES")
 _JOBS = ("SLURM_JOB_ID",)  # Lightning makes a port of it
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+_SWITCHES = ("JSONARGPARSE_DEBUG",)
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR",)
 _OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
 
 
 def check_launch(environment: Mapping[str, str]) -> None:
     """Refuse a rank, a number of ranks or a port that is no number or out of range, and an interface that is none.
+
+    Also switches and folders that libraries fail on while they are imported.
 
     Raises:
         InputError: Names the variable.
@@ -37,6 +42,17 @@ def check_launch(environment: Mapping[str, str]) -> None:
                     of_one_rank=True,  # which rank is the first is not known
                 )
             numbers[name] = int(text)
+    for name in _SWITCHES:
+        if environment.get(name, "").lower() not in ("", "true", "false"):
+            raise InputError(f"the environment variable {name} is {environment[name][:40]!r}, expected true or false")
+    for name in filter(environment.get, _FOLDERS):
+        try:
+            os.makedirs(environment[name], exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"the environment variable {name} names {environment[name][:200]}: {error.strerror}; name a folder that "
+                f"can be written to, or unset {name}"
+            ) from error
     interfaces = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, environment.get(_INTERFACES, "").split(",")):
         if interface not in interfaces:

@@ -82,8 +82,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if sync_every < 1:
-            raise InputError(f"sync_every is {sync_every}, expected at least 1")
+        if not 1 <= sync_every < 2**63:
+            raise InputError(f"sync_every is {sync_every}, expected at least 1, and less than 2**63")
         if sync_unit not in get_args(SyncUnit):
             raise InputError(f"sync_unit is {sync_unit!r}, expected {' or '.join(get_args(SyncUnit))}")
         if optimizer_state not in get_args(OptimizerState):

@@ -119,6 +119,6 @@ def check_number(partitioner: Partitioner, name: str, least: float, *, above: bo
 
 
 def check_seed(partitioner: Partitioner, seed: int) -> None:
-    """Refuse a seed that does not fit 64 bits."""
-    if not 0 <= seed < 1 << 64:
-        raise InputError(f"{partitioner.name}: seed is {seed}, expected 0 to 2**64 - 1")
+    """Refuse a seed that is no integer of 64 bits."""
+    if not (isinstance(seed, int) and 0 <= seed < 1 << 64):
+        raise InputError(f"{partitioner.name}: seed is {seed}, expected an integer from 0 to 2**64 - 1")

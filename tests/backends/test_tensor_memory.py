@@ -35,6 +35,7 @@ from torch_geometric.nn import (
 from typing_extensions import override
 
 from pygdist.backends import TensorBackend
+from pygdist.backends.slicing.budget import device_of
 from pygdist.backends.slicing.chunk_plan import ChunkBytes, ChunkPlan, chunks_within, length_of
 from pygdist.backends.slicing.chunked_autograd import repeated
 from pygdist.backends.slicing.chunked_hop import ChunkInput
@@ -243,6 +244,11 @@ def test_messages_are_computed_where_the_model_is(tmp_path: Path) -> None:
     layer = distribute(SAGEConv(5, 4, aggr=["mean", "std"]).double(), backend=backend, check=False)
     with pytest.raises(InputError, match="computes its messages where its parameters are, on cpu, not on meta"):
         layer(shard.x, shard.adjacency)
+
+
+def test_a_device_that_torch_does_not_know_is_refused() -> None:
+    with pytest.raises(InputError, match="device is '3', expected the name of a device of torch"):
+        device_of("3", torch.device("cpu"), 0)
 
 
 def test_gradients_of_what_several_hops_read_are_added_up() -> None:

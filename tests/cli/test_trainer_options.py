@@ -113,6 +113,8 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
         *((name, value, {}) for name in ("LOCAL_RANK", "SLURM_NTASKS", "NODE_RANK") for value in ("9" * 99, "\u0663")),
         ("WORLD_SIZE", "0", {}),
         ("GLOO_SOCKET_IFNAME", "nosuch", {}),
+        ("JSONARGPARSE_DEBUG", "1", {}),
+        ("TORCHINDUCTOR_CACHE_DIR", "/proc/nosuch", {}),
         ("MASTER_PORT", "65536", {}),
         ("RANK", "2", {"WORLD_SIZE": "2"}),
         ("LOCAL_RANK", "9", {"LOCAL_WORLD_SIZE": "1"}),

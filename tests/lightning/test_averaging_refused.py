@@ -186,6 +186,7 @@ def test_held_out_edges_are_refused(pool: RankPool, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ({"sync_every": 0}, "sync_every is 0, expected at least 1"),
+        ({"sync_every": 10**30}, "sync_every is 10+, expected at least 1, and less than"),
         ({"sync_unit": "batch"}, "sync_unit is 'batch', expected epoch or step"),
         ({"optimizer_state": "keep"}, "optimizer_state is 'keep', expected local or average or reset"),
     ],

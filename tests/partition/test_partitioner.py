@@ -65,6 +65,7 @@ def test_arguments_are_the_fields() -> None:
         ("pygdist.errors.InputError", {}, "is not a partitioner"),
         ("hash", {"speed": 1}, "partitioner 'hash': got an unexpected keyword argument 'speed'"),
         ("hash", {"seed": -1}, "hash: seed is -1"),
+        ("2ps-l", {"seed": 1.5}, "2ps-l: seed is 1.5, expected an integer"),
         ("chunk", {"node_weight": float("nan")}, "chunk: node_weight is nan"),
         (HashPartitioner(), {"seed": 1}, "arguments .*seed"),
     ],

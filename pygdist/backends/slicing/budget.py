@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.memory.overflow import Overflow, writable
 
@@ -83,7 +84,10 @@ def device_of(name: str | None, here: torch.device, local_rank: int) -> torch.de
 
     If the model is on the host and there are several GPUs, a rank takes that of its local rank.
     """
-    device = here if name is None else torch.device(name)
+    try:
+        device = here if name is None else torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {name!r}, expected the name of a device of torch, such as 'cuda'") from error
     if device.type != "cuda" or ":" in str(device):
         return device
     return here if here.type == "cuda" else torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))

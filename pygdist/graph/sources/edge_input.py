@@ -105,6 +105,8 @@ def read_names(path: Path) -> Names:
             names = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: could not be read as text in UTF-8 ({error})") from error
+    if not names:
+        raise InputError(f"{path}: is empty, expected the name of a node in each line")
     if "" in names:
         raise InputError(f"{path}: line {names.index('') + 1} is empty, expected the name of a node")
     try:

@@ -440,6 +440,7 @@ def test_features_of_nodes_with_names(tmp_path: Path) -> None:
         ("cy\nann\n", "2 names, expected one for each of 3 nodes"),
         ("cy\nann\ncy\n", "line 3 is 'cy', as line 1"),
         ("cy\n\ncy\n", "line 2 is empty"),
+        ("", "is empty, expected the name of a node in each line"),
     ):
         (tmp_path / "names.txt").write_text(text)
         with pytest.raises(InputError, match=rf"names.txt: {message}"):
