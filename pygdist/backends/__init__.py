@@ -6,6 +6,7 @@ from typing import Any
 from pygdist.backends.base import Abilities, Backend, backends, resolve_backend
 from pygdist.backends.cache import CacheBackend
 from pygdist.backends.comm import CommBackend
+from pygdist.backends.delayed import DelayedBackend
 from pygdist.backends.hybrid import HybridBackend
 from pygdist.backends.planning.greedy import Costs
 from pygdist.backends.replica import ReplicaBackend
@@ -19,6 +20,7 @@ __all__ = [
     "CacheBackend",
     "CommBackend",
     "Costs",
+    "DelayedBackend",
     "HybridBackend",
     "ReplicaBackend",
     "Savings",

@@ -269,6 +269,27 @@ class Backend(ABC):
         return self.communicator.sum_over_ranks(x, label="norm statistics")
 
     @property
+    def splits_nodes(self) -> bool:
+        """True if in-edges of one node are in several parts, so that what is summed over them is put together."""
+        return self.abilities.placement == "edges"
+
+    def sums_of_parts(self, x: Tensor) -> Tensor:
+        """Sum the rows that a node has in several parts, for all of these; differentiable. Every rank calls it.
+
+        Needed where nodes are split; other backends return ``x``.
+        """
+        return x
+
+    @property
+    def fuses_attention(self) -> bool:
+        """True if kernels may stand for the hops of attention layers."""
+        return True
+
+    def functions(self) -> Mapping[Any, Callable[..., Any]]:
+        """PyG's functions that layers call by name and this backend computes in another way: by function, its own."""
+        return {}
+
+    @property
     def drops_alike(self) -> bool:
         """True if all ranks drop the same weights of ``GATConv``'s edges, where only the sum reads them."""
         return False

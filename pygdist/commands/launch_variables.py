@@ -50,8 +50,8 @@ def check_launch(environment: Mapping[str, str]) -> None:
             os.makedirs(environment[name], exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"the environment variable {name} names {environment[name][:200]}: {error.strerror}; name a folder that "
-                f"can be written to, or unset {name}"
+                f"the environment variable {name} names {environment[name][:200]}: {error.strerror}; name a folder "
+                f"that can be written to, or unset {name}"
             ) from error
     interfaces = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, environment.get(_INTERFACES, "").split(",")):

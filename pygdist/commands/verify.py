@@ -71,7 +71,7 @@ def verify(
     whole, _ = data.load()
     if data.num_parts not in (None, world_size):
         log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)
-    data.num_parts = world_size
+    data.num_parts, data.backend = world_size, backend
     data.prepare_data()
     whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)
@@ -165,7 +165,8 @@ def _choose_reference(reference: Reference, data: Data) -> str:
 
 def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
     alone = copy.copy(data)
-    alone.num_parts = 1
+    alone.num_parts, alone.backend = 1, SingleBackend()
+    alone.partitioner, alone.partitioner_args = None, {}
     alone.prepare_data()
     shard = Shard.load(alone.folder, 0, num_parts=1).astype(_dtype(double))
     backend = SingleBackend()

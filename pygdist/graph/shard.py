@@ -16,7 +16,15 @@ from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.clones import Clones
 from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
-from pygdist.graph.surroundings import Surroundings, as_tensor, first_hop, floats_unlike, is_plain, rows_and_edges
+from pygdist.graph.surroundings import (
+    Surroundings,
+    as_tensor,
+    first_hop,
+    floats_unlike,
+    is_plain,
+    rows_and_edges,
+    with_all_edges,
+)
 
 
 class Shard:
@@ -41,8 +49,8 @@ class Shard:
         folder: The store; ``None`` if the graph is only in memory.
         surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
             its leading rows, not copies. ``None`` for placement *nodes*.
-        clones: The exchanges between rows of one node under placement *edges*, where ``adjacency`` and
-            ``surroundings`` hold the edges of this part alone, whoever owns their ends; otherwise ``None``.
+        clones: The exchanges between rows of one node under placement *edges*, otherwise ``None``. There ``adjacency``
+            leads from :math:`n + h` rows to as many: it holds the edges of this part, whoever owns their ends.
     """
 
     # not a dataclass, since Lightning's precision plugins copy these field by field in every step, memory maps included
@@ -130,11 +138,13 @@ class Shard:
     ) -> Shard:
         """Wrap the arrays of one part, from :func:`pygdist.graph.open_part`."""
         surroundings, clones, placement = None, None, PLACEMENTS[meta["placement"]]
-        if placement.splits_nodes:
-            clones = Clones.from_arrays(arrays, int(meta["parts"][rank]["num_owned"]))
+        num_owned = int(meta["parts"][rank]["num_owned"])
         if placement.has_surroundings:
-            num_owned = int(meta["parts"][rank]["num_owned"])
             surroundings = Surroundings.from_arrays(arrays, num_owned)
+        if placement.splits_nodes:
+            clones = Clones.from_arrays(arrays, num_owned)
+            arrays = with_all_edges(arrays, num_owned)
+        elif placement.has_surroundings:
             arrays = first_hop(arrays, num_owned)
         plan = ExchangePlan(
             send_index=as_tensor(arrays["send_index"]).long(),
@@ -144,7 +154,7 @@ class Shard:
         return Shard(
             rank=rank,
             num_parts=int(meta["num_parts"]),
-            num_owned=len(arrays["indptr"]) - 1,
+            num_owned=num_owned,
             plan=plan,
             num_nodes=int(meta["num_nodes"]),
             num_edges=int(meta["num_edges"]),

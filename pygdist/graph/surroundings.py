@@ -121,6 +121,13 @@ def first_hop(arrays: Mapping[str, np.ndarray], num_owned: int) -> dict[str, np.
     return {**views, "recv_counts": recv_counts, "send_counts": send_counts}
 
 
+def with_all_edges(arrays: Mapping[str, np.ndarray], num_owned: int) -> dict[str, np.ndarray]:
+    """Return the arrays of placement *edges* as a shard holds them: features of owned rows, and all edges here."""
+    views = {name: value for name, value in arrays.items() if name != "in_degree"}
+    views |= {"x": arrays["x"][:num_owned]} if "x" in arrays else {}
+    return {**views, "recv_counts": arrays["recv_counts"][0], "send_counts": arrays["send_counts"][0]}
+
+
 def as_tensor(array: np.ndarray) -> Tensor:
     """Return an array of a store as a tensor over the same memory."""
     # the store maps copy-on-write, so an in-place operation of a user never reaches the file

@@ -21,6 +21,10 @@ class Host(Ranks, Protocol):
         """The rank's shard."""
 
     @property
+    def fuses_attention(self) -> bool:
+        """True if kernels may stand for the hops of attention layers."""
+
+    @property
     def drops_alike(self) -> bool:
         """True if all ranks drop the same attention weights where nothing but a sum reads them."""
 

@@ -79,7 +79,8 @@ class Kept:
 
     def kernel_of(self, hop: Hop) -> Kernel | None:
         """Return the attention kernel for ``hop``, if it has one and ``savings.fused_attention`` is on."""
-        return attention_kernel(hop) if self.host.savings.fused_attention else None
+        fused = self.host.savings.fused_attention and self.host.fuses_attention
+        return attention_kernel(hop) if fused else None
 
     def messages(self, hop: Hop) -> Tensor:
         """Compute ``hop`` by the layer's own messages, in blocks where they would take too much memory."""

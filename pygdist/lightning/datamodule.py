@@ -30,6 +30,7 @@ from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
+from pygdist.partition.run import default_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
 
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
@@ -48,8 +49,8 @@ class GraphDataModule(pl.LightningDataModule):
         dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
             name such as ``ogbn-arxiv``; a folder of ``.npy`` arrays; or the name of a generator such as ``sbm``.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
-        partitioner: Decides which rank owns which node: a name (``chunk``, ``hash``, ``metis``), a class path, or an
-            instance.
+        partitioner: Decides which rank owns which node, or edge: a name (``chunk``, ``hash``, ``metis``), a class path,
+            or an instance. By default ``chunk``, or ``libra`` for backends that cut edges (``delayed``).
         partitioner_args: Arguments of the partitioner when it is given by name.
         num_parts: Number of parts; by default the number of ranks, or of parts in the ``store``. It may be larger if
             the model's backend trains each part by itself (``replica``): parts are dealt to the ranks in turn, and a
@@ -84,7 +85,7 @@ class GraphDataModule(pl.LightningDataModule):
         self,
         dataset: str | Data = "sbm",
         dataset_args: dict[str, Any] | None = None,
-        partitioner: Partitioner | str = "chunk",
+        partitioner: Partitioner | str | None = None,
         partitioner_args: dict[str, Any] | None = None,
         num_parts: int | Literal["auto"] | None = None,
         memory_gib: float | None = None,
@@ -104,6 +105,7 @@ class GraphDataModule(pl.LightningDataModule):
         cache_dir: str | Path = DEFAULT_CACHE,
     ) -> None:
         super().__init__()
+        self.backend: Backend | None = None  # whose parts are made without a trainer
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
@@ -177,7 +179,8 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _prepare(self) -> Path:
         num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
-        partitioner = resolve_partitioner(self.partitioner, **self.partitioner_args)
+        method = self.partitioner or default_partitioner(abilities.placement)
+        partitioner = resolve_partitioner(method, **self.partitioner_args)
         data, notes = self.load()
         self._tell(notes)
         arguments = {
@@ -187,8 +190,7 @@ class GraphDataModule(pl.LightningDataModule):
             "num_classes": num_classes,
             "placement": [abilities.placement, abilities.num_hops],
         }
-        content = fingerprint(data)
-        folder = self.cache_dir / store_key(content, arguments)
+        folder = self.cache_dir / store_key(content := fingerprint(data), arguments)
         if not (folder / "meta.json").is_file():  # stores appear when they are complete
             partition_graph(
                 data, folder, num_parts=num_parts, partitioner=partitioner, notes=notes, num_classes=num_classes,
@@ -339,8 +341,7 @@ class GraphDataModule(pl.LightningDataModule):
     def _memory_bytes(self, world_size: int) -> int:
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
-        device = self._device()
-        if device.type == "cuda":
+        if (device := self._device()).type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory)
         ranks_here = 1 if self.trainer is None else max(1, world_size // self.trainer.num_nodes)
         size = memory_bytes() // ranks_here
@@ -348,8 +349,8 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def _abilities(self) -> Abilities:
-        """The abilities of the model's backend; the default ones without a trainer or a backend."""
-        backend = getattr(self._module, "backend", None)
+        """The abilities of the model's backend; without a trainer those of ``backend``, or the default ones."""
+        backend = getattr(self._module, "backend", self.backend)
         return backend.abilities if isinstance(backend, Backend) else Abilities()
 
     @property

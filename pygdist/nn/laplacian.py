@@ -19,7 +19,7 @@ from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.memo import Memo
 from pygdist.nn.norms import Ranks
-from pygdist.nn.self_loops import KeptSelfLoops
+from pygdist.nn.self_loops import KeptSelfLoops, num_rows_with_loops
 
 _DEGREES = Slot[Memo[Tensor]]("out-degrees")
 
@@ -72,12 +72,13 @@ class GlobalLaplacian:
         edges, laplacian = self._self_loops.add(edges, -weight, on_loops, num_nodes)
         assert laplacian is not None
         if normalization is None:
-            laplacian = laplacian.masked_scatter(edges[0] == edges[1], degree[:num_nodes])
+            loops = degree[: num_rows_with_loops(self._ranks, num_nodes)]
+            laplacian = laplacian.masked_scatter(edges[0] == edges[1], loops)
         return edges, laplacian
 
     def largest(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
         """Return the largest weight of any rank's edges; its gradient is shared by all edges with this weight."""
-        ranks, own = self._ranks, edges[1] < self._num_owned(num_nodes)
+        ranks, own = self._ranks, edges[1] < self._num_with_edges(num_nodes)
         here = weight.detach()[own]
         most = ranks.max_over_ranks(float(here.max()) if here.numel() else float("-inf"))
         ties = own & (weight.detach() == most)
@@ -85,8 +86,9 @@ class GlobalLaplacian:
         largest: Tensor = total / count
         return largest
 
-    def _num_owned(self, num_nodes: int) -> int:
-        return self._ranks.owned_rows(torch.empty(num_nodes, 0)).size(0)
+    def _num_with_edges(self, num_nodes: int) -> int:
+        """Return the number of rows whose in-edges on this rank are on no other."""
+        return num_nodes if self._ranks.splits_nodes else self._ranks.owned_rows(torch.empty(num_nodes, 0)).size(0)
 
     def _numbers_of_edges(self, edges: Any, ones: Tensor, num_nodes: int) -> Tensor:
         if not isinstance(edges, Adjacency):
@@ -96,7 +98,7 @@ class GlobalLaplacian:
 
     def _sums_by_source(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
         """Return the sum of weights of each source's out-edges in the whole graph; every rank makes the call."""
-        once = torch.where(edges[1] < self._num_owned(num_nodes), weight, 0.0)  # other rows' edges count elsewhere
+        once = torch.where(edges[1] < self._num_with_edges(num_nodes), weight, 0.0)  # other rows' edges count elsewhere
         return self._ranks.source_rows(self._ranks.sums_at_owners(edges[0], once, num_nodes))
 
 

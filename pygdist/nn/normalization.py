@@ -16,6 +16,7 @@ from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
 from pygdist.nn.norms import Ranks
+from pygdist.nn.self_loops import num_rows_with_loops
 
 _MOST_KEPT = 64  # results
 
@@ -86,13 +87,16 @@ class GlobalGCNNorm:
             reuse_loops = False
         # a hop may compute fewer rows than it reads
         num_nodes = edge_index.num_dst if num_nodes is None else min(num_nodes, edge_index.num_dst)
-        looped = self._with_loops(edge_index, num_nodes if add_self_loops else 0, reuse=reuse_loops)
+        num_loops = num_rows_with_loops(self._ranks, num_nodes) if add_self_loops else 0
+        looped = self._with_loops(edge_index, num_loops, reuse=reuse_loops)
         csr, counts = looped.csr, looped.csr.indptr.diff()
         looped_weight = None if edge_weight is None else looped.weights(edge_weight, fill_value)
         if looped_weight is None:
             degree = counts.to(torch.get_default_dtype() if dtype is None else dtype)
         else:
             degree = torch.segment_reduce(looped_weight, "sum", offsets=csr.indptr, initial=0)
+        if self._ranks.splits_nodes:
+            degree = self._ranks.sums_of_parts(degree)
         scale = _inverse_root(degree)
         degrees = self._ranks.source_degrees(degree.detach(), edge_weight, fill_value if add_self_loops else None)
         if degrees is None:

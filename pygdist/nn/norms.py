@@ -40,6 +40,13 @@ class Ranks(Protocol):
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
 
+    @property
+    def splits_nodes(self) -> bool:
+        """True if in-edges of one node are on several ranks."""
+
+    def sums_of_parts(self, x: Tensor) -> Tensor:
+        """Sum the rows that a node has on several ranks, for all of these; differentiable."""
+
     def whole_degrees(self, degree: Tensor) -> Tensor:
         """Return the in-degrees of rows in the whole graph, from those by the edges here."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
@@ -89,6 +89,7 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency) or not isinstance(num_nodes, int):
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
+        num_rows, num_nodes = num_nodes, num_rows_with_loops(self._ranks, num_nodes)
         adjacency, is_loop = self._edges.get(
             (id(edge_index), pyg, num_nodes),
             (edge_index,),
@@ -96,10 +97,48 @@ class KeptSelfLoops:
         )
         if edge_attr is None:
             return adjacency, None
+        whole = None
+        if isinstance(fill_value, str) and self._ranks.splits_nodes:
+            whole, fill_value = self._filled(edge_index, edge_attr, num_rows, fill_value)[:num_nodes], 0.0
         _, appended = pyg(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
+        if whole is not None:
+            appended = _with_values(appended, whole, edge_index, replaced=pyg is add_remaining_self_loops)
         ordered = torch.empty_like(appended)
         ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
         return adjacency, ordered
+
+    def _filled(self, edges: Adjacency, edge_attr: Tensor, num_rows: int, reduce: str) -> Tensor:
+        """Reduce the attributes of each row's in-edges in all parts, as PyG does for loops that it adds."""
+        if reduce not in ("add", "sum", "mean"):
+            raise InputError(
+                f"fill_value='{reduce}' of self-loops cannot be put together from the edges of several parts; "
+                "'add' and 'mean' can"
+            )
+        target = edges.as_tensor()[1]
+        total = self._ranks.sums_of_parts(scatter(edge_attr, target, 0, num_rows, "sum"))
+        if reduce != "mean":
+            return total
+        count = self._ranks.sums_of_parts(edges.csr().indptr.diff().to(total.dtype))
+        return total / count.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+
+
+def num_rows_with_loops(ranks: Ranks, num_rows: int) -> int:
+    """Return how many of the first ``num_rows`` rows get a self-loop: where nodes are split, a node's own at its root.
+
+    PyG adds a loop to each node; a node that is split has a row in each of its parts.
+    """
+    return ranks.owned_rows(torch.empty(num_rows, 0)).size(0) if ranks.splits_nodes else num_rows
+
+
+def _with_values(appended: Tensor, values: Tensor, edges: Adjacency, *, replaced: bool) -> Tensor:
+    """Give loops at the end of ``appended`` these values; ``replaced`` loops keep the attributes that they had."""
+    new = torch.ones(values.size(0), dtype=torch.bool, device=values.device)
+    if replaced:
+        csr = edges.csr()
+        new[csr.index[is_self_loop(csr)].long()] = False
+    first = appended.size(0) - values.size(0)
+    loops = torch.where(new.view(-1, *[1] * (values.dim() - 1)), values.to(appended), appended[first:])
+    return torch.cat([appended[:first], loops])
 
 
 def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:

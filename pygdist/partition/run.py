@@ -21,7 +21,7 @@ from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_st
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
-from pygdist.graph.store.part_files import placement_of
+from pygdist.graph.store.part_files import PLACEMENTS, placement_of
 from pygdist.graph.streams.progress import enter_stage
 from pygdist.memory.mapped import new_array
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
@@ -83,7 +83,7 @@ def partition_graph(
         >>> PartitionMetrics.from_meta(meta).summary()
     """
     content = placement_of(num_hops, placement)
-    chosen = resolve_partitioner(partitioner or ("libra" if content.splits_nodes else "chunk"), **args)
+    chosen = resolve_partitioner(partitioner or default_partitioner(content.name), **args)
     job = _Job(chosen, num_parts, num_hops, content, progress)
     job.check()
     graph: GraphFiles | WholeGraph
@@ -96,6 +96,11 @@ def partition_graph(
     if isinstance(graph, WholeGraph):
         wanted["num_classes"] = graph.num_classes
     return build_store(folder, wanted, partial(_build, job, graph, folder), overwrite=overwrite)
+
+
+def default_partitioner(placement: str) -> str:
+    """Return the name of the partitioner that is used for a placement, if nobody names one."""
+    return "libra" if PLACEMENTS[placement].splits_nodes else "chunk"
 
 
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:

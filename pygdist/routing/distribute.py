@@ -49,7 +49,6 @@ from pygdist.graph import Adjacency
 from pygdist.hops.cheaper_side import cheaper_forward
 from pygdist.hops.fused_attention import UNSEEN, attention_forward
 from pygdist.hops.hop import Hop, each_end, is_pair, target_of, with_passed_rows
-from pygdist.hops.kept import Kept
 from pygdist.hops.layer import (
     BASE,
     forget_local_state,
@@ -130,7 +129,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         if isinstance(module, MessagePassing):
             forget_local_state(module)
             kept.layers.add(module)
-        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, kept):
+        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, backend):
             continue
         module.__class__ = _routed_class(backend, base)
     model.__dict__[_HOOK] = (
@@ -224,7 +223,7 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
         bases: tuple[type, ...] = (base,)
         make = _global_forward(base)
         if issubclass(base, MessagePassing):
-            bases = rebound(base, _replacements(backend.kept))
+            bases = rebound(base, _replacements(backend))
             body |= _body_of_layer(backend, base, bases)
         elif make is not None and _norm_class(base) in (None, base):
             body["forward"] = make(backend)
@@ -232,7 +231,7 @@ def _routed_class(backend: Backend, base: type[nn.Module]) -> type:
             norm: Any = _norm_class(base)
             bases = (base, type(norm.__name__, (norm,), {"forward": make(backend)}))
         else:
-            bases = rebound(base, _replacements(backend.kept))
+            bases = rebound(base, _replacements(backend))
             if issubclass(base, CorrectAndSmooth):
                 body["correct"] = corrected(_made(base, bases).correct, backend)
         classes[base] = type(f"Distributed{base.__name__}", bases, body)
@@ -267,8 +266,9 @@ def _made(base: type[nn.Module], bases: tuple[type, ...]) -> Any:
     return type(base.__name__, bases, {})
 
 
-def _replacements(kept: Kept) -> dict[Any, Any]:
+def _replacements(backend: Backend) -> dict[Any, Any]:
     """PyG's functions that look at all edges or nodes, and those that know of other ranks."""
+    kept = backend.kept
     return {
         gcn_norm: kept.gcn_norm,
         get_laplacian: kept.laplacian,
@@ -281,12 +281,13 @@ def _replacements(kept: Kept) -> dict[Any, Any]:
         degree: kept.degrees.count,
         one_hot: kept.one_hot,
         **WHOLE_GRAPH,
+        **backend.functions(),
     }
 
 
-def _is_routed(base: type[nn.Module], kept: Kept) -> bool:
+def _is_routed(base: type[nn.Module], backend: Backend) -> bool:
     """True for a module that looks at all nodes or edges, beside the hops of layers."""
-    return _global_forward(base) is not None or calls_by_name(base, _replacements(kept))
+    return _global_forward(base) is not None or calls_by_name(base, _replacements(backend))
 
 
 def _global_forward(base: type[nn.Module]) -> Callable[[Backend], Callable[..., Tensor]] | None:

@@ -174,10 +174,13 @@ class Miniature:
         data = Data(edge_index=self.graph.edge_index, num_nodes=self.num_nodes, **fields)
         with contextlib.closing(ScratchFolder()) as scratch:
             store = scratch.path / "parts"
+            split = abilities.placement == "edges"
+            edge_part = np.arange(data.num_edges) % self.num_parts if split else None
             try:
                 meta = write_store(
                     data, self.graph.owner.numpy(), store, num_parts=self.num_parts, method="check", arguments={},
                     num_classes=1, num_hops=abilities.num_hops, placement=abilities.placement,
+                    edge_part=edge_part,
                 )  # fmt: skip
             except InputError as error:  # of this rank's disk
                 raise RefusedError(str(error)) from error

@@ -35,7 +35,7 @@ from pygdist.memory.scratch import ScratchFolder
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.loss import labelled, summed_loss
 from pygdist.routing import distribute, undistribute
-from pygdist.testing.graphs import GRAPHS, random_graph
+from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
 from pygdist.testing.layers import HIDDEN, LAYERS, build
 from pygdist.testing.ranks import RankPool
 
@@ -272,9 +272,11 @@ class _Sizes(NamedTuple):
     def write(self, folder: Path, kind: str, num_parts: int, abilities: Abilities, num_hops: int | None) -> str:
         """Write a graph in parts, placed as a backend needs it; return the folder."""
         data, parts = self.graph(kind)
+        split = abilities.placement == "edges"
+        edge_part = random_edge_part(kind, data.num_edges, num_parts, seed=self.seed) if split else None
         write_store(
             data, parts[num_parts], folder, num_parts=num_parts, method=kind, arguments={}, notes=[],
-            num_hops=num_hops or abilities.num_hops, placement=abilities.placement,
+            num_hops=num_hops or abilities.num_hops, placement=abilities.placement, edge_part=edge_part,
         )  # fmt: skip
         return str(folder)
 

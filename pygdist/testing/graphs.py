@@ -64,5 +64,11 @@ def random_graph(
     return data, part
 
 
+def random_edge_part(kind: str, num_edges: int, world_size: int, *, seed: int = 0) -> np.ndarray:
+    """Draw the part of each edge, for graphs of :func:`random_graph`; with ``no-train-part`` the last part has none."""
+    parts = world_size - 1 if kind == "no-train-part" and world_size > 1 else world_size
+    return np.random.default_rng([seed, world_size]).integers(0, parts, num_edges)
+
+
 #: Kinds of graphs for :func:`random_graph`.
 GRAPHS = ("directed", "power-law", "isolated", "empty-part", "no-train-part")

@@ -26,6 +26,7 @@ DEEP: dict[str, Backend | str] = {
     "hybrid": "hybrid",
     **{f"hybrid-{ratio}": HybridBackend(cache_ratio=ratio) for ratio in (0.0, 0.3, 0.7, 1.0)},
     "tensor": "tensor",
+    "delayed": "delayed",
     "replica": ReplicaBackend(hops=9),  # no less than any model here makes
 }
 #: By backend, how far the graph is placed around a part.
@@ -38,7 +39,7 @@ OF_A_PART = {
     *("SAGEConv-lstm", "SAGEConv-patches", "PDNConv"),
 }
 #: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
-EVERY_LAYER = {("cache", 2), ("hybrid", 1), ("replica", 1)}
+EVERY_LAYER = {("cache", 2), ("hybrid", 1), ("replica", 1), ("delayed", 2)}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
@@ -56,7 +57,7 @@ def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size:
 @cache
 def _layers_of(backend: str) -> list[str]:
     """The layers that a backend does not refuse."""
-    if backend in ("tensor", "replica"):
+    if backend in ("tensor", "replica", "delayed"):
         return [name for name in supported_layers(backend) if backend != "replica" or name not in OF_A_PART]
     return list(LAYERS)
 
@@ -118,7 +119,7 @@ def test_at_least_twenty_layer_classes_are_in_the_suite() -> None:
 
 @pytest.mark.slow
 @given(
-    backend=st.sampled_from(["comm", "cache", "hybrid-0.3", "tensor"]),
+    backend=st.sampled_from(["comm", "cache", "hybrid-0.3", "tensor", "delayed"]),
     num_layers=st.integers(1, 3),
     num_nodes=st.integers(4, 70),
     seed=st.integers(0, 2**16),

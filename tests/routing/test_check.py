@@ -418,7 +418,7 @@ def test_what_a_rank_cannot_compute_is_refused(
             assert said[name] == ""
         else:
             assert "on one process" in said[name] or name in OTHER_EDGES
-            over_nodes = causes.OVER_NODES_OF_PARTS.format("cache, comm, hybrid or tensor")
+            over_nodes = causes.OVER_NODES_OF_PARTS.format("cache, comm, delayed, hybrid or tensor")
             kind = WRONG[name][1]
             assert (over_nodes if kind == OVER_NODES and backend == "replica" else kind) in said[name]
 

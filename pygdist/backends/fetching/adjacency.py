@@ -21,6 +21,7 @@ from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Adjacency, Reduce, Score, Slot
 from pygdist.graph.memo import Memo
+from pygdist.hops.folds import better_of, share_of_ties
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, spmm_into, tie_counts
 
@@ -139,7 +140,6 @@ class _Extremum(torch.autograd.Function):
         ctx: Any, x: Tensor, groups: SourceGroups, exchange: Exchange, value: Tensor | None, reduce: Any
     ) -> Tensor:
         ctx.groups, ctx.exchange, ctx.value = groups, exchange, value
-        better = torch.maximum if reduce == "max" else torch.minimum
         x = x.detach().contiguous()
         transfer = exchange.fetch(x, exchange.pieces[0], keep=exchange.at_once)
         out = spmm(groups.local.csr, x, _flat(groups.local.values(value)), reduce)
@@ -148,7 +148,7 @@ class _Extremum(torch.autograd.Function):
             if exchange.at_once:
                 arrived[one.message] = one.rows
             part = spmm(one.group.csr, one.rows, _flat(one.group.values(value)), reduce)
-            out = torch.where(one.group.filled, torch.where(filled, better(out, part), part), out)
+            out = better_of(reduce, out, filled, part, one.group.filled)
             filled = filled | one.group.filled
         ctx.messages = list(arrived)
         ctx.save_for_backward(x, out, *arrived.values())
@@ -160,13 +160,12 @@ class _Extremum(torch.autograd.Function):
         x, out, *arrived = ctx.saved_tensors
         groups, exchange, value = ctx.groups, ctx.exchange, ctx.value
         by_message = dict(zip(ctx.messages, arrived, strict=True))
-        count = (out == 0).to(out.dtype)  # the zero that torch.scatter_reduce starts from takes a share
-        count += tie_counts(groups.local.csr, x, groups.local.values(value), out)
+        count = tie_counts(groups.local.csr, x, groups.local.values(value), out)
         for number, remote in enumerate(groups.remote):
             rows = by_message if exchange.at_once else exchange.again(x, number)
             for message, group in remote.items():
                 count += tie_counts(group.csr, rows[message], group.values(value), out)
-        share = grad / count.clamp(min=1)
+        share = share_of_ties(grad, count, out)
 
         def of(
             _piece: int, _message: Message | None, group: SourceGroup, part: Tensor, _memory: Tensor | None

@@ -1,0 +1,114 @@
+"""Dropout that agrees between the rows of a split node, which otherwise would have several values.
+
+A mask is a hash of a number that rank 0 draws for the forward pass, of the call of dropout in it, of the node and the
+column. So it is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+
+_FIRST, _SECOND, _THIRD = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd, as in splitmix64
+_BITS = 24  # of a mask's hash that are compared with the probability
+_DRAWS: frozenset[Any] = frozenset(
+    getattr(torch, name)
+    for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal")
+) | frozenset(getattr(torch.Tensor, name) for name in ("bernoulli", "bernoulli_", "normal_", "uniform_"))
+_OTHERS: frozenset[Any] = frozenset(
+    getattr(functional, name)
+    for name in ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
+)
+
+
+class AgreeingDropout(TorchFunctionMode):
+    """Within it, ``dropout`` of a tensor with a row for each row of a part drops the same of all rows of a node.
+
+    Args:
+        n_id: Global ids of the rows, ``(m,)``.
+        communicator: The ranks. The first dropout of a pass makes one exchange.
+    """
+
+    def __init__(self, n_id: Tensor, communicator: Communicator) -> None:
+        super().__init__()
+        self._n_id, self._communicator = n_id, communicator
+        self._seed: int | None = None
+        self._calls = 0
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self._seed, self._calls = None, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _DRAWS or (func in _OTHERS and out is not args[0]):
+            self._check(func, out)
+        return out
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Drop values of nodes by hash, and other values as torch does; arguments are those of torch's ``dropout``."""
+        if not (training and 0 < p < 1 and self._is_of_nodes(input)):
+            return functional.dropout(input, p, training, inplace)
+        if self._seed is None:
+            drawn = float(torch.randint(2**31, (1,)))
+            self._seed = int(self._communicator.gather([drawn])[0, 0])
+        self._calls += 1
+        columns = input[:1].numel() if input.size(0) else 1
+        kept = keeps(self._n_id, columns, p, seed=self._seed, call=self._calls).view(input.shape)
+        factor = kept.to(input.dtype).div_(1 - p)
+        return input.mul_(factor) if inplace else input * factor
+
+    def _is_of_nodes(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == self._n_id.numel()
+
+    def _check(self, func: Callable[..., Any], out: Any) -> None:
+        if self._is_of_nodes(out):
+            raise InputError(
+                f"torch's {func.__name__}() draws numbers for rows of nodes, and backend 'delayed' has several rows of "
+                "a node, which would get different ones; use torch.nn.functional.dropout, which agrees between them",
+                of_one_rank=True,
+            )
+
+
+def keeps(n_id: Tensor, columns: int, p: float, *, seed: int, call: int) -> Tensor:
+    r"""Tell which values dropout keeps.
+
+    Args:
+        n_id: Global ids of rows; int64.
+        columns: Values of a row.
+        p: Probability with which a value is dropped.
+        seed: A number for each forward pass.
+        call: The number of the call of dropout in it.
+
+    Returns:
+        bool of shape ``(m, columns)``; rows of the same id are equal.
+    """
+    number = _mixed(torch.tensor([seed, call], device=n_id.device))
+    row = _mixed(n_id + number[0] + (number[1] << 1))
+    hashed = _mixed(row[:, None] + _mixed(torch.arange(columns, device=n_id.device)))
+    return _shifted(hashed, 64 - _BITS) >= round(p * (1 << _BITS))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers (splitmix64)."""
+    x = x * _FIRST
+    x = (x ^ _shifted(x, 30)) * _SECOND
+    x = (x ^ _shifted(x, 27)) * _THIRD
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift to the right, as unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,276 @@
+"""``delayed``: edges are cut, not nodes; partial sums of split nodes are exchanged at once or with a delay (DistGNN).
+
+Each rank runs the model on all rows of its part, those of leaves too. A hop sums the edges of the part; leaves send
+their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the backend is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import ClusterGCNConv, MessagePassing
+from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.utils import scatter, softmax
+from typing_extensions import override
+
+from pygdist.backends.base import Abilities, Backend
+from pygdist.backends.clones.adjacency import SplitAdjacency
+from pygdist.backends.clones.dropout import AgreeingDropout
+from pygdist.backends.clones.exchange import CloneExchange, Leaves, summed
+from pygdist.backends.clones.fold import FOLDED, HopFold, folded, reduced
+from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype, check_rows, norms_refused
+from pygdist.backends.passes.rehearsal import Call, Kind
+from pygdist.backends.recomputing.inputs import kinds_of
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency
+from pygdist.graph.memo import Memo
+from pygdist.hops.arguments import each_tensor, first_rows
+from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.layer import asked_arguments, layer_name, own_class
+from pygdist.hops.rebinding import calls_by_name
+
+
+class DelayedBackend(Backend):
+    """Aggregate over the parts of a vertex-cut (DistGNN, SC 2021, Sec. 5), without a delay (cd-0).
+
+    Layers run unmodified on all rows of a part. Sums, means, maxima, minima, what is made of them, and softmax over the
+    in-edges of a node are put together from its parts, and so are degrees. The messages of a hop that is no sparse
+    product are in memory all at once. Dropout agrees between the rows of a node.
+
+    Args:
+        wire_dtype: ``"bfloat16"`` halves the bytes of sums and gradients (Sec. 7); the backend is then no longer exact.
+
+    Raises:
+        InputError: If ``wire_dtype`` is unknown.
+
+    Example:
+        >>> store = partition_graph("cora", num_parts=2, placement="edges")
+        >>> backend = DelayedBackend()
+        >>> backend.bind(Shard.load(store, rank), communicator)
+        >>> model = distribute(model, backend=backend)
+    """
+
+    name = "delayed"
+    abilities = Abilities(placement="edges", reruns_layers=False)
+    per_graph: ClassVar[tuple[str, ...]] = ("_exchange", "_inputs", "_kinds", "_to", "_fold", "_dropout", "_pass")
+    _exchange: CloneExchange | None = None
+    _inputs: Memo[Tensor] | None = None
+    _to: Leaves | None = None  # the leaves that get the results of hops, in the pass that runs
+    _fold: HopFold | None = None  # of the hop that runs
+    _kinds: dict[tuple[object, ...], list[Kind]] | None = None
+    _dropout: AgreeingDropout | None = None
+    _pass: contextlib.ExitStack | None = None  # open while the model runs
+
+    def __init__(self, *, wire_dtype: WireDtype | None = None) -> None:
+        super().__init__()
+        self.options = FetchOptions(wire_dtype=wire_dtype)
+        if wire_dtype is not None:
+            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
+        self._hops = 0  # so far in this pass
+
+    @override
+    def exact_case(self, num_hops: int) -> DelayedBackend | None:
+        copy = self._unbound()
+        copy.options, copy.abilities = replace(self.options, wire_dtype=None), type(self).abilities
+        return copy
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    @override
+    def refuse(self, layer: MessagePassing) -> str | None:
+        if reason := norms_refused(layer):
+            return reason
+        cls = own_class(layer)
+        if issubclass(cls, ClusterGCNConv):
+            return "expects a self-loop at each row, and a node that is split has one at its root"
+        if cls.aggregate is not MessagePassing.aggregate and not calls_by_name(cls, {scatter: None}):
+            return "has an 'aggregate' of its own, and the messages of a node are in several parts"
+        for one in [] if layer.aggr_module is None else layer.aggr_module.modules():
+            if isinstance(one, Aggregation) and own_class(one) not in FOLDED:
+                return (
+                    f"aggregates by {layer_name(one)}, which cannot be put together from the messages of several "
+                    "parts; sums, means, powers, softmax, maxima, minima, variances and lists of these can"
+                )
+        return None
+
+    @property
+    @override
+    def fuses_attention(self) -> bool:
+        return False  # its kernels divide by the sums over the edges of this part
+
+    @override
+    def functions(self) -> Mapping[Any, Callable[..., Any]]:
+        return {softmax: self._softmax, scatter: self._scatter}
+
+    # -- a graph -------------------------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> CloneExchange:
+        """The split nodes of this rank's part."""
+        if self._exchange is None:
+            with torch.inference_mode(False):  # training uses what evaluation may ask for first
+                self._exchange = CloneExchange.of(self.shard, self.communicator, self.options.wire)
+        return self._exchange
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self.shard.n_id.numel()
+
+    @override
+    def source_rows(self, x: Tensor) -> Tensor:
+        return x  # both ends of the part's edges are here
+
+    @override
+    def owned_rows(self, x: Tensor) -> Tensor:
+        return x[: self.shard.num_owned]
+
+    @override
+    def sums_of_parts(self, x: Tensor) -> Tensor:
+        return summed(x, self.exchange, of=self.exchange.all, to=self.exchange.all, label="sums over parts")
+
+    @override
+    def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
+        return self.sums_of_parts(value.new_zeros(num_rows).index_add(0, source, value))
+
+    @override
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        return self.sums_of_parts(degree)
+
+    @override
+    def block_bytes(self, device: torch.device) -> int | None:
+        return None  # a block would have to be put together by itself
+
+    # -- a pass --------------------------------------------------------------------------------------------------------
+
+    @override
+    def begin_forward(self) -> None:
+        self._hops = 0
+        self.end_forward()  # of a pass that was interrupted
+
+    @override
+    def end_forward(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+    @override
+    def model_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        exchange = self.exchange
+        self._to = exchange.all if any(map(_reads_targets, model.modules())) else exchange.down
+        if self._kinds is None:
+            self._kinds = {}
+        _, kinds = kinds_of(model, args, kwargs, self.shard, self.communicator, self._kinds)
+        place = itertools.count()
+
+        def extend(value: Any, kind: Kind) -> Any:
+            at = next(place)
+            return self._with_leaves(value, at) if kind == "node" else value
+
+        inputs = Call(model, args, kwargs, kinds).changed(extend)
+        if model.training:
+            if self._dropout is None:
+                self._dropout = AgreeingDropout(self.shard.n_id, self.communicator)
+            self._dropout.begin()
+            self._pass = contextlib.ExitStack()
+            self._pass.enter_context(self._dropout)
+        return inputs
+
+    def _with_leaves(self, value: Tensor, at: int) -> Tensor:
+        """Return an input of nodes with the rows of this rank's leaves; the graph's own features are here."""
+        around, shard = self.shard.surroundings, self.shard
+        if around is not None and value is shard.x:
+            return around.x
+
+        def fetch() -> Tensor:
+            rows = self.communicator.exchange_rows(value, shard.plan, label="leaves' rows of the model's input")
+            return torch.cat([value, rows])
+
+        if value.requires_grad and torch.is_grad_enabled():
+            return fetch()
+        if self._inputs is None:
+            self._inputs = Memo()
+        with torch.inference_mode(False):
+            return self._inputs.get(at, (value,), fetch)
+
+    @override
+    def model_output(self, output: Any) -> Any:
+        m, n = self.num_rows, self.shard.num_owned
+        return each_tensor(output, lambda out: first_rows(out, (m,), n) if out.dim() else out)
+
+    @override
+    def begin_hop(self) -> None:
+        self._hops += 1
+
+    @override
+    def propagate(self, hop: Hop) -> Tensor:
+        return self._run(hop)
+
+    @override
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        return self._run(hop)
+
+    def _run(self, hop: Hop) -> Tensor:
+        rows = self.num_rows
+        for name, x in hop.sources.items():
+            check_rows(hop, name, x, rows, f"rank {self.shard.rank} has {rows} rows of nodes")
+        fold = self._fold_of(f"hop {self._hops} of {hop.layer_name}", hop.edge_index)
+        if hop.is_product:
+            return hop.run(SplitAdjacency.over(hop.edge_index, fold))
+        self._fold = fold
+        attributes = vars(hop.layer)  # where Python looks before torch's modules
+        attributes["aggr_module"] = None if hop.layer.aggr_module is None else folded(hop.layer.aggr_module, fold)
+        try:
+            return hop.run(size=(rows, rows))
+        finally:
+            self._fold = None
+            del attributes["aggr_module"]
+
+    def _fold_of(self, label: str, edges: Any = None) -> HopFold:
+        exchange = self.exchange
+        return HopFold(
+            exchange=exchange,
+            of=exchange.up,
+            to=exchange.all if self._to is None else self._to,
+            num_rows=self.num_rows,
+            edges=edges if isinstance(edges, Adjacency) else None,
+            label=label,
+        )
+
+    # -- PyG's functions -----------------------------------------------------------------------------------------------
+
+    def _softmax(
+        self, src: Tensor, index: Tensor | None = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0
+    ) -> Tensor:
+        """Take the softmax over all in-edges of a node; see PyG's ``softmax``."""
+        if index is None:
+            raise InputError("softmax without 'index': backend 'delayed' takes it over all in-edges of a node")
+        fold = self._fold or self._fold_of("softmax outside of a hop")
+        return fold.softmax(src.movedim(dim, 0), index).movedim(0, dim)
+
+    def _scatter(
+        self, src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum"
+    ) -> Tensor:
+        """Reduce values of edges at one of their ends, over all parts; see PyG's ``scatter``."""
+        if dim_size not in (self.num_rows, self.num_rows + 1):  # a rank without edges has a row more
+            here: Tensor = scatter(src, index, dim, dim_size, reduce)
+            return here
+        fold = self._fold or self._fold_of("scatter outside of a hop")
+        fold = replace(fold, of=self.exchange.all, to=self.exchange.all, edges=None)  # the ends may be sources
+        return reduced(fold, src, index, None, dim_size, dim, reduce)
+
+
+def _reads_targets(module: nn.Module) -> bool:
+    """True if messages of a layer read the rows that they go to, which must be right on leaves too."""
+    if not isinstance(module, MessagePassing):
+        return False
+    asked = asked_arguments(module) | asked_arguments(module, edges=True)
+    return any(name.endswith("_i") for name in asked - {"size_i"})

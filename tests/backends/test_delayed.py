@@ -1,0 +1,244 @@
+"""``delayed``: sums over the parts of split nodes are exact, send the bytes that they must, and refuse the rest."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import add_self_loops
+
+from pygdist import distribute
+from pygdist.backends import DelayedBackend
+from pygdist.backends.clones.dropout import keeps
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard, write_store
+from pygdist.routing.refusals import refusals
+from pygdist.testing import LAYERS, RankPool, assert_exact
+from pygdist.testing.exactness import distributed_step, reference_step
+from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
+
+HIDDEN, CLASSES = 6, 3
+
+
+def _store(folder: Path, kind: str, world_size: int, data: Data | None = None) -> str:
+    """Write a graph whose edges are dealt to parts at random."""
+    made, parts = random_graph(kind)
+    data = made if data is None else data
+    write_store(
+        data, parts[world_size], folder / f"{kind}-{world_size}", num_parts=world_size, method="test", arguments={},
+        notes=[], placement="edges", edge_part=random_edge_part(kind, data.num_edges, world_size),
+    )  # fmt: skip
+    return str(folder / f"{kind}-{world_size}")
+
+
+def _bound(store: str, rank: int, **arguments: Any) -> tuple[Shard, DelayedBackend]:
+    shard, backend = Shard.load(store, rank), DelayedBackend(**arguments)
+    backend.bind(shard, Communicator(dist.new_group()))
+    return shard, backend
+
+
+# -- exact -------------------------------------------------------------------------------------------------------------
+
+EXACT = [
+    *("GCNConv", "SAGEConv-mean", "SAGEConv-max", "SAGEConv-min", "SAGEConv-many", "GINConv", "GraphConv", "GATConv"),
+    *("GATConv-edges", "GATv2Conv", "TransformerConv", "EdgeConv"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_exact_on_every_graph(world_size: int, pool: RankPool) -> None:
+    assert_exact("delayed", layers=EXACT, world_sizes=[world_size], graphs=GRAPHS, num_layers=3, pool=pool)
+
+
+def test_layers_that_cannot_be_exact_are_refused_by_name() -> None:
+    refused = {
+        name
+        for name, case in LAYERS.items()
+        if refusals(case.make(4, 4) if case.whole else nn.Sequential(case.make(4, 4)), DelayedBackend())
+    }
+    assert refused == {"ClusterGCNConv", "PNAConv", "SAGEConv-lstm", "SAGEConv-median", "SAGEConv-patches"}
+
+    class Own(pyg.SimpleConv):
+        def aggregate(self, inputs: Tensor, index: Tensor, **_: Any) -> Tensor:
+            return torch.zeros(9, inputs.size(1)).index_add(0, index, inputs)
+
+    with pytest.raises(InputError, match=r"'model' \(Own\): it has an 'aggregate' of its own"):
+        distribute(Own(), backend=DelayedBackend())
+    with pytest.raises(InputError, match="MedianAggregation, which cannot be put together"):
+        distribute(pyg.SAGEConv(4, 4, aggr="median"), backend=DelayedBackend())
+
+
+def test_parts_of_nodes_are_refused(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "nodes", num_parts=2, method="test", arguments={}, notes=[])
+    for said in pool.run(_check_placement, 2, str(tmp_path / "nodes")):
+        assert "backend 'delayed' needs placement edges" in said
+
+
+def _check_placement(rank: int, world_size: int, store: str) -> str:
+    with pytest.raises(InputError) as caught:
+        _bound(store, rank)
+    return str(caught.value)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reads_targets"),
+    [
+        # sent forward and backward by each hop beside the first, which is kept: columns that go up, and down
+        pytest.param("GCN", HIDDEN, False, id="sum"),
+        pytest.param("SAGE", HIDDEN, False, id="mean"),
+        pytest.param("EdgeConv", HIDDEN, True, id="messages that read their target"),
+    ],
+)
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_bytes_are_those_of_leaves(
+    name: str, values: int, reads_targets: bool, wire_dtype: Any, tmp_path: Path, pool: RankPool
+) -> None:
+    store, size = _store(tmp_path, "power-law", 3), 2 if wire_dtype else 8
+    answers = pool.run(_check_bytes, 3, store, name, wire_dtype)
+    up, down, leaves = (sum(answer[kind] for answer in answers) for kind in ("up", "down", "leaves"))
+    sent = sum(answer["sent"] for answer in answers)
+    hops = answers[0]["hops"]
+    assert up
+    assert down
+    assert leaves > down
+    assert sent == hops * 2 * (up + (leaves if reads_targets else down)) * values * size
+
+
+def _check_bytes(rank: int, world_size: int, store: str, name: str, wire_dtype: Any) -> dict[str, int]:
+    """Count what the third of three training steps sends by hops."""
+    shard, backend = _bound(store, rank, wire_dtype=wire_dtype)
+    torch.manual_seed(0)
+    if name == "EdgeConv":
+        widths = [2 * shard.x.size(1), 2 * HIDDEN]
+        layers = [pyg.EdgeConv(nn.Linear(width, HIDDEN), aggr="add") for width in widths]
+        model: nn.Module = pyg.Sequential("x, e", [(layer, "x, e -> x") for layer in layers])
+        hops = 2
+    else:
+        model = {"GCN": pyg.GCN, "SAGE": pyg.GraphSAGE}[name](shard.x.size(1), HIDDEN, 3, HIDDEN)
+        hops = 2  # what the first one sums is kept
+    distribute(model.double(), backend=backend, check=False)
+    meter = backend.communicator.meter
+    for _ in range(3):
+        meter.reset()
+        model(shard.x, shard.adjacency).sum().backward()
+    of_hops = meter.total.sent_bytes
+    clones = shard.clones
+    assert clones is not None
+    backend.communicator.compare_calls()
+    return {
+        "up": clones.up.num_received, "down": clones.down.num_received, "leaves": shard.num_halo, "sent": of_hops,
+        "hops": hops,
+    }  # fmt: skip
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("layer", ["GCNConv", "GATConv-edges", "ChebConv"])
+def test_loops_count_once_whatever_the_number_of_parts(loops: bool, layer: str, tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph("directed")
+    different = data.edge_index[0] != data.edge_index[1]
+    data = data.edge_subgraph(different)
+    if loops:
+        edges, weights = add_self_loops(data.edge_index, data.edge_weight, 0.5, data.num_nodes)
+        data.edge_index, data.edge_weight = edges, weights
+        data.edge_attr = torch.cat([data.edge_attr, torch.ones(data.num_nodes, 4, dtype=data.x.dtype)])
+        data.edge_type = torch.cat([data.edge_type, torch.zeros(data.num_nodes, dtype=torch.long)])
+    model = LAYERS[layer].make(data.x.size(1), CLASSES).double()
+    alone = copy.deepcopy(model)
+    expected = reference_step(alone, data)
+    for world_size in (2, 4):
+        store = _store(tmp_path, "directed", world_size, data)
+        for worst in pool.run(_check_loops, world_size, store, model, expected.output):
+            assert worst < 1e-12
+
+
+def _check_loops(rank: int, world_size: int, store: str, model: nn.Module, expected: Tensor) -> float:
+    shard, backend = _bound(store, rank)
+    step = distributed_step(distribute(model, backend=backend, check=False), shard, backend.communicator)
+    return float((step.output - expected[shard.owned_id]).abs().max()) if shard.num_owned else 0.0
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(tmp_path: Path, pool: RankPool) -> None:
+    losses = []
+    for world_size in (1, 2, 4):
+        store = _store(tmp_path, "power-law", world_size)
+        losses.append(pool.run(_check_dropout, world_size, store))
+    for found in losses:
+        assert np.allclose(found, losses[0][0], rtol=0, atol=1e-10)
+    assert len(set(losses[0][0])) == len(losses[0][0])  # other masks in each pass
+
+
+def _check_dropout(rank: int, world_size: int, store: str) -> list[float]:
+    """Return the losses of four training passes."""
+    shard, backend = _bound(store, rank)
+    torch.manual_seed(3)
+    model = pyg.GAT(shard.x.size(1), HIDDEN, 2, CLASSES).double()
+    torch.manual_seed(3 + rank)
+    model.dropout.p = 0.5
+    distribute(model, backend=backend)
+    losses = []
+    for _ in range(4):
+        total = model(shard.x, shard.adjacency).square().sum()
+        losses.append(float(backend.communicator.gather([float(total.detach())]).sum()))
+        total.backward()
+    return losses
+
+
+def test_dropout_keeps_its_share_and_agrees_by_node() -> None:
+    n_id = torch.tensor([*range(4000), 7, 3999])
+    kept = keeps(n_id, 50, 0.3, seed=5, call=1)
+    assert abs(float(kept.double().mean()) - 0.7) < 0.003
+    assert float((kept[:-2].double().mean(0) - 0.7).abs().max()) < 0.035
+    assert torch.equal(kept[-2:], kept[[7, 3999]])
+    for other in (keeps(n_id, 50, 0.3, seed=6, call=1), keeps(n_id, 50, 0.3, seed=5, call=2)):
+        assert 0.55 < float((kept == other).double().mean()) < 0.61  # 0.7 ** 2 + 0.3 ** 2
+
+
+def test_numbers_drawn_for_nodes_are_refused(tmp_path: Path, pool: RankPool) -> None:
+    store = _store(tmp_path, "power-law", 2)
+    for said in pool.run(_check_drawn, 2, store):
+        assert "randn_like() draws numbers for rows of nodes" in said
+        assert "torch.nn.functional.dropout" in said
+
+
+class Noisy(nn.Module):
+    """Adds noise to the rows of nodes."""
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__()
+        self.layer: MessagePassing = pyg.SAGEConv(in_channels, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x + torch.randn_like(x) if self.training else x
+        out: Tensor = self.layer(x, edge_index)
+        return out
+
+
+def _check_drawn(rank: int, world_size: int, store: str) -> str:
+    shard, backend = _bound(store, rank)
+    model = distribute(Noisy(shard.x.size(1)).double(), backend=backend, check=False)
+    model.eval()
+    model(shard.x, shard.adjacency)
+    with pytest.raises(InputError) as caught:
+        model.train()(shard.x, shard.adjacency)
+    return str(caught.value)
