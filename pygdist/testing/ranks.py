@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pygdist.memory.limits import require_files
+from pygdist.errors import RefusedError
+from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.scratch import ScratchFolder
 
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
@@ -75,6 +76,7 @@ class RankPool:
 
         Raises:
             RankError: With the traceback of the rank that failed first, or the names of the ranks that hang.
+            RefusedError: If the machine refuses a rank what it needs, such as room on a disk.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size must be between 1 and the pool's {self.size}, got {world_size}")
@@ -90,6 +92,8 @@ class RankPool:
             self.close()  # the group is broken; the next call starts new processes
             # ranks that lost their neighbour say less than the rank that failed first
             rank = min(failed, key=lambda r: ("LostRankError" in failed[r] or "Connection" in failed[r], r))
+            if refused := next((text for text in failed.values() if isinstance(text, _Refused)), None):
+                raise RefusedError(refused)
             raise RankError(f"rank {rank} of {world_size} failed:\n{failed[rank]}")
         return [answers[rank][1] for rank in range(world_size)]
 
@@ -172,12 +176,19 @@ def _serve(pipe: Connection, folder: str) -> None:
             pipe.send_bytes(_answer(pipe.recv_bytes()))
 
 
+class _Refused(str):
+    """What the machine has refused a rank, in one line."""
+
+    __slots__ = ()
+
+
 def _answer(job: bytes) -> bytes:
     """Return the pickled pair (True, result) or (False, traceback); the latter also where pickling fails."""
     try:
         return pickle.dumps((True, _call(*pickle.loads(job))))
-    except BaseException:  # the caller is told of KeyboardInterrupt and SystemExit too
-        return pickle.dumps((False, traceback.format_exc()))
+    except BaseException as error:  # the caller is told of KeyboardInterrupt and SystemExit too
+        refused = refusal_of(error)
+        return pickle.dumps((False, traceback.format_exc() if refused is None else _Refused(str(refused))))
 
 
 def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, args: Any) -> Any:

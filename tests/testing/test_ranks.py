@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pygdist.errors import RefusedError
 from pygdist.testing import RankError, RankPool, run_ranks
 
 pytestmark = pytest.mark.usefixtures("fork_server")
@@ -89,6 +90,17 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
         pool.timeout_s = 1.0  # the processes are up; from here on a second is long
         with pytest.raises(RankError, match=r"no answer within 1 s from ranks \[0, 1\](.|\n)*rank 1:(.|\n)*in _hang"):
             pool.run(_hang, 2)
+
+
+def test_what_the_machine_refuses_a_rank_is_told_in_one_line() -> None:
+    with RankPool(2) as ranks, pytest.raises(RefusedError, match=r"^No space left on device; make room there"):
+        ranks.run(_fill_the_disk, 2)
+
+
+def _fill_the_disk(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise dist.DistStoreError("No space left on device")
+    dist.barrier()
 
 
 def test_run_ranks_is_a_pool_for_one_call() -> None:
