@@ -474,7 +474,7 @@ def test_what_is_no_module_is_refused() -> None:
 
 def test_part_by_part_out_degrees_and_smoothing_are_refused() -> None:
     for module, said in (
-        (ChebConv(4, 4, K=2), "it normalises by out-degrees, and a part .* use backend cache, comm, delayed, hybrid or tensor"),
+        (ChebConv(4, 4, K=2), "it normalises by out-degrees, and a part .* use backend cache, comm, delayed, hybrid"),
         (LabelPropagation(2, 0.5), "it smooths what is known of the whole graph; use backend cache, comm"),
         (CorrectAndSmooth(2, 0.5, 2, 0.5), "it smooths what is known of the whole graph; use backend cache, comm"),
     ):
@@ -512,7 +512,7 @@ def test_backends_are_found_by_name(name: str) -> None:
 
 def test_backends_are_found_by_class_path_and_mistakes_are_named() -> None:
     assert isinstance(resolve_backend(f"{__name__}.Spy"), Spy)
-    with pytest.raises(InputError, match=r"unknown backend 'com'; known are cache, comm, delayed, hybrid, replica, single"):
+    with pytest.raises(InputError, match=r"unknown backend 'com'; known are cache, comm, delayed, hybrid, replica"):
         resolve_backend("com")
     with pytest.raises(InputError, match=r"there is no module named 'nowhere'"):
         resolve_backend("nowhere.Backend")
