@@ -126,6 +126,11 @@ class LinkPredictor(GraphModule):
                 f"backend '{self.backend.name}' trains parts by themselves, but a pair has nodes in two parts; use "
                 f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
+        if self.backend.splits_nodes:
+            raise InputError(
+                f"backend '{self.backend.name}' has the in-edges of a node in several parts, so no rank knows which "
+                "pairs are none; use backend comm, cache, hybrid or tensor"
+            )
         if decoder is not None:
             check_model(decoder, "decoder")
         self.decoder = decoder

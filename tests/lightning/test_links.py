@@ -211,6 +211,11 @@ def test_parts_by_themselves_learn_no_links() -> None:
         LinkPredictor(_encoder(), backend="replica")
 
 
+def test_split_nodes_learn_no_links() -> None:
+    with pytest.raises(InputError, match="backend 'delayed' has the in-edges of a node in several parts"):
+        LinkPredictor(_encoder(), backend="delayed")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"), [({"train_share": 0.0}, "train_share is 0.0"), ({"hits_at": 0}, "hits_at is 0")]
 )
