@@ -199,10 +199,10 @@ def test_a_rank_whose_signal_nobody_else_has_heard_of_says_so(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "_load", lambda command: signal.raise_signal(signal.SIGINT))
-    assert cli.main(["fit"]) == 130
+    monkeypatch.setattr(cli, "_load", lambda command: signal.raise_signal(signal.SIGTERM))
+    assert cli.main(["fit"]) == 143
     said = capsys.readouterr().err
-    assert said.startswith("pygdist: error: SIGINT reached rank 1") if says else said == ""
+    assert said.startswith("pygdist: error: SIGTERM reached rank 1") if says else said == ""
 
 
 def test_a_rank_whose_starter_has_died_before_ends() -> None:

@@ -27,8 +27,10 @@ from pygdist.backends.clones.fold import FOLDED, HopFold, folded, reduced
 from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype, check_rows, norms_refused
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.backends.recomputing.inputs import kinds_of
+from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency
+from pygdist.graph import Adjacency, Shard
+from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop
@@ -73,6 +75,7 @@ class DelayedBackend(Backend):
         if wire_dtype is not None:
             self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
         self._hops = 0  # so far in this pass
+        self._version = 0  # of the features
 
     @override
     def exact_case(self, num_hops: int) -> DelayedBackend | None:
@@ -133,7 +136,8 @@ class DelayedBackend(Backend):
 
     @override
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        return summed(x, self.exchange, of=self.exchange.all, to=self.exchange.all, label="sums over parts")
+        exchange = replace(self.exchange, wire=None)  # such as degrees
+        return summed(x, exchange, of=exchange.all, to=exchange.all, label="sums over parts")
 
     @override
     def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
@@ -152,13 +156,20 @@ class DelayedBackend(Backend):
     @override
     def begin_forward(self) -> None:
         self._hops = 0
-        self.end_forward()  # of a pass that was interrupted
+        if self._dropout is not None:  # of a pass that was interrupted
+            self._dropout.in_doubt = True
+        self.end_forward()
+
+    @override
+    def bind(self, shard: Shard, communicator: Communicator) -> None:
+        super().bind(shard, communicator)
+        self._version = version_of(shard.x)
 
     @override
     def end_forward(self) -> None:
         if self._pass is not None:
-            self._pass.close()
-            self._pass = None
+            ended, self._pass, self._dropout = self._pass, None, None
+            ended.close()
 
     @override
     def model_inputs(
@@ -176,18 +187,16 @@ class DelayedBackend(Backend):
             return self._with_leaves(value, at) if kind == "node" else value
 
         inputs = Call(model, args, kwargs, kinds).changed(extend)
-        if model.training:
-            if self._dropout is None:
-                self._dropout = AgreeingDropout(self.shard.n_id, self.communicator)
-            self._dropout.begin()
-            self._pass = contextlib.ExitStack()
-            self._pass.enter_context(self._dropout)
+        self._dropout = AgreeingDropout(self.shard.n_id, self.communicator)
+        self._pass = contextlib.ExitStack()
+        self._pass.enter_context(self._dropout)
         return inputs
 
     def _with_leaves(self, value: Tensor, at: int) -> Tensor:
         """Return an input of nodes with the rows of this rank's leaves; the graph's own features are here."""
         around, shard = self.shard.surroundings, self.shard
-        if around is not None and value is shard.x:
+        # a model may change the features in place, which would not reach the rows of leaves
+        if around is not None and value is shard.x and version_of(value) == self._version and not value.requires_grad:
             return around.x
 
         def fetch() -> Tensor:
@@ -219,6 +228,15 @@ class DelayedBackend(Backend):
         return self._run(hop)
 
     def _run(self, hop: Hop) -> Tensor:
+        if self._pass is None and torch._C._current_graph_task_id() != -1:
+            raise InputError(
+                f"{hop.layer_name} runs again in the backward pass (activation checkpointing), where dropout would not "
+                "drop the same of all rows of a node; use backend comm or tensor"
+            )
+        with contextlib.nullcontext() if self._dropout is None else self._dropout.in_hop():
+            return self._folded(hop)
+
+    def _folded(self, hop: Hop) -> Tensor:
         rows = self.num_rows
         for name, x in hop.sources.items():
             check_rows(hop, name, x, rows, f"rank {self.shard.rank} has {rows} rows of nodes")

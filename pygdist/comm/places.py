@@ -7,6 +7,7 @@ thread are looked up; a rank that says nothing, on this machine, by its process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -14,8 +15,9 @@ import signal
 import socket
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +38,7 @@ _ALIKE = (  # the command line keeps the last 200 characters of a long message
 )
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks
+_looking = threading.Lock()
 _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 
@@ -270,12 +273,27 @@ def _stack(ident: int) -> list[tuple[str, int, str]]:
     One call of C follows the frames, so that the thread does not run on meanwhile. A loop of Python crashed Python 3.11
     in ``PyFrame_GetBack``. ``faulthandler`` writes the calls of all threads, and crashes where torch just makes one.
     """
-    if (innermost := sys._current_frames().get(ident)) is None:
-        return []
     frames: list[FrameType] = []
-    with contextlib.suppress(AttributeError):  # the outermost has ``None`` behind it
+    with _without_garbage_collection(), contextlib.suppress(AttributeError):  # behind the outermost there is ``None``
+        innermost = sys._current_frames().get(ident)
         frames.extend(itertools.accumulate(itertools.repeat("f_back"), getattr, initial=innermost))
     return [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames if frame]
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: Python 3.11 looks at frames under a lock that a thread needs which ends.
+
+    Garbage whose end ends a thread, as that of a courier, would wait for ever.
+    """
+    with _looking:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def _whereabouts(stack: Sequence[tuple[str, int, str]]) -> tuple[str, str]:

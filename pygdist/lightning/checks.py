@@ -26,7 +26,7 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 
 # defaults of options that say how a store is made
-_OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": "chunk", "partitioner_args": {}}
+_OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": None, "partitioner_args": {}}
 RESERVE = 2 / 3  # of a rank's memory, by default left to training
 
 

@@ -87,6 +87,8 @@ class KeptSelfLoops:
                 "no rank knows; pass num_nodes=x.size(0)"
             )
         if not isinstance(edge_index, Adjacency) or not isinstance(num_nodes, int):
+            if isinstance(num_nodes, int):
+                num_nodes = num_rows_with_loops(self._ranks, num_nodes)
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
         num_rows, num_nodes = num_nodes, num_rows_with_loops(self._ranks, num_nodes)

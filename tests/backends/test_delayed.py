@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import add_self_loops
+from torch_geometric.utils import add_self_loops, softmax
 
 from pygdist import distribute
 from pygdist.backends import DelayedBackend
@@ -24,7 +25,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.routing.refusals import refusals
 from pygdist.testing import LAYERS, RankPool, assert_exact
-from pygdist.testing.exactness import distributed_step, reference_step
+from pygdist.testing.exactness import Step, distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
 
 HIDDEN, CLASSES = 6, 3
@@ -217,7 +218,7 @@ def test_dropout_keeps_its_share_and_agrees_by_node() -> None:
 def test_numbers_drawn_for_nodes_are_refused(tmp_path: Path, pool: RankPool) -> None:
     store = _store(tmp_path, "power-law", 2)
     for said in pool.run(_check_drawn, 2, store):
-        assert "randn_like() draws numbers for rows of nodes" in said
+        assert "the model draws random numbers outside of messages" in said
         assert "torch.nn.functional.dropout" in said
 
 
@@ -242,3 +243,117 @@ def _check_drawn(rank: int, world_size: int, store: str) -> str:
     with pytest.raises(InputError) as caught:
         model.train()(shard.x, shard.adjacency)
     return str(caught.value)
+
+
+# -- models as people write them ---------------------------------------------------------------------------------------
+
+
+class Rooted(nn.Module):
+    """Takes roots of sums, which exist for whole sums alone, and attends over edges that are no adjacency."""
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__()
+        self.first, self.loops = pyg.SimpleConv(aggr="sum"), pyg.GATConv(in_channels, HIDDEN)
+        self.lin, self.second = nn.Linear(in_channels, in_channels), pyg.SAGEConv(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = (self.first(self.lin(x), edge_index).abs() + 0.01).log()
+        some = torch.stack(list(edge_index))
+        out: Tensor = self.second(self.loops(x, some).tanh(), edge_index)
+        return out
+
+
+def test_logarithms_of_sums_and_edges_that_are_no_adjacency(tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph("power-law")
+    torch.manual_seed(0)
+    model = Rooted(data.x.size(1)).double()
+    expected = reference_step(copy.deepcopy(model), data)
+    for worst in pool.run(_check_step, 3, _store(tmp_path, "power-law", 3), model, expected):
+        assert worst < 1e-10
+
+
+def _check_step(rank: int, world_size: int, store: str, model: nn.Module, expected: Step) -> float:
+    shard, backend = _bound(store, rank)
+    step = distributed_step(distribute(model, backend=backend, check=False), shard, backend.communicator)
+    return max(one.absolute for one in largest_differences(step, expected, shard.owned_id).values())
+
+
+def test_features_that_change_and_their_gradient_reach_leaves(tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph("power-law")
+    model = pyg.GCN(data.x.size(1), HIDDEN, 2, CLASSES).double()
+    x = (data.x * 10).requires_grad_()
+    out = copy.deepcopy(model)(x, data.edge_index)
+    out.square().sum().backward()
+    assert x.grad is not None
+    answers = pool.run(_check_features, 3, _store(tmp_path, "power-law", 3), model, out.detach(), x.grad)
+    assert max(map(max, answers)) < 1e-10
+
+
+def _check_features(
+    rank: int, world_size: int, store: str, model: nn.Module, expected: Tensor, gradient: Tensor
+) -> tuple[float, float]:
+    shard, backend = _bound(store, rank)
+    distribute(model, backend=backend, check=False)
+    model(shard.x, shard.adjacency)
+    shard.x.mul_(10)
+    shard.x.requires_grad_()
+    out = model(shard.x, shard.adjacency)
+    out.square().sum().backward()
+    assert shard.x.grad is not None
+    owned = shard.owned_id
+    return float((out.detach() - expected[owned]).abs().max()), float((shard.x.grad - gradient[owned]).abs().max())
+
+
+def test_layers_that_run_again_in_the_backward_pass_are_refused(tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_check_again, 2, _store(tmp_path, "directed", 2)):
+        assert "runs again in the backward pass (activation checkpointing)" in said
+
+
+class Again(nn.Module):
+    """Computes its layer once more in the backward pass."""
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(in_channels, HIDDEN), pyg.SAGEConv(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.second, self.first(x), edge_index, use_reentrant=False)
+        return out
+
+
+def _check_again(rank: int, world_size: int, store: str) -> str:
+    shard, backend = _bound(store, rank)
+    model = distribute(Again(shard.x.size(1)).double(), backend=backend, check=False)
+    out = model(shard.x, shard.adjacency)
+    with pytest.raises(InputError) as caught:
+        out.sum().backward()
+    return str(caught.value)
+
+
+def test_attention_keeps_its_largest_scores_whole_on_a_narrow_wire(tmp_path: Path, pool: RankPool) -> None:
+    """All in-edges of a node subtract the same number, so a shift of all scores changes nothing."""
+    for shifted, bound in pool.run(_check_shift, 3, _store(tmp_path, "power-law", 3)):
+        assert shifted < bound
+
+
+class Shifted(MessagePassing):
+    """Attention with scores that are shifted."""
+
+    shift = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x)
+        return out
+
+    def message(self, x_j: Tensor, index: Tensor, size_i: int | None) -> Tensor:
+        return x_j * softmax(x_j[:, :1] + self.shift, index, num_nodes=size_i)
+
+
+def _check_shift(rank: int, world_size: int, store: str) -> tuple[float, float]:
+    shard, backend = _bound(store, rank, wire_dtype="bfloat16")
+    model = distribute(Shifted(aggr="sum"), backend=backend, check=False)
+    with torch.no_grad():
+        plain = model(shard.x, shard.adjacency)
+        model.shift = 300.3
+        shifted = model(shard.x, shard.adjacency)
+    return float((plain - shifted).abs().max()), 0.01 * float(plain.abs().max()) + 1e-3

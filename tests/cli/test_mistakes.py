@@ -79,7 +79,7 @@ OPTIONS = {
     ),
     "option of another type": (
         [*PARTITION, "--dataset=sbm", "--method=hash", "--method_args={seed: abc}"],
-        ["partitioner 'hash'", "'seed': 'abc'"],
+        ["hash: seed is abc, expected an integer"],
     ),
     "argument of another type": (
         [*PARTITION, "--dataset=sbm", "--dataset_args={num_nodes: many}"],

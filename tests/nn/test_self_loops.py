@@ -15,7 +15,7 @@ from pygdist.graph import Adjacency
 from pygdist.nn.norms import Ranks
 from pygdist.nn.self_loops import KeptSelfLoops
 
-ALONE = cast(Ranks, SimpleNamespace(max_over_ranks=lambda value: value))
+ALONE = cast(Ranks, SimpleNamespace(max_over_ranks=lambda value: value, splits_nodes=False))
 LOOPS = torch.tensor([[0, 1, 2, 1], [0, 0, 1, 2]])
 
 

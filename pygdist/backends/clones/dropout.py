@@ -6,7 +6,8 @@ column. So it is the same for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,18 +20,13 @@ from pygdist.errors import InputError
 
 _FIRST, _SECOND, _THIRD = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd, as in splitmix64
 _BITS = 24  # of a mask's hash that are compared with the probability
-_DRAWS: frozenset[Any] = frozenset(
-    getattr(torch, name)
-    for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal")
-) | frozenset(getattr(torch.Tensor, name) for name in ("bernoulli", "bernoulli_", "normal_", "uniform_"))
-_OTHERS: frozenset[Any] = frozenset(
-    getattr(functional, name)
-    for name in ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
-)
 
 
 class AgreeingDropout(TorchFunctionMode):
     """Within it, ``dropout`` of a tensor with a row for each row of a part drops the same of all rows of a node.
+
+    Messages may draw what they like, as an edge is in one part. Other random numbers are refused: they are known by the
+    state of torch's generator, whoever draws.
 
     Args:
         n_id: Global ids of the rows, ``(m,)``.
@@ -41,43 +37,56 @@ class AgreeingDropout(TorchFunctionMode):
         super().__init__()
         self._n_id, self._communicator = n_id, communicator
         self._seed: int | None = None
-        self._calls = 0
+        self._calls, self._in_hop = 0, False
+        self._state = torch.get_rng_state()
+        self.in_doubt = False  # whether others have drawn meanwhile
 
-    def begin(self) -> None:
-        """Begin a forward pass."""
-        self._seed, self._calls = None, 0
+    @contextlib.contextmanager
+    def in_hop(self) -> Iterator[None]:
+        """Run a hop, which draws for edges."""
+        self._check()
+        before, self._in_hop = self._in_hop, True
+        try:
+            yield
+        finally:
+            self._in_hop, self._state = before, torch.get_rng_state()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Refuse a pass that drew for the rows of nodes.
+
+        Raises:
+            InputError: If it has, and has not failed otherwise.
+        """
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if kind is None:
+            self._check()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
-        kwargs = kwargs or {}
-        if func is functional.dropout:
-            return self._dropout(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if func in _DRAWS or (func in _OTHERS and out is not args[0]):
-            self._check(func, out)
-        return out
+        if func is functional.dropout and not self._in_hop:
+            return self._dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Drop values of nodes by hash, and other values as torch does; arguments are those of torch's ``dropout``."""
-        if not (training and 0 < p < 1 and self._is_of_nodes(input)):
+        if not (training and 0 < p < 1 and input.dim() and input.size(0) == self._n_id.numel()):
             return functional.dropout(input, p, training, inplace)
         if self._seed is None:
+            self._check()
             drawn = float(torch.randint(2**31, (1,)))
-            self._seed = int(self._communicator.gather([drawn])[0, 0])
+            self._seed, self._state = int(self._communicator.gather([drawn])[0, 0]), torch.get_rng_state()
         self._calls += 1
         columns = input[:1].numel() if input.size(0) else 1
         kept = keeps(self._n_id, columns, p, seed=self._seed, call=self._calls).view(input.shape)
         factor = kept.to(input.dtype).div_(1 - p)
         return input.mul_(factor) if inplace else input * factor
 
-    def _is_of_nodes(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == self._n_id.numel()
-
-    def _check(self, func: Callable[..., Any], out: Any) -> None:
-        if self._is_of_nodes(out):
+    def _check(self) -> None:
+        if not self._in_hop and not self.in_doubt and not torch.equal(self._state, torch.get_rng_state()):
             raise InputError(
-                f"torch's {func.__name__}() draws numbers for rows of nodes, and backend 'delayed' has several rows of "
-                "a node, which would get different ones; use torch.nn.functional.dropout, which agrees between them",
+                "the model draws random numbers outside of messages, and backend 'delayed' has several rows of a node, "
+                "which would get different ones; use torch.nn.functional.dropout on rows of nodes (n, ...), which "
+                "agrees between them, or backend comm",
                 of_one_rank=True,
             )
 

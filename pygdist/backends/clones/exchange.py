@@ -7,7 +7,7 @@ the total to the root, and their sum to the leaves that sent a term (DistGNN, Se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,7 @@ def summed(z: Tensor, exchange: CloneExchange, *, of: Leaves, to: Leaves, label:
         z: A row for each row of the part: what its edges contribute to the node's sum.
         exchange: The split nodes.
         of: The leaves that contribute. Other leaves must have zeros.
-        to: The leaves that get the sum. Others keep their own row, which must not be read.
+        to: The leaves that get the sum. Others get ones, which must not be read.
         label: Names the exchange in errors; equal on all ranks.
 
     Shapes:
@@ -128,7 +128,8 @@ class _Sum(torch.autograd.Function):
         ctx.exchange, ctx.of, ctx.to, ctx.label = exchange, of, to, label
         total = exchange.summed_up(z, of, f"{label}, forward, up")
         arrived = exchange.sent_down(total, to, f"{label}, forward, down")
-        return torch.cat([total, z.detach()[exchange.num_owned :]]).index_copy_(0, to.rows, arrived)
+        unread = torch.ones_like(z[exchange.num_owned :])  # of which a root, a logarithm and their like are finite
+        return torch.cat([total, unread]).index_copy_(0, to.rows, arrived)
 
     @staticmethod
     @once_differentiable
@@ -148,6 +149,7 @@ def highest(x: Tensor, exchange: CloneExchange, *, label: str) -> Tensor:
     """
     if exchange.communicator.world_size == 1:
         return x
+    exchange = replace(exchange, wire=None)  # all rows of a node must subtract the same number
     n, up = exchange.num_owned, exchange.up
     out = x.detach().clone()
     theirs = exchange.collected(out[up.rows], up, f"{label}, forward, up")
@@ -204,7 +206,7 @@ class _Extremum(torch.autograd.Function):
         arrived = exchange.sent_down(most, to, f"{label}, forward, down")
         ctx.exchange, ctx.of, ctx.to, ctx.label = exchange, of, to, label
         ctx.save_for_backward(here, attains, total, most)
-        return torch.cat([most, z[n:]]).index_copy_(0, to.rows, arrived)
+        return torch.cat([most, torch.ones_like(z[n:])]).index_copy_(0, to.rows, arrived)
 
     @staticmethod
     @once_differentiable

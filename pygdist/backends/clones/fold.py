@@ -25,6 +25,7 @@ from torch_geometric.utils import scatter
 
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, extremum, highest, summed
 from pygdist.comm.derivatives import once_differentiable
+from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.memo import Memo
 from pygdist.hops.layer import stand_in
@@ -185,6 +186,8 @@ def reduced(
     if reduce in ("max", "min"):
         z, count = extremum_of_messages(x.flatten(1), index, size, reduce)  # type: ignore[arg-type]
         out = fold.extremum(z, count, reduce).view(-1, *x.shape[1:])  # type: ignore[arg-type]
+    elif reduce not in ("sum", "add", "mean"):
+        raise InputError(f"reduce='{reduce}' of values of edges cannot be put together from those of several parts")
     else:
         z = scatter(x, index, 0, size, "sum")
         out = fold.mean(z, index) if reduce == "mean" else fold.sum(z)
