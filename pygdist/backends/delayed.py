@@ -34,7 +34,7 @@ from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import asked_arguments, layer_name, own_class
+from pygdist.hops.layer import asked_arguments, having_one, layer_name, own_class
 from pygdist.hops.rebinding import calls_by_name
 
 
@@ -156,9 +156,13 @@ class DelayedBackend(Backend):
     @override
     def begin_forward(self) -> None:
         self._hops = 0
-        if self._dropout is not None:  # of a pass that was interrupted
+        if self._dropout is not None:
             self._dropout.in_doubt = True
-        self.end_forward()
+            self.end_forward()
+            raise InputError(
+                "a model on backend 'delayed' is called inside of another one on it, or a call was interrupted; give "
+                "each model a backend of its own, or call it again"
+            )
 
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
@@ -243,14 +247,13 @@ class DelayedBackend(Backend):
         fold = self._fold_of(f"hop {self._hops} of {hop.layer_name}", hop.edge_index)
         if hop.is_product:
             return hop.run(SplitAdjacency.over(hop.edge_index, fold))
-        self._fold = fold
-        attributes = vars(hop.layer)  # where Python looks before torch's modules
-        attributes["aggr_module"] = None if hop.layer.aggr_module is None else folded(hop.layer.aggr_module, fold)
+        before, self._fold = self._fold, fold
+        own = hop.layer.aggr_module
         try:
-            return hop.run(size=(rows, rows))
+            with having_one(hop.layer, "aggr_module", None if own is None else folded(own, fold)):
+                return hop.run(size=(rows, rows))
         finally:
-            self._fold = None
-            del attributes["aggr_module"]
+            self._fold = before
 
     def _fold_of(self, label: str, edges: Any = None) -> HopFold:
         exchange = self.exchange

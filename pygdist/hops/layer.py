@@ -184,6 +184,21 @@ def having(layer: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def having_one(layer: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set one attribute of a layer for a while, where Python looks before torch's modules; others may change."""
+    attributes = vars(layer)
+    before = attributes.get(name, attributes)  # itself, if there is none
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is attributes:
+            del attributes[name]
+        else:
+            attributes[name] = before
+
+
+@contextlib.contextmanager
 def options_of(layer: MessagePassing, **options: bool) -> Iterator[None]:
     """Change options of a layer for a while; options that it does not have are ignored.
 

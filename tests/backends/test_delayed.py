@@ -357,3 +357,31 @@ def _check_shift(rank: int, world_size: int, store: str) -> tuple[float, float]:
         model.shift = 300.3
         shifted = model(shard.x, shard.adjacency)
     return float((plain - shifted).abs().max()), 0.01 * float(plain.abs().max()) + 1e-3
+
+
+def test_a_model_inside_of_another_is_refused(tmp_path: Path, pool: RankPool) -> None:
+    for said in pool.run(_check_nested, 2, _store(tmp_path, "directed", 2)):
+        assert "is called inside of another one on it" in said
+
+
+class Taught(nn.Module):
+    """Calls another model in its forward pass."""
+
+    def __init__(self, teacher: nn.Module, in_channels: int) -> None:
+        super().__init__()
+        self.teach, self.layer = [teacher], pyg.SAGEConv(in_channels, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, edge_index) - self.teach[0](x, edge_index)
+        return out
+
+
+def _check_nested(rank: int, world_size: int, store: str) -> str:
+    shard, backend = _bound(store, rank)
+    teacher = distribute(pyg.GCN(shard.x.size(1), HIDDEN, 2, CLASSES).double(), backend=backend, check=False)
+    model = distribute(Taught(teacher, shard.x.size(1)).double(), backend=backend, check=False)
+    with pytest.raises(InputError) as caught:
+        model(shard.x, shard.adjacency)
+    model.teach = [lambda x, _: 0.0]
+    model(shard.x, shard.adjacency)  # goes on
+    return str(caught.value)
