@@ -7,6 +7,7 @@ their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the ba
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -60,7 +61,17 @@ class DelayedBackend(Backend):
 
     name = "delayed"
     abilities = Abilities(placement="edges", reruns_layers=False)
-    per_graph: ClassVar[tuple[str, ...]] = ("_exchange", "_inputs", "_kinds", "_to", "_fold", "_dropout", "_pass")
+    per_graph: ClassVar[tuple[str, ...]] = (
+        "_exchange",
+        "_inputs",
+        "_kinds",
+        "_to",
+        "_fold",
+        "_dropout",
+        "_pass",
+        "_hops",
+        "_version",
+    )
     _exchange: CloneExchange | None = None
     _inputs: Memo[Tensor] | None = None
     _to: Leaves | None = None  # the leaves that get the results of hops, in the pass that runs
@@ -68,14 +79,14 @@ class DelayedBackend(Backend):
     _kinds: dict[tuple[object, ...], list[Kind]] | None = None
     _dropout: AgreeingDropout | None = None
     _pass: contextlib.ExitStack | None = None  # open while the model runs
+    _hops: int | None = None  # so far in this pass
+    _version: int | None = None  # of the features
 
     def __init__(self, *, wire_dtype: WireDtype | None = None) -> None:
         super().__init__()
         self.options = FetchOptions(wire_dtype=wire_dtype)
         if wire_dtype is not None:
             self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
-        self._hops = 0  # so far in this pass
-        self._version = 0  # of the features
 
     @override
     def exact_case(self, num_hops: int) -> DelayedBackend | None:
@@ -94,6 +105,8 @@ class DelayedBackend(Backend):
             return "expects a self-loop at each row, and a node that is split has one at its root"
         if cls.aggregate is not MessagePassing.aggregate and not calls_by_name(cls, {scatter: None}):
             return "has an 'aggregate' of its own, and the messages of a node are in several parts"
+        if cls.update is not MessagePassing.update and "dropout" in inspect.unwrap(cls.update).__code__.co_names:
+            return "drops values of nodes in 'update', where dropout is taken for that of messages; do so in 'forward'"
         for one in [] if layer.aggr_module is None else layer.aggr_module.modules():
             if isinstance(one, Aggregation) and own_class(one) not in FOLDED:
                 return (
@@ -221,7 +234,7 @@ class DelayedBackend(Backend):
 
     @override
     def begin_hop(self) -> None:
-        self._hops += 1
+        self._hops = (self._hops or 0) + 1
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
@@ -281,7 +294,9 @@ class DelayedBackend(Backend):
         self, src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum"
     ) -> Tensor:
         """Reduce values of edges at one of their ends, over all parts; see PyG's ``scatter``."""
-        if dim_size not in (self.num_rows, self.num_rows + 1):  # a rank without edges has a row more
+        # a rank without edges has a row more; another size may happen to be that of one rank's rows
+        of_nodes = dim_size in (self.num_rows, self.num_rows + 1)
+        if not bool(self.over_ranks([float(of_nodes)]).all()):
             here: Tensor = scatter(src, index, dim, dim_size, reduce)
             return here
         fold = self._fold or self._fold_of("scatter outside of a hop")

@@ -165,11 +165,10 @@ def _choose_reference(reference: Reference, data: Data) -> str:
 
 def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
     alone = copy.copy(data)
-    alone.num_parts, alone.backend = 1, SingleBackend()
+    alone.num_parts, alone.backend = 1, (backend := SingleBackend())
     alone.partitioner, alone.partitioner_args = None, {}
     alone.prepare_data()
     shard = Shard.load(alone.folder, 0, num_parts=1).astype(_dtype(double))
-    backend = SingleBackend()
     backend.bind(shard, Communicator())
     return distributed_step(distribute(model, backend=backend, check=False), shard, Communicator())
 

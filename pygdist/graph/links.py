@@ -119,7 +119,7 @@ def _node_of(bits: Tensor, num_nodes: int) -> Tensor:
 
 
 def drawn(seed: int, *keys: Tensor) -> Tensor:
-    """Return 64 random bits for each row of keys (splitmix64), as int64."""
+    """Return 64 random bits for each row of keys, whose shapes are broadcast (splitmix64), as int64."""
     state = torch.full_like(keys[0], seed)
     for key in keys:
         state = _mixed((state ^ key) + _STEP)

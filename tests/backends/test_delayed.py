@@ -76,6 +76,13 @@ def test_layers_that_cannot_be_exact_are_refused_by_name() -> None:
 
     with pytest.raises(InputError, match=r"'model' \(Own\): it has an 'aggregate' of its own"):
         distribute(Own(), backend=DelayedBackend())
+
+    class Dropping(pyg.SimpleConv):
+        def update(self, inputs: Tensor) -> Tensor:
+            return nn.functional.dropout(inputs, 0.5, self.training)
+
+    with pytest.raises(InputError, match="drops values of nodes in 'update'"):
+        distribute(Dropping(), backend=DelayedBackend())
     with pytest.raises(InputError, match="MedianAggregation, which cannot be put together"):
         distribute(pyg.SAGEConv(4, 4, aggr="median"), backend=DelayedBackend())
 

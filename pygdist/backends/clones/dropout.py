@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.graph.links import drawn
 
-_FIRST, _SECOND, _THIRD = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd, as in splitmix64
 _BITS = 24  # of a mask's hash that are compared with the probability
 
 
@@ -104,20 +104,6 @@ def keeps(n_id: Tensor, columns: int, p: float, *, seed: int, call: int) -> Tens
     Returns:
         bool of shape ``(m, columns)``; rows of the same id are equal.
     """
-    number = _mixed(torch.tensor([seed, call], device=n_id.device))
-    row = _mixed(n_id + number[0] + (number[1] << 1))
-    hashed = _mixed(row[:, None] + _mixed(torch.arange(columns, device=n_id.device)))
-    return _shifted(hashed, 64 - _BITS) >= round(p * (1 << _BITS))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers (splitmix64)."""
-    x = x * _FIRST
-    x = (x ^ _shifted(x, 30)) * _SECOND
-    x = (x ^ _shifted(x, 27)) * _THIRD
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right, as unsigned numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    keys = torch.full_like(n_id, call)[:, None], n_id[:, None], torch.arange(columns, device=n_id.device)[None]
+    hashed = drawn(seed, *keys) >> (64 - _BITS)
+    return (hashed & ((1 << _BITS) - 1)) >= round(p * (1 << _BITS))

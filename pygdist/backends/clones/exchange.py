@@ -6,7 +6,7 @@ the total to the root, and their sum to the leaves that sent a term (DistGNN, Se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -81,21 +81,18 @@ class CloneExchange:
 
     def collected(self, rows: Tensor, of: Leaves, label: str) -> Tensor:
         """Return the rows of the leaves of this rank's roots, in the order of ``send_index``. No gradient."""
-        plan = of.plan
-        if self.communicator.world_size == 1:
-            return rows
-        out = rows.new_empty((plan.num_sent, *rows.shape[1:]))
-        outgoing, incoming = rows.contiguous().split(list(plan.recv_counts)), out.split(list(plan.send_counts))
-        self.communicator.send_and_receive(outgoing, incoming, f"{label}, {describe_rows(rows)}")
-        return out
+        return self._swapped(rows, of.plan.recv_counts, of.plan.send_counts, label)
 
     def handed_out(self, rows: Tensor, to: Leaves, label: str) -> Tensor:
         """Send a row to each leaf of this rank's roots, in the order of ``send_index``; return what arrives here."""
-        plan = to.plan
+        return self._swapped(rows, to.plan.send_counts, to.plan.recv_counts, label)
+
+    def _swapped(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
+        """Send so many of the rows to each rank, and return those that arrive."""
         if self.communicator.world_size == 1:
             return rows
-        out = rows.new_empty((plan.num_received, *rows.shape[1:]))
-        outgoing, incoming = rows.contiguous().split(list(plan.send_counts)), out.split(list(plan.recv_counts))
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        outgoing, incoming = rows.contiguous().split(list(sent)), out.split(list(received))
         self.communicator.send_and_receive(outgoing, incoming, f"{label}, {describe_rows(rows)}")
         return out
 
