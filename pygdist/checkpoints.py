@@ -237,7 +237,13 @@ def _is_list(value: Any, is_right: Any) -> bool:
 
 
 def _is_backend_state(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("backend"), str) and _is_by_name(value.get("rows"), Tensor)
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("backend"), str)
+        and _is_by_name(value.get("rows"), Tensor)
+        and _is_by_name(value.get("parts", {}), dict)
+        and all(_is_by_name(part, Tensor) and "part" in part for part in value.get("parts", {}).values())
+    )
 
 
 def _is_of_parts(value: Any) -> bool:
@@ -271,6 +277,9 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "global_step": (lambda value: type(value) is int and 0 <= value < 1 << 53, "a whole number from 0 to 2**53"),
     "pytorch-lightning_version": (lambda value: bool(re.match(r"\d+\.\d+", str(value))), "a version"),
     "hyper_parameters": (lambda value: isinstance(value, Mapping), "a dictionary"),
-    "backend_state": (_is_backend_state, "a dictionary with the name of a 'backend' and its 'rows', tensors by name"),
+    "backend_state": (
+        _is_backend_state,
+        "a dictionary with the name of a 'backend', its 'rows', tensors by name, and those of its 'parts'",
+    ),
     "model_averaging": (_is_of_parts, "a dictionary with 'num_parts' and the 'states' of optimisers by part"),
 }

@@ -220,7 +220,9 @@ MALFORMED: dict[str, Any] = {
     "global_step": ["one", -1, torch.ones(1)],
     "pytorch-lightning_version": [None, "x", [2]],
     "hyper_parameters": [3, []],
-    "backend_state": [[], {}, {"backend": 3, "rows": {}}, {"backend": "b", "rows": {"a": 1}}, {"backend": "b"}],
+    "backend_state": [[], {}, {"backend": 3, "rows": {}}, {"backend": "b", "rows": {"a": 1}}, {"backend": "b"},
+                      {"backend": "b", "rows": {}, "parts": []}, {"backend": "b", "rows": {}, "parts": {"0": {}}},
+                      {"backend": "b", "rows": {}, "parts": {"0": {"part": 3}}}],
     "model_averaging": [[], {"num_parts": "2", "states": {}}, {"num_parts": 2, "states": {0: []}},
                         {"num_parts": 2, "states": {"0": 3}}, {"num_parts": 2, "states": {"0": [3]}}],
 }  # fmt: skip

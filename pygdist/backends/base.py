@@ -290,6 +290,11 @@ class Backend(ABC):
         return {}
 
     @property
+    def aggregates_first(self) -> bool:
+        """True if linear layers aggregate rows and not their products, where either will do."""
+        return False
+
+    @property
     def drops_alike(self) -> bool:
         """True if all ranks drop the same weights of ``GATConv``'s edges, where only the sum reads them."""
         return False
@@ -362,6 +367,16 @@ class Backend(ABC):
 
         Called after :meth:`bind`, on all ranks or on none.
         """
+
+    def part_state(self) -> dict[str, Tensor]:
+        """The state of this rank's part that training needs to go on, by name; tensors of any shape, on any device.
+
+        Called on all ranks between two steps, if :attr:`Abilities.stateful`. Only the same parts can take it up.
+        """
+        return {}
+
+    def load_part_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (a hook, as above)
+        """Take up what :meth:`part_state` gave on this rank; called after :meth:`bind`, on all ranks or on none."""
 
     @property
     def _title(self) -> str:

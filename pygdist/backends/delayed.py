@@ -1,30 +1,33 @@
 """``delayed``: edges are cut, not nodes; partial sums of split nodes are exchanged at once or with a delay (DistGNN).
 
 Each rank runs the model on all rows of its part, those of leaves too. A hop sums the edges of the part; leaves send
-their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the backend is exact.
+their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the backend is exact. With a delay training
+uses what other parts sent passes before (:mod:`pygdist.backends.clones.delays`, Algorithm 4), or nothing of them (0c);
+evaluation is exact.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import ClusterGCNConv, MessagePassing
-from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 from typing_extensions import override
 
 from pygdist.backends.base import Abilities, Backend
 from pygdist.backends.clones.adjacency import SplitAdjacency
+from pygdist.backends.clones.delays import DelayOptions, Delays
 from pygdist.backends.clones.dropout import AgreeingDropout
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, summed
-from pygdist.backends.clones.fold import FOLDED, HopFold, folded, reduced
+from pygdist.backends.clones.fold import HopFold, folded, reduced
+from pygdist.backends.clones.refusals import refused, refused_late
 from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype, check_rows, norms_refused
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.backends.recomputing.inputs import kinds_of
@@ -35,22 +38,33 @@ from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import asked_arguments, having_one, layer_name, own_class
-from pygdist.hops.rebinding import calls_by_name
+from pygdist.hops.layer import asked_arguments, forget_local_state, having_one
 
 
 class DelayedBackend(Backend):
-    """Aggregate over the parts of a vertex-cut (DistGNN, SC 2021, Sec. 5), without a delay (cd-0).
+    """Aggregate over the parts of a vertex-cut (DistGNN, SC 2021, Sec. 5): at once, with a delay, or not at all.
 
     Layers run unmodified on all rows of a part. Sums, means, maxima, minima, what is made of them, and softmax over the
     in-edges of a node are put together from its parts, and so are degrees. The messages of a hop that is no sparse
     product are in memory all at once. Dropout agrees between the rows of a node.
 
+    With a delay the backend is no longer exact in training. Attention and extrema are refused: parts of different
+    passes have no common maximum. Linear layers aggregate before they multiply (``savings.cheaper_side``), which loses
+    less accuracy. A hop over fixed rows whose result is kept (``savings.first_hop``) is exchanged at once, as it is
+    exchanged only once. Normalisation uses degrees in the whole graph; with ``"never"``, those in the part.
+
     Args:
+        delay: Training passes between posting a sum and using it (*r* of cd-r); 0 exchanges at once (cd-0), ``"never"``
+            leaves out what other parts contribute (0c).
+        keep: With a delay, rows use what arrived until more arrives, not in the pass in which it arrives alone. Safe
+            where most of a sum is local.
+        gradients: ``"local"`` keeps gradients in their part, ``"stale"`` sends them as sums, with the same delay: twice
+            the bytes.
+        warm_up: The first pass sums what is here (``"local"``), or exchanges at once (``"exact"``).
         wire_dtype: ``"bfloat16"`` halves the bytes of sums and gradients (Sec. 7); the backend is then no longer exact.
 
     Raises:
-        InputError: If ``wire_dtype`` is unknown.
+        InputError: If an argument has an unknown value, or no effect.
 
     Example:
         >>> store = partition_graph("cora", num_parts=2, placement="edges")
@@ -71,6 +85,8 @@ class DelayedBackend(Backend):
         "_pass",
         "_hops",
         "_version",
+        "_own",
+        "_delays",
     )
     _exchange: CloneExchange | None = None
     _inputs: Memo[Tensor] | None = None
@@ -81,17 +97,32 @@ class DelayedBackend(Backend):
     _pass: contextlib.ExitStack | None = None  # open while the model runs
     _hops: int | None = None  # so far in this pass
     _version: int | None = None  # of the features
+    _own: CloneExchange | None = None  # in which no node is split, in a pass that exchanges nothing
+    _delays: Delays | None = None
+    _late = False  # the pass that runs uses sums of earlier passes
 
-    def __init__(self, *, wire_dtype: WireDtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        delay: int | Literal["never"] = 0,
+        keep: bool = False,
+        gradients: Literal["local", "stale"] = "local",
+        warm_up: Literal["local", "exact"] = "local",
+        wire_dtype: WireDtype | None = None,
+    ) -> None:
         super().__init__()
         self.options = FetchOptions(wire_dtype=wire_dtype)
-        if wire_dtype is not None:
-            self.abilities = replace(self.abilities, exact=False, approximation=self.options.approximation)
+        self.delays = DelayOptions(delay=delay, keep=keep, gradients=gradients, warm_up=warm_up)
+        given_up = [self.delays.approximation, "" if wire_dtype is None else self.options.approximation]
+        if text := " and ".join(filter(None, given_up)):
+            late = self.delays.is_late
+            self.abilities = replace(self.abilities, exact=False, approximation=text, stateful=late)
 
     @override
     def exact_case(self, num_hops: int) -> DelayedBackend | None:
         copy = self._unbound()
-        copy.options, copy.abilities = replace(self.options, wire_dtype=None), type(self).abilities
+        copy.options, copy.delays = replace(self.options, wire_dtype=None), DelayOptions()
+        copy.abilities = type(self).abilities
         return copy
 
     # -- layers --------------------------------------------------------------------------------------------------------
@@ -100,20 +131,13 @@ class DelayedBackend(Backend):
     def refuse(self, layer: MessagePassing) -> str | None:
         if reason := norms_refused(layer):
             return reason
-        cls = own_class(layer)
-        if issubclass(cls, ClusterGCNConv):
-            return "expects a self-loop at each row, and a node that is split has one at its root"
-        if cls.aggregate is not MessagePassing.aggregate and not calls_by_name(cls, {scatter: None}):
-            return "has an 'aggregate' of its own, and the messages of a node are in several parts"
-        if cls.update is not MessagePassing.update and "dropout" in inspect.unwrap(cls.update).__code__.co_names:
-            return "drops values of nodes in 'update', where dropout is taken for that of messages; do so in 'forward'"
-        for one in [] if layer.aggr_module is None else layer.aggr_module.modules():
-            if isinstance(one, Aggregation) and own_class(one) not in FOLDED:
-                return (
-                    f"aggregates by {layer_name(one)}, which cannot be put together from the messages of several "
-                    "parts; sums, means, powers, softmax, maxima, minima, variances and lists of these can"
-                )
-        return None
+        late = self.delays.is_late and refused_late(layer, self.delays.delay)
+        return refused(layer) or late or None
+
+    @property
+    @override
+    def aggregates_first(self) -> bool:
+        return self.delays.is_late
 
     @property
     @override
@@ -147,9 +171,19 @@ class DelayedBackend(Backend):
     def owned_rows(self, x: Tensor) -> Tensor:
         return x[: self.shard.num_owned]
 
+    @property
+    @override
+    def splits_nodes(self) -> bool:
+        return self._own is None
+
+    @property
+    def _exchanged(self) -> CloneExchange:
+        """The split nodes of the pass that runs."""
+        return self.exchange if self._own is None else self._own
+
     @override
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        exchange = replace(self.exchange, wire=None)  # such as degrees
+        exchange = replace(self._exchanged, wire=None)  # such as degrees
         return summed(x, exchange, of=exchange.all, to=exchange.all, label="sums over parts")
 
     @override
@@ -183,7 +217,24 @@ class DelayedBackend(Backend):
         self._version = version_of(shard.x)
 
     @override
+    def unbind(self) -> None:
+        delays = self._delays
+        super().unbind()
+        if delays is not None:
+            delays.close()
+
+    @override
+    def part_state(self) -> dict[str, Tensor]:
+        return {} if self._delays is None else self._delays.state()
+
+    @override
+    def load_part_state(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self._delays_of_rank.load(state)
+
+    @override
     def end_forward(self) -> None:
+        self._own, self._late = None, False
         if self._pass is not None:
             ended, self._pass, self._dropout = self._pass, None, None
             ended.close()
@@ -192,8 +243,7 @@ class DelayedBackend(Backend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        exchange = self.exchange
-        self._to = exchange.all if any(map(_reads_targets, model.modules())) else exchange.down
+        self._begin_pass(model)
         if self._kinds is None:
             self._kinds = {}
         _, kinds = kinds_of(model, args, kwargs, self.shard, self.communicator, self._kinds)
@@ -208,6 +258,40 @@ class DelayedBackend(Backend):
         self._pass = contextlib.ExitStack()
         self._pass.enter_context(self._dropout)
         return inputs
+
+    def _begin_pass(self, model: nn.Module) -> None:
+        """Choose what hops exchange: delays are for training alone."""
+        training = model.training and torch.is_grad_enabled()
+        self._own = self.exchange.of_this_part if training and self.delays.delay == "never" else None
+        if self.delays.delay == "never":
+            for layer in self.kept.layers:  # which may keep degrees in the part
+                forget_local_state(layer)
+        exchange = self._exchanged
+        self._to = exchange.all if any(map(_reads_targets, model.modules())) else exchange.down
+        self._late = training and self.delays.is_late and self.num_ranks > 1
+        if self._late:
+            self._delays_for(model).begin_pass()
+
+    def _delays_for(self, model: nn.Module) -> Delays:
+        """Return the delayed sums of a model; a former one's are dropped if it no longer runs on this backend."""
+        delays = self._delays_of_rank
+        before = None if delays.model is None else delays.model()
+        if before is not None and before is not model and any(one in self.kept.layers for one in before.modules()):
+            raise InputError(
+                "two models train on one backend 'delayed', whose delayed sums are those of one model; give each model "
+                "a backend of its own, or undistribute the other one"
+            )
+        if delays.model is not None and before is not model:
+            delays.close()
+            self._delays = None
+        self._delays_of_rank.model = weakref.ref(model)
+        return self._delays_of_rank
+
+    @property
+    def _delays_of_rank(self) -> Delays:
+        if self._delays is None:
+            self._delays = Delays(self.exchange, self.shard.n_id, self.delays)
+        return self._delays
 
     def _with_leaves(self, value: Tensor, at: int) -> Tensor:
         """Return an input of nodes with the rows of this rank's leaves; the graph's own features are here."""
@@ -235,6 +319,8 @@ class DelayedBackend(Backend):
     @override
     def begin_hop(self) -> None:
         self._hops = (self._hops or 0) + 1
+        if self._delays is not None:
+            self._delays.begin_hop(self._hops)
 
     @override
     def propagate(self, hop: Hop) -> Tensor:
@@ -269,7 +355,7 @@ class DelayedBackend(Backend):
             self._fold = before
 
     def _fold_of(self, label: str, edges: Any = None) -> HopFold:
-        exchange = self.exchange
+        exchange = self._exchanged
         return HopFold(
             exchange=exchange,
             of=exchange.up,
@@ -277,6 +363,7 @@ class DelayedBackend(Backend):
             num_rows=self.num_rows,
             edges=edges if isinstance(edges, Adjacency) else None,
             label=label,
+            delays=self._delays if self._late and not self.kept.first_hop.keeping else None,
         )
 
     # -- PyG's functions -----------------------------------------------------------------------------------------------
@@ -300,7 +387,8 @@ class DelayedBackend(Backend):
             here: Tensor = scatter(src, index, dim, dim_size, reduce)
             return here
         fold = self._fold or self._fold_of("scatter outside of a hop")
-        fold = replace(fold, of=self.exchange.all, to=self.exchange.all, edges=None)  # the ends may be sources
+        every = self._exchanged.all  # the ends may be sources
+        fold = replace(fold, of=every, to=every, edges=None, delays=None)
         return reduced(fold, src, index, None, dim_size, dim, reduce)
 
 

@@ -286,6 +286,22 @@ class Communicator(Transport):
             if other is not self:
                 other.courier.close()
 
+    def apart(self) -> Communicator:
+        """Return a communicator of the same ranks on a process group of its own, for exchanges that go on meanwhile.
+
+        Its traffic is counted as this one's, and it is closed with this one. Every rank makes the call.
+        """
+        group = None
+        if self.world_size > 1:
+            ranks = dist.get_process_group_ranks(self.group)
+            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        other = Communicator(
+            group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
+        )
+        other.meter, other.epoch, other.recorder = self.meter, self.epoch, self.recorder
+        self._apart = [*(one for one in self._apart if not one.is_closed), other]
+        return other
+
     # -- parts of an exchange, for autograd functions and for rows that travel while a backend computes ---------------
 
     def pack(self, x: Tensor, index: Tensor, label: str, wire: torch.dtype | None = None) -> Tensor:

@@ -56,6 +56,19 @@ class ExchangePlan:
         start = sum(self.send_counts[:peer])
         return self.send_index[start : start + self.send_counts[peer]]
 
+    def chosen(self, sent: Tensor, received: Tensor) -> ExchangePlan:
+        """Return the exchange of some of the rows.
+
+        Args:
+            sent: True for each row of ``send_index`` that is sent; bool.
+            received: True for each row that arrives; bool. Sender and receiver choose the same rows.
+        """
+        send_counts, recv_counts = (
+            tuple(int(mask.sum()) for mask in chosen.split(list(counts)))
+            for chosen, counts in ((sent, self.send_counts), (received, self.recv_counts))
+        )
+        return ExchangePlan(send_index=self.send_index[sent], send_counts=send_counts, recv_counts=recv_counts)
+
     def to(self, device: torch.device | str) -> ExchangePlan:
         """Return the same plan with its index on ``device``."""
         return replace(self, send_index=self.send_index.to(device))

@@ -59,6 +59,7 @@ class Transport:
         self._watchdog = watchdog
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self._at = ""
+        self._apart: list[Transport] = []  # of the same ranks, closed with this one
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -77,7 +78,7 @@ class Transport:
         Raises:
             InputError: If the communicator is closed.
         """
-        if self._group is None and self.world_size > 1:
+        if self.is_closed:
             # no RuntimeError, which here means that the transport failed
             raise InputError("the communicator is closed: its training, validation or test has ended")
         return self._group
@@ -87,8 +88,15 @@ class Transport:
         """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
         return torch.device("cuda" if self.is_nccl else "cpu")
 
+    @property
+    def is_closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._group is None and self.world_size > 1
+
     def close(self) -> None:
         """Destroy the process group, which was made for this communicator; every later exchange is refused."""
+        for one in self._apart:
+            one.close()
         self.courier.close()
         # the object too: while somebody holds it, its threads go on (see pygdist.lightning.strategies)
         group, self._group = self._group, None
@@ -122,6 +130,10 @@ class Transport:
             if len(set(texts)) > 1:
                 calls = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
                 raise UnequalRanksError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
+
+    def begin_wait(self, label: str) -> None:
+        """Report that this rank waits from now on for an exchange that it has begun before."""
+        self._enter(label, counted=False)
 
     def done(self) -> None:
         """Report that the exchange is over."""

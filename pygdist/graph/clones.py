@@ -35,15 +35,15 @@ class Clones:
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], num_owned: int) -> Clones:
         """Make the plans of one part of a store, from the arrays that :func:`~pygdist.graph.open_part` returns."""
+        plan = ExchangePlan(
+            send_index=torch.from_numpy(np.asarray(arrays["send_index"]).astype(np.int64)),
+            send_counts=tuple(arrays["send_counts"][0].tolist()),
+            recv_counts=tuple(arrays["recv_counts"][0].tolist()),
+        )
         plans = {}
         for name in ("in", "out"):
-            sent, received = arrays[f"send_has_{name}"], arrays[f"has_{name}"]
-            plan = ExchangePlan(
-                send_index=torch.from_numpy(np.asarray(arrays["send_index"])[sent].astype(np.int64)),
-                send_counts=_counts(sent, arrays["send_counts"][0]),
-                recv_counts=_counts(received, arrays["recv_counts"][0]),
-            )
-            plans[name] = plan, torch.from_numpy(num_owned + np.flatnonzero(received))
+            sent, received = (torch.from_numpy(np.asarray(arrays[kind + name])) for kind in ("send_has_", "has_"))
+            plans[name] = plan.chosen(sent, received), num_owned + received.nonzero().view(-1)
         return Clones(*plans["in"], *plans["out"])
 
     def to(self, device: torch.device | str) -> Clones:
@@ -52,10 +52,3 @@ class Clones:
             self, up=self.up.to(device), up_rows=self.up_rows.to(device), down=self.down.to(device),
             down_rows=self.down_rows.to(device),
         )  # fmt: skip
-
-
-def _counts(chosen: np.ndarray, lengths: np.ndarray) -> tuple[int, ...]:
-    """Count the chosen ones in each of the successive pieces of so many."""
-    summed = np.concatenate([[0], np.cumsum(chosen)])
-    ends = np.cumsum(lengths)
-    return tuple(int(count) for count in summed[ends] - summed[ends - lengths])

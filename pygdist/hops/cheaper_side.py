@@ -225,14 +225,14 @@ def _rows_are_cheaper(
 ) -> bool:
     """True if summing the input rows costs less than summing their product with the weight."""
     before, after = _columns(kept, layer, rows, out_channels, edge_weight)
-    return _fixed(kept, layer, rows, edge_weight) or before < after
+    return kept.host.aggregates_first or _fixed(kept, layer, rows, edge_weight) or before < after
 
 
 def _product_is_cheaper(
     kept: Kept, layer: MessagePassing, rows: Tensor, out_channels: int, edge_weight: Tensor | None
 ) -> bool:
     before, after = _columns(kept, layer, rows, out_channels, edge_weight)
-    return after < before and not _fixed(kept, layer, rows, edge_weight)
+    return after < before and not kept.host.aggregates_first and not _fixed(kept, layer, rows, edge_weight)
 
 
 def _columns(

@@ -72,6 +72,9 @@ class FirstHop:
 
     Args:
         host: The backend; its ``savings`` switch this on and limit the memory.
+
+    Attributes:
+        keeping: The hop that runs now is to be kept, on all ranks alike.
     """
 
     def __init__(self, host: Host) -> None:
@@ -83,6 +86,7 @@ class FirstHop:
         self._hops: weakref.WeakKeyDictionary[MessagePassing, int] = weakref.WeakKeyDictionary()
         self._limit: int | None = None
         self._inside = False  # a forward pass of the model
+        self.keeping = False
 
     @property
     def kept_bytes(self) -> int:
@@ -153,7 +157,8 @@ class FirstHop:
         if not (self._applies(layer) and all(fixable(tensor) for tensor in (x, weight, value))):
             return compute()
         inputs: _Inputs = (x, weight, value, edge_index)
-        identity = (*identity_of(x), *identity_of(weight), *identity_of(value), id(edge_index), layer.aggr)
+        tensors = [part for one in (x, weight, value) for part in identity_of(one)]
+        identity = (*tensors, id(edge_index), layer.aggr, self._host.splits_nodes)
         states = self._states.setdefault(layer, {})
         state = states.get(key)
         candidates = (one for one in (state, *states.values()) if one is not None)
@@ -169,7 +174,11 @@ class FirstHop:
             return compute()
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad):  # training uses what evaluation may begin
-            result = compute()
+            self.keeping = True
+            try:
+                result = compute()
+            finally:
+                self.keeping = False
         if self._fits(layer, result):
             # tensors whose memory is replaced must not leave the old memory to be taken for them again
             inputs = (*(None if tensor is None else tensor.detach() for tensor in (x, weight, value)), edge_index)

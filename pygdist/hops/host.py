@@ -25,6 +25,10 @@ class Host(Ranks, Protocol):
         """True if kernels may stand for the hops of attention layers."""
 
     @property
+    def aggregates_first(self) -> bool:
+        """True if layers that may aggregate before or after their weight do so before, whatever it costs."""
+
+    @property
     def drops_alike(self) -> bool:
         """True if all ranks drop the same attention weights where nothing but a sum reads them."""
 

@@ -150,8 +150,12 @@ class GraphModule(pl.LightningModule):
         # load_from_checkpoint() binds nothing, and an evaluation goes on with nothing
         if self._bound is None or self.trainer.state.fn != TrainerFn.FITTING or not self.backend.abilities.stateful:
             return
-        if not backend_states.scatter(checkpoint.get(_BACKEND_STATE), self.backend, self._bound):
-            rank_zero_info(f"the checkpoint has no state of backend '{self.backend.name}', which begins without")
+        saved = checkpoint.get(_BACKEND_STATE)
+        if not backend_states.scatter(saved, self.backend, self._bound, self.communicator):
+            of_parts = " for these parts of the graph" if saved else ""
+            rank_zero_info(
+                f"the checkpoint has no state of backend '{self.backend.name}'{of_parts}; the backend begins without"
+            )
 
     # -- evaluation on the whole graph ------------------------------------------------------------------------------
 

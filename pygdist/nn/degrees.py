@@ -29,8 +29,9 @@ class Degrees:
         if edges is None:
             here: Tensor = degree(index, num_nodes, dtype)
             return here
+        slot = (num_nodes, dtype, self._ranks.splits_nodes)
         counted = edges.slot(_DEGREES, Memo).get(
-            (num_nodes, dtype), (), lambda: self._ranks.whole_degrees(degree(index, num_nodes, dtype))
+            slot, (), lambda: self._ranks.whole_degrees(degree(index, num_nodes, dtype))
         )
         return counted.clone()  # people write into degrees: deg.pow_(-0.5)
 

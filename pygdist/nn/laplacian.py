@@ -93,7 +93,7 @@ class GlobalLaplacian:
     def _numbers_of_edges(self, edges: Any, ones: Tensor, num_nodes: int) -> Tensor:
         if not isinstance(edges, Adjacency):
             return self._sums_by_source(edges, ones, num_nodes)
-        slot = (num_nodes, ones.dtype)
+        slot = (num_nodes, ones.dtype, self._ranks.splits_nodes)
         return edges.slot(_DEGREES, Memo).get(slot, (), lambda: self._sums_by_source(edges, ones, num_nodes))
 
     def _sums_by_source(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
-from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_self_loops, softmax
 
@@ -26,20 +25,10 @@ from pygdist.graph import Shard, write_store
 from pygdist.routing.refusals import refusals
 from pygdist.testing import LAYERS, RankPool, assert_exact
 from pygdist.testing.exactness import Step, distributed_step, largest_differences, reference_step
-from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
+from pygdist.testing.graphs import GRAPHS, random_graph
+from tests.backends.vertex_cuts import write_random_cut
 
 HIDDEN, CLASSES = 6, 3
-
-
-def _store(folder: Path, kind: str, world_size: int, data: Data | None = None) -> str:
-    """Write a graph whose edges are dealt to parts at random."""
-    made, parts = random_graph(kind)
-    data = made if data is None else data
-    write_store(
-        data, parts[world_size], folder / f"{kind}-{world_size}", num_parts=world_size, method="test", arguments={},
-        notes=[], placement="edges", edge_part=random_edge_part(kind, data.num_edges, world_size),
-    )  # fmt: skip
-    return str(folder / f"{kind}-{world_size}")
 
 
 def _bound(store: str, rank: int, **arguments: Any) -> tuple[Shard, DelayedBackend]:
@@ -116,7 +105,7 @@ def _check_placement(rank: int, world_size: int, store: str) -> str:
 def test_bytes_are_those_of_leaves(
     name: str, values: int, reads_targets: bool, wire_dtype: Any, tmp_path: Path, pool: RankPool
 ) -> None:
-    store, size = _store(tmp_path, "power-law", 3), 2 if wire_dtype else 8
+    store, size = write_random_cut(tmp_path, "power-law", 3), 2 if wire_dtype else 8
     answers = pool.run(_check_bytes, 3, store, name, wire_dtype)
     up, down, leaves = (sum(answer[kind] for answer in answers) for kind in ("up", "down", "leaves"))
     sent = sum(answer["sent"] for answer in answers)
@@ -172,7 +161,7 @@ def test_loops_count_once_whatever_the_number_of_parts(loops: bool, layer: str, 
     alone = copy.deepcopy(model)
     expected = reference_step(alone, data)
     for world_size in (2, 4):
-        store = _store(tmp_path, "directed", world_size, data)
+        store = write_random_cut(tmp_path, "directed", world_size, data)
         for worst in pool.run(_check_loops, world_size, store, model, expected.output):
             assert worst < 1e-12
 
@@ -189,7 +178,7 @@ def _check_loops(rank: int, world_size: int, store: str, model: nn.Module, expec
 def test_dropout_is_the_same_on_any_number_of_ranks(tmp_path: Path, pool: RankPool) -> None:
     losses = []
     for world_size in (1, 2, 4):
-        store = _store(tmp_path, "power-law", world_size)
+        store = write_random_cut(tmp_path, "power-law", world_size)
         losses.append(pool.run(_check_dropout, world_size, store))
     for found in losses:
         assert np.allclose(found, losses[0][0], rtol=0, atol=1e-10)
@@ -223,7 +212,7 @@ def test_dropout_keeps_its_share_and_agrees_by_node() -> None:
 
 
 def test_numbers_drawn_for_nodes_are_refused(tmp_path: Path, pool: RankPool) -> None:
-    store = _store(tmp_path, "power-law", 2)
+    store = write_random_cut(tmp_path, "power-law", 2)
     for said in pool.run(_check_drawn, 2, store):
         assert "the model draws random numbers outside of messages" in said
         assert "torch.nn.functional.dropout" in said
@@ -275,7 +264,7 @@ def test_logarithms_of_sums_and_edges_that_are_no_adjacency(tmp_path: Path, pool
     torch.manual_seed(0)
     model = Rooted(data.x.size(1)).double()
     expected = reference_step(copy.deepcopy(model), data)
-    for worst in pool.run(_check_step, 3, _store(tmp_path, "power-law", 3), model, expected):
+    for worst in pool.run(_check_step, 3, write_random_cut(tmp_path, "power-law", 3), model, expected):
         assert worst < 1e-10
 
 
@@ -292,7 +281,7 @@ def test_features_that_change_and_their_gradient_reach_leaves(tmp_path: Path, po
     out = copy.deepcopy(model)(x, data.edge_index)
     out.square().sum().backward()
     assert x.grad is not None
-    answers = pool.run(_check_features, 3, _store(tmp_path, "power-law", 3), model, out.detach(), x.grad)
+    answers = pool.run(_check_features, 3, write_random_cut(tmp_path, "power-law", 3), model, out.detach(), x.grad)
     assert max(map(max, answers)) < 1e-10
 
 
@@ -312,7 +301,7 @@ def _check_features(
 
 
 def test_layers_that_run_again_in_the_backward_pass_are_refused(tmp_path: Path, pool: RankPool) -> None:
-    for said in pool.run(_check_again, 2, _store(tmp_path, "directed", 2)):
+    for said in pool.run(_check_again, 2, write_random_cut(tmp_path, "directed", 2)):
         assert "runs again in the backward pass (activation checkpointing)" in said
 
 
@@ -339,7 +328,7 @@ def _check_again(rank: int, world_size: int, store: str) -> str:
 
 def test_attention_keeps_its_largest_scores_whole_on_a_narrow_wire(tmp_path: Path, pool: RankPool) -> None:
     """All in-edges of a node subtract the same number, so a shift of all scores changes nothing."""
-    for shifted, bound in pool.run(_check_shift, 3, _store(tmp_path, "power-law", 3)):
+    for shifted, bound in pool.run(_check_shift, 3, write_random_cut(tmp_path, "power-law", 3)):
         assert shifted < bound
 
 
@@ -367,7 +356,7 @@ def _check_shift(rank: int, world_size: int, store: str) -> tuple[float, float]:
 
 
 def test_a_model_inside_of_another_is_refused(tmp_path: Path, pool: RankPool) -> None:
-    for said in pool.run(_check_nested, 2, _store(tmp_path, "directed", 2)):
+    for said in pool.run(_check_nested, 2, write_random_cut(tmp_path, "directed", 2)):
         assert "is called inside of another one on it" in said
 
 

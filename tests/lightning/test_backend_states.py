@@ -168,4 +168,4 @@ def test_the_state_of_another_graph_is_refused(tmp_path: Path) -> None:
     assert saved is not None
     saved["rows"]["marks"] = saved["rows"]["marks"][:100]
     with pytest.raises(InputError, match="has 100 rows of marks, but the graph has 160 nodes"):
-        backend_states.scatter(saved, backend, shard)
+        backend_states.scatter(saved, backend, shard, Communicator())

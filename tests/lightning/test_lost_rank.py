@@ -10,21 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lightning.programs import CALLBACK, COMMAND, environment, fit
+
 pytestmark = pytest.mark.slow
-
-_CALLBACK = """
-import os, signal
-from lightning.pytorch.callbacks import Callback
-
-class Kill(Callback):
-    def __init__(self, rank: int, epoch: int, signal: str = "SIGKILL"):
-        self.rank, self.epoch, self.signal = rank, epoch, signal
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        os.write(1, f"rank {trainer.global_rank} is process {os.getpid()}\\n".encode())  # at once: ranks share the pipe
-        if (trainer.global_rank, trainer.current_epoch) == (self.rank, self.epoch):
-            os.kill(os.getpid(), getattr(signal, self.signal))
-"""
 
 _CONFIG = """
 seed_everything: 1
@@ -41,29 +29,9 @@ trainer: {devices: 3, accelerator: cpu, max_epochs: 6, logger: false, enable_pro
 """
 
 
-_COMMAND = ["-m", "pygdist.cli", "fit", "--config", "run.yaml"]
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    environment.pop("PL_GLOBAL_SEED", None)
-    return environment
-
-
-def _fit(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *_COMMAND, *options],
-        cwd=folder,
-        env=_environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "killing.py").write_text(_CALLBACK)
+    (tmp_path / "killing.py").write_text(CALLBACK)
     (tmp_path / "run.yaml").write_text(_CONFIG)
     return tmp_path
 
@@ -72,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("rank", [0, 2], ids=["launching-rank", "launched-rank"])
 def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder: Path, rank: int) -> None:
     kill = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
-    run = _fit(folder, *kill)
+    run = fit(folder, *kill)
     said = run.stdout + run.stderr
     assert run.returncode == (-signal.SIGKILL if rank == 0 else 1), said
     complaints = [line for line in run.stderr.splitlines() if line.startswith("pygdist: error:")]
@@ -83,7 +51,7 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
     assert len(processes) == 3
     assert not [pid for pid in processes if _is_alive(pid)], "a rank was left behind"
     if rank:
-        resumed = _fit(folder, "--ckpt_path=checkpoints/last.ckpt")
+        resumed = fit(folder, "--ckpt_path=checkpoints/last.ckpt")
         assert resumed.returncode == 0, resumed.stderr
         assert "max_epochs=6" in resumed.stdout + resumed.stderr
 
@@ -95,9 +63,9 @@ def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) ->
     """It closes no connection: what a loss looks like to nccl, or from another machine."""
     freeze = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
     strategy = ["--trainer.strategy=pygdist.GraphDDPStrategy", "--trainer.strategy.lost_after_s=4"]
-    command = [sys.executable, *_COMMAND, *freeze, "--trainer.callbacks.signal=SIGSTOP", *strategy]
+    command = [sys.executable, *COMMAND, *freeze, "--trainer.callbacks.signal=SIGSTOP", *strategy]
     run = subprocess.Popen(
-        command, cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        command, cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     assert run.stderr is not None

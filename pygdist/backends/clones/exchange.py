@@ -63,10 +63,17 @@ class CloneExchange:
             down=Leaves(clones.down, clones.down_rows), all=Leaves(shard.plan, leaves), wire=wire,
         )  # fmt: skip
 
+    @property
+    def of_this_part(self) -> CloneExchange:
+        """The same rows, as if no node were split: all are roots, and nothing is exchanged."""
+        index, num_rows = self.all.rows[:0], self.num_owned + self.all.rows.numel()
+        nobody = Leaves(ExchangePlan(send_index=index, send_counts=(0,), recv_counts=(0,)), index)
+        return replace(self, communicator=Communicator(), num_owned=num_rows, up=nobody, down=nobody, all=nobody)
+
     def sent_down(self, x: Tensor, to: Leaves, label: str) -> Tensor:
         """Send rows of roots to leaves; return those of this rank's leaves. No gradient."""
         with torch.no_grad():
-            return self.communicator.exchange_rows(x, to.plan, label=label, wire=self._wire(x))
+            return self.communicator.exchange_rows(x, to.plan, label=label, wire=self.wire_of(x))
 
     def summed_up(self, x: Tensor, of: Leaves, label: str) -> Tensor:
         """Return the rows of roots plus those of their leaves, in the order of ranks. No gradient.
@@ -76,8 +83,9 @@ class CloneExchange:
         """
         label = f"{label}, {describe_rows(x)}"
         rows = x.detach().index_select(0, of.rows)
-        total = self.communicator.return_rows(rows, of.plan, num_owned=self.num_owned, label=label, wire=self._wire(x))
-        return total.add_(x.detach()[: self.num_owned])
+        n, wire = self.num_owned, self.wire_of(x)
+        total = self.communicator.return_rows(rows, of.plan, num_owned=n, label=label, wire=wire)
+        return total.add_(x.detach()[:n])
 
     def collected(self, rows: Tensor, of: Leaves, label: str) -> Tensor:
         """Return the rows of the leaves of this rank's roots, in the order of ``send_index``. No gradient."""
@@ -96,7 +104,8 @@ class CloneExchange:
         self.communicator.send_and_receive(outgoing, incoming, f"{label}, {describe_rows(rows)}")
         return out
 
-    def _wire(self, x: Tensor) -> torch.dtype | None:
+    def wire_of(self, x: Tensor) -> torch.dtype | None:
+        """Return the dtype in which rows like ``x`` travel; ``None`` for their own."""
         return self.wire if x.is_floating_point() and x.element_size() > 2 else None
 
 

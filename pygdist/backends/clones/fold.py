@@ -23,6 +23,7 @@ from torch_geometric.nn.aggr import (
 from torch_geometric.nn.aggr.fused import FusedAggregation
 from torch_geometric.utils import scatter
 
+from pygdist.backends.clones.delays import Delays
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, extremum, highest, summed
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.errors import InputError
@@ -45,6 +46,7 @@ class HopFold:
         to: The leaves that get results.
         num_rows: Rows of the part. A result may have more; these are left as they are.
         edges: The hop's edges; ``None`` if they are no adjacency.
+        delays: Brings the sums of other parts later; ``None`` exchanges them at once.
         label: Names the hop in errors.
     """
 
@@ -54,15 +56,21 @@ class HopFold:
     num_rows: int
     edges: Adjacency | None
     label: str
+    delays: Delays | None = None
 
-    def sum(self, z: Tensor) -> Tensor:
-        """Sum the rows ``(m, *)`` of each node."""
-        return self._with_others(z, lambda rows: self._summed(rows, self.to, self.label))
+    def sum(self, z: Tensor, target: Tensor | None = None) -> Tensor:
+        """Sum the rows ``(m, *)`` of each node; ``target`` is the end of each edge, unless edges are known."""
+        if self.delays is None:
+            return self._with_others(z, lambda rows: self._summed(rows, self.to, self.label))
+        here, whole = (counts[: self.num_rows].double() for counts in self._counts(z.size(0), target))
+        share = torch.where(here > 0, here / whole.clamp(min=1), 1.0)
+        late = partial(self.delays.summed, share=share, of=self.of, to=self.to, label=self.label)
+        return self._with_others(z, late)
 
     def mean(self, z: Tensor, target: Tensor | None = None) -> Tensor:
         """Return the mean of all messages of each node, from their sums here and the end of each edge."""
-        count = self._counts(z.size(0), target).clamp(min=1).to(z.dtype)
-        return self.sum(z) / count.view(-1, *[1] * (z.dim() - 1))
+        count = self._counts(z.size(0), target)[1].clamp(min=1).to(z.dtype)
+        return self.sum(z, target) / count.view(-1, *[1] * (z.dim() - 1))
 
     def extremum(self, z: Tensor, count: Tensor, reduce: Reduce) -> Tensor:
         """Return the extremum over the rows ``(m, F)`` of each node, of which ``count`` edges attain the one here."""
@@ -96,14 +104,17 @@ class HopFold:
         m = self.num_rows
         return fold(z) if z.size(0) == m else torch.cat([fold(z[:m]), z[m:]])
 
-    def _counts(self, num_rows: int, target: Tensor | None) -> Tensor:
-        """Count the in-edges of each row's node in all parts; on fixed edges once."""
+    def _counts(self, num_rows: int, target: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Count the in-edges of each row here, and in all parts; on fixed edges the latter once."""
         if self.edges is not None:
             here = self.edges.csr().indptr.diff()
-            known = self.edges.slot(_COUNTS, Memo).get((), (), lambda: self._count(here))
-            return torch.cat([known, known.new_ones(num_rows - known.numel())])
+            split = self.exchange.communicator.world_size > 1
+            known = self.edges.slot(_COUNTS, Memo).get(split, (), lambda: self._count(here))
+            more = known.new_ones(num_rows - known.numel())
+            return torch.cat([here, more]), torch.cat([known, more])
         assert target is not None
-        return self._with_others(torch.bincount(target, minlength=num_rows), self._count)
+        here = torch.bincount(target, minlength=num_rows)
+        return here, self._with_others(here, self._count)
 
     def _count(self, here: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # training uses what evaluation may ask for first
@@ -190,5 +201,5 @@ def reduced(
         raise InputError(f"reduce='{reduce}' of values of edges cannot be put together from those of several parts")
     else:
         z = scatter(x, index, 0, size, "sum")
-        out = fold.mean(z, index) if reduce == "mean" else fold.sum(z)
+        out = fold.mean(z, index) if reduce == "mean" else fold.sum(z, index)
     return out.movedim(0, dim)
