@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 15
+ABI_VERSION = 16
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
 _INT = ctypes.c_int32
@@ -146,6 +146,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_choose_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY),
     "pygdist_follow_dependencies": (ctypes.POINTER(NativeDependencies), _ARRAY, _ARRAY, _ARRAY),
     "pygdist_counting_sort": (_ARRAY, _LONG, _LONG, _ARRAY, _ARRAY),
+    "pygdist_keep_values": (_ARRAY, _LONG, _LONG, _SEED, _SEED, _SEED, _INT, _ARRAY),
     "pygdist_count_hop": (_CSR, _HOP),
     "pygdist_sample_hop": (_CSR, _HOP),
     "pygdist_induce": (_CSR, _HOP),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch_geometric.utils import add_self_loops, softmax
 
 from pygdist import distribute
 from pygdist.backends import DelayedBackend
+from pygdist.backends.clones import dropout
 from pygdist.backends.clones.dropout import keeps
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
@@ -209,6 +211,14 @@ def test_dropout_keeps_its_share_and_agrees_by_node() -> None:
     assert torch.equal(kept[-2:], kept[[7, 3999]])
     for other in (keeps(n_id, 50, 0.3, seed=6, call=1), keeps(n_id, 50, 0.3, seed=5, call=2)):
         assert 0.55 < float((kept == other).double().mean()) < 0.61  # 0.7 ** 2 + 0.3 ** 2
+
+
+@pytest.mark.parametrize("p", [0.3, 0.999])
+def test_dropout_is_the_same_without_the_native_library(p: float) -> None:
+    n_id = torch.randint(2**40, (300,), generator=torch.Generator().manual_seed(0))
+    kept = keeps(n_id, 33, p, seed=2**31 - 1, call=2)
+    with mock.patch.object(dropout, "load", lambda: None):
+        assert torch.equal(keeps(n_id, 33, p, seed=2**31 - 1, call=2), kept)
 
 
 def test_numbers_drawn_for_nodes_are_refused(tmp_path: Path, pool: RankPool) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph.links import drawn
+from pygdist.native.library import load
 
 _BITS = 24  # of a mask's hash that are compared with the probability
 
@@ -104,6 +105,13 @@ def keeps(n_id: Tensor, columns: int, p: float, *, seed: int, call: int) -> Tens
     Returns:
         bool of shape ``(m, columns)``; rows of the same id are equal.
     """
+    threshold = round(p * (1 << _BITS))
+    native = None if n_id.is_cuda else load()
+    if native is not None:
+        n_id, kept = n_id.contiguous(), torch.empty(n_id.numel(), columns, dtype=torch.bool)
+        sizes = n_id.numel(), columns, seed, call, threshold, torch.get_num_threads()
+        native.pygdist_keep_values(n_id.data_ptr(), *sizes, kept.data_ptr())
+        return kept
     keys = torch.full_like(n_id, call)[:, None], n_id[:, None], torch.arange(columns, device=n_id.device)[None]
     hashed = drawn(seed, *keys) >> (64 - _BITS)
-    return (hashed & ((1 << _BITS) - 1)) >= round(p * (1 << _BITS))
+    return (hashed & ((1 << _BITS) - 1)) >= threshold

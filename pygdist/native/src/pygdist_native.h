@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 15
+#define PYGDIST_ABI_VERSION 16
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -240,6 +240,11 @@ PYGDIST_API int32_t pygdist_parse_edges(const char* text, int64_t length, pygdis
 // A stable sort of fewer than 2^31 keys of 0..num_keys-1: order[indptr[k]..indptr[k + 1]-1] are the positions of key k.
 PYGDIST_API int32_t pygdist_counting_sort(const int32_t* key, int64_t count, int64_t num_keys, int64_t* indptr,
                                           int32_t* order);
+
+// kept[i * columns + j] is 0 if the highest 24 of 64 bits, a hash of seed, call, node[i] and j, are below `threshold`,
+// else 1; the same as pygdist.graph.links.drawn.
+PYGDIST_API int32_t pygdist_keep_values(const int64_t* node, int64_t num_rows, int64_t columns, uint64_t seed,
+                                        uint64_t call, uint64_t threshold, int32_t num_threads, uint8_t* kept);
 
 // A mini-batch and the hop by which it grows, one thread per call. Of the matrix only indptr, index and perm are read;
 // it has as many columns as rows, fewer than 2^31.
