@@ -157,9 +157,10 @@ def measure(pool: RankPool, options: argparse.Namespace, case: dict[str, Any], w
     one_process = float(right[data.val_mask].double().mean())
     if abs(one_process - scores[-1][0]) > 1e-6:
         raise RuntimeError(f"{case}: evaluation gives {scores[-1][0]}, one process {one_process}")
+    num_rows = sum(part["num_owned"] + part["num_halo"] for part in meta["parts"])
     results = (
         scores[best][1], statistics.fmean(test for _, test in scores[-LAST:]), scores[best][0], one_process,
-        max(one["seconds"] for one in ranks), sum(part["num_owned"] + part["num_halo"] for part in meta["parts"]) / data.num_nodes,
+        max(one["seconds"] for one in ranks), num_rows / data.num_nodes,
     )  # fmt: skip
     return dict(zip(RESULTS, (f"{value:.6g}" for value in results), strict=True))
 
