@@ -133,7 +133,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_place_grid": (_EDGES, _INT, _INT, _SEED, _ARRAY),
     "pygdist_place_dbh": (_EDGES, _ARRAY, _INT, _SEED, _ARRAY),
     "pygdist_mark_replicas": (_EDGES, _PLACEMENT, _ARRAY),
-    "pygdist_place_libra": (_EDGES, _PLACEMENT, _ARRAY),
+    "pygdist_place_libra": (_EDGES, _PLACEMENT, _ARRAY, _ARRAY),
     "pygdist_place_powergraph": (_EDGES, _PLACEMENT, _ARRAY, _ARRAY),
     "pygdist_place_hdrf": (_EDGES, _PLACEMENT, _REAL, _ARRAY, _ARRAY),
     "pygdist_place_2psl": (_EDGES, _PLACEMENT, *[_ARRAY] * 4, _SEED, _INT, _ARRAY),

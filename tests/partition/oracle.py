@@ -87,12 +87,17 @@ class _Cut:
         return part
 
 
-def libra(edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05) -> list[int]:
-    cut = _Cut(len(edges), num_parts, balance)
+def libra(
+    edges: Edges, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.05, by_degree: bool = True
+) -> list[int]:
+    cut, degree = _Cut(len(edges), num_parts, balance), degrees(edges, num_nodes)
 
     def choose(u: int, v: int) -> int | None:
-        both = cut.least(cut.parts[u] & cut.parts[v])
-        return cut.least(cut.parts[u] | cut.parts[v]) if both is None else both
+        here, there = cut.parts[u], cut.parts[v]
+        best = cut.least(here & there)
+        if best is None and by_degree and here and there:
+            best = cut.least(here if degree[u] < degree[v] else there)
+        return cut.least(here | there) if best is None else best
 
     return [cut.put(edge, choose(*edge)) for edge in edges]
 

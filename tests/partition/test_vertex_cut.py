@@ -52,6 +52,8 @@ def test_every_edge_is_where_the_obvious_puts_it(
     options: dict[str, Any] = {"seed": seed}
     if name not in ("random", "grid", "dbh"):
         options["balance"] = balance
+    if name == "libra":
+        options["by_degree"] = num_edges % 2 == 0
     partitioner = edge_partitioner(name, **options)
     part = np.full(num_edges, -1, dtype=np.int16)
     stream = EdgeStream(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges)
@@ -121,6 +123,18 @@ def test_two_triangles_by_hand(name: str) -> None:
     # the first edge opens a part, the next two know it; the fourth knows none and takes the empty one
     assert part.tolist() == [0, 0, 0, 1, 1, 1]
     assert cut.replication_factor == 1
+
+
+def test_libra_splits_the_node_with_more_edges() -> None:
+    edges = np.array([[0, 3, 0, 3, 0], [1, 4, 2, 5, 3]])  # nodes 0 and 3 in two parts, then an edge between them
+    more = np.array([[3], [6]])
+    for extra, expected in ((edges, 1), (np.concatenate([edges, more], axis=1), 0)):
+        part = np.empty(extra.shape[1], dtype=np.int8)
+        edge_partitioner("libra", balance=2.0).cut(EdgeStream(extra, num_nodes=7), 2, part)
+        assert part[:5].tolist() == [0, 1, 0, 1, expected]
+    part = np.empty(6, dtype=np.int8)
+    edge_partitioner("libra", balance=2.0, by_degree=False).cut(EdgeStream(extra, num_nodes=7), 2, part)
+    assert part[4] == 0  # either part, as both are as full
 
 
 def test_dbh_cuts_the_hub_alone() -> None:

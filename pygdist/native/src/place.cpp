@@ -125,14 +125,24 @@ int32_t pygdist_place_dbh(const pygdist_edges* edges, const int32_t* degree, int
   return PYGDIST_OK;
 }
 
-int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state, int32_t* part) {
-  pygdist::one_by_one(*edges, *state, part, pygdist::no_prefetch,
-                      [&](int64_t u, int64_t v, const Replicas& replicas, const Loads& loads) {
-                        const int32_t words = replicas.words();
-                        int32_t best = loads.least(Both{replicas.of(u), replicas.of(v)}, words);
-                        if (best < 0) best = loads.least(Either{replicas.of(u), replicas.of(v)}, words);
-                        return best < 0 ? loads.least() : best;
-                      });
+int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state, const int32_t* degree,
+                            int32_t* part) {
+  pygdist::one_by_one(
+      *edges, *state, part,
+      [&](int64_t node) {
+        if (degree != nullptr) __builtin_prefetch(degree + node);
+      },
+      [&](int64_t u, int64_t v, const Replicas& replicas, const Loads& loads) {
+        const int32_t words = replicas.words();
+        const uint64_t *of_u = replicas.of(u), *of_v = replicas.of(v);
+        int32_t best = loads.least(Both{of_u, of_v}, words);
+        if (best < 0 && degree != nullptr && pygdist::any(of_u, words) && pygdist::any(of_v, words)) {
+          const uint64_t* fewer = degree[u] < degree[v] ? of_u : of_v;
+          best = loads.least(Both{fewer, fewer}, words);
+        }
+        if (best < 0) best = loads.least(Either{of_u, of_v}, words);
+        return best < 0 ? loads.least() : best;
+      });
   return PYGDIST_OK;
 }
 

@@ -161,7 +161,9 @@ PYGDIST_API int32_t pygdist_mark_replicas(const pygdist_edges* edges, const pygd
                                           const int32_t* part);
 
 // part[e] by the state of the two ends; updates `state`. The parts' docstrings in pygdist/partition have the rules.
-PYGDIST_API int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state, int32_t* part);
+// degree: edges of each node, or null.
+PYGDIST_API int32_t pygdist_place_libra(const pygdist_edges* edges, const pygdist_placement* state,
+                                        const int32_t* degree, int32_t* part);
 // left[v]: edges of v still to come; at first the degrees.
 PYGDIST_API int32_t pygdist_place_powergraph(const pygdist_edges* edges, const pygdist_placement* state, int32_t* left,
                                              int32_t* part);
