@@ -36,6 +36,7 @@ from rich.progress import Progress
 
 from experiments.cluster import Cluster, bits_per_second, why_unshaped
 from experiments.machine import provenance, source_key
+from experiments.to_accuracy import to_accuracy
 
 __all__ = ["Setting", "measure", "settings_of"]
 
@@ -71,6 +72,8 @@ class Setting:
         epochs: Number of epochs that count, after ``WARM_UP`` epochs that do not.
         seeds: Seeds; each gives one training.
         test: Evaluate the model on the test nodes too, after its last epoch.
+        validate_every: Epochs between validations, whose seconds do not count; 0 validates after the last epoch alone.
+        one_process: Name of the setting that trains the same model on one process, for the time to its accuracy.
         timeline: Record a timeline, in extra epochs after those that count.
         max_gib: Memory that a process may allocate; a training that needs more ends with a note.
         timeout_s: Seconds that a training may take.
@@ -96,6 +99,8 @@ class Setting:
     epochs: int = 10
     seeds: tuple[int, ...] = (0, 1, 2)
     test: bool = False
+    validate_every: int = 0
+    one_process: str = ""
     timeline: bool = True
     max_gib: float | None = None
     timeout_s: float = 1800.0
@@ -344,7 +349,7 @@ def configuration(setting: Setting, seed: int, store: Path, folder: Path) -> dic
             "devices": 1,
             "num_nodes": setting.ranks,
             "max_epochs": epochs,
-            "check_val_every_n_epoch": epochs,
+            "check_val_every_n_epoch": setting.validate_every or epochs,
             "enable_checkpointing": setting.test,
             "num_sanity_val_steps": 0,
             "default_root_dir": str(folder / "logs"),
@@ -434,9 +439,9 @@ def write_tables(
     """Write ``NAME.csv`` and ``NAME.ranks.csv`` of the trainings so far; return the rows of ``NAME.csv``."""
     rows = []
     for setting in settings:
-        mine = [run for run in runs if run["setting"] == setting.name]
+        mine, alone = ([run for run in runs if run["setting"] == name] for name in (setting.name, setting.one_process))
         if mine:
-            rows.append(row_of(setting, mine))
+            rows.append(row_of(setting, mine, alone))
     _write(out / f"{name}.csv", list(rows[0]) if rows else ["setting"], rows)
     epoch_rows = [
         {
@@ -453,8 +458,13 @@ def write_tables(
     return rows
 
 
-def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one setting's row: over all epochs of all seeds, medians of the largest and smallest over ranks."""
+def row_of(
+    setting: Setting, runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return one setting's row: over all epochs of all seeds, medians of the largest and smallest over ranks.
+
+    ``alone`` are trainings on one process, for the time to their accuracy.
+    """
     good = [run for run in runs if not run["note"]]
     epochs = [ranks for run in good for ranks in _by_epoch(run["epochs"])]
     counted = [ranks for ranks in epochs if ranks[0]["epoch"] >= WARM_UP]
@@ -506,6 +516,7 @@ def row_of(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
             f"{score}_min": _of(min, values),
             f"{score}_max": _of(max, values),
         }
+    row |= to_accuracy(good, [run for run in alone if not run["note"]])
     failed = "; ".join(f"seed {run['seed']}: {run['note']}" for run in runs if run["note"])
     row |= {"timeline": next((run["timeline"] for run in reversed(good)), ""), "failed": failed}
     row["note"] = "" if good else failed  # a row with a note has no figures

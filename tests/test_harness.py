@@ -87,7 +87,7 @@ def _run(seed: int, seconds: list[tuple[float, float]], **fields: Any) -> dict[s
     made = {
         "setting": "A", "seed": seed, "note": "", "network": "1000 Mbit/s", "link_bytes": 7, "epochs": epochs,
         "val_acc": 0.5 + seed / 10, "test_acc": None, "gradient_bytes": 3.0, "timeline": f"{seed}.json", "seconds": 9.0,
-        "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "part_edges": [4, 9],
+        "scores": [], "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "part_edges": [4, 9],
     }  # fmt: skip
     return {**made, **fields}
 
@@ -119,6 +119,24 @@ def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(tmp_path
     assert {"commit", "date", "cpu", "torch", "pyg", "threads"} <= set(row)
     with (tmp_path / "t.ranks.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * 3
+
+
+def test_the_time_to_accuracy_counts_all_epochs_of_the_slowest_rank(tmp_path: Path) -> None:
+    spent = [(1.0, 2.0), (3.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
+    facts = harness.provenance(1)
+    runs = [
+        _run(0, spent, setting="one", scores=[[1, 0.7], [3, 0.8]], **facts),
+        _run(0, spent, scores=[[0, 0.5], [1, 0.77], [3, 0.9]], **facts),
+        _run(1, spent, scores=[[0, 0.5], [1, 0.75], [3, 0.76]], **facts),
+        _run(0, spent, setting="bad", scores=[[3, 0.1]], **facts),
+    ]
+    settings = [harness.Setting(name=name, ranks=2, one_process="one") for name in ("A", "bad")]
+    settings.append(harness.Setting(name="one", ranks=2))
+    rows = {row["setting"]: row for row in harness.write_tables(settings, runs, tmp_path, "t")}
+    names = ("best_val_acc", "wanted_val_acc", "epochs_to_acc", "s_to_acc", "reached")
+    assert [rows["A"][name] for name in names] == pytest.approx([0.83, 0.76, 3, 6.0, 2])  # after 2 and 4 epochs
+    assert [rows["bad"][name] for name in names] == [0.1, 0.76, None, None, 0]
+    assert [rows["one"][name] for name in names] == [None] * 5
 
 
 @pytest.mark.slow
