@@ -48,6 +48,7 @@ def write_generated(
     scale: float = 1.0,
     seed: int = 0,
     features: bool = True,
+    wrong_labels: float = 0.0,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -61,6 +62,7 @@ def write_generated(
         scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
         features: Write features.
+        wrong_labels: Share of the nodes whose label is that of another class.
         overwrite: Replace a finished folder that differs. Nothing else in that place is ever removed.
         progress: Shows the passes over edges and nodes.
 
@@ -74,7 +76,7 @@ def write_generated(
         >>> write_generated("reddit-like", "reddit-0.1", scale=0.1)
         >>> load_graph("reddit-0.1")  # the same as load_graph("reddit-like", scale=0.1)
     """
-    graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
+    graph = GraphGenerator(name, scale=scale, seed=seed, features=features, wrong_labels=wrong_labels)
     wanted = {"format_version": FORMAT_VERSION, **graph.arguments}
     folder = Path(folder)
 

@@ -37,24 +37,32 @@ class GraphGenerator:
         scale: Factor on the published numbers of nodes and edges.
         seed: Seed, at least 0.
         features: Generate features.
+        wrong_labels: Share of the nodes whose label is that of another class. With 0.07 a GCN is about as accurate on
+            ``reddit-like`` as models are on Reddit, with 0.22 on ``products-like`` as on ogbn-products.
 
     Attributes:
         facts: The figures at that scale.
         nodes: Nodes by type.
         edges: Edges by type.
-        arguments: Name, scale, seed and features, which tell this graph from others.
+        arguments: Name, scale, seed, features and wrong labels, if any, which tell this graph from others.
 
     Raises:
         InputError: If an argument is out of range.
     """
 
-    def __init__(self, name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> None:
+    def __init__(
+        self, name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True, wrong_labels: float = 0.0
+    ) -> None:
         if seed < 0:
             raise InputError(f"{name}: seed is {seed}, expected at least 0")
+        if not 0 <= wrong_labels < 1:
+            raise InputError(f"{name}: wrong_labels is {wrong_labels}, expected a share of the nodes from 0, below 1")
         self.facts = published_graph(name, scale)
         self.arguments: dict[str, Any] = {"name": name, "scale": float(scale), "seed": seed, "features": features}
+        if wrong_labels:  # folders of before are those without
+            self.arguments["wrong_labels"] = float(wrong_labels)
         self.nodes = {
-            kind: NodeGenerator(facts, features=features, seed=_seed(seed, _NODES, number))
+            kind: NodeGenerator(facts, features=features, seed=_seed(seed, _NODES, number), wrong_labels=wrong_labels)
             for number, (kind, facts) in enumerate(self.facts.nodes.items())
         }
         self.edges = {relation.key: EdgeGenerator(**self.edge_arguments(relation)) for relation in self.facts.relations}
@@ -75,7 +83,9 @@ class GraphGenerator:
         }
 
 
-def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> Data:
+def generate_data(
+    name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True, wrong_labels: float = 0.0
+) -> Data:
     """Generate the double of a homogeneous graph; ``load_graph(name, ...)`` calls this function.
 
     Arguments and errors are those of :class:`GraphGenerator`.
@@ -84,12 +94,14 @@ def generate_data(name: str, *, scale: float = 1.0, seed: int = 0, features: boo
         ``edge_index`` (int64, in no order), ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
         ``val_mask``, ``test_mask``.
     """
-    graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
+    graph = GraphGenerator(name, scale=scale, seed=seed, features=features, wrong_labels=wrong_labels)
     ((nodes,), (edges,)) = graph.nodes.values(), graph.edges.values()
     return Data(edge_index=_edge_index(edges), num_nodes=nodes.num_nodes, **_fields(nodes))
 
 
-def generate_hetero(name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True) -> HeteroData:
+def generate_hetero(
+    name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True, wrong_labels: float = 0.0
+) -> HeteroData:
     """Generate the double of a heterogeneous graph; :func:`pygdist.graph.load_hetero` calls this function.
 
     Arguments and errors are those of :class:`GraphGenerator`.
@@ -98,7 +110,7 @@ def generate_hetero(name: str, *, scale: float = 1.0, seed: int = 0, features: b
         ``num_nodes`` of each type of nodes, and the arrays of :func:`generate_data` that the type has; ``edge_index``
         of each type of edges.
     """
-    graph = GraphGenerator(name, scale=scale, seed=seed, features=features)
+    graph = GraphGenerator(name, scale=scale, seed=seed, features=features, wrong_labels=wrong_labels)
     data = HeteroData()
     for kind, nodes in graph.nodes.items():
         data[kind].num_nodes = nodes.num_nodes

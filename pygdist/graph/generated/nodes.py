@@ -13,7 +13,7 @@ from pygdist.graph.generated.published import NodeFacts
 
 _BLOCK_NODES = 1 << 13  # part of a graph's definition, since each block has its own random numbers
 # numpy pads seeds with zeros: these tags keep the seeds of different uses apart
-_FEATURES, _CENTRES, _SPLIT = 0x66656174, 0x63656E74, 0x73706C74
+_FEATURES, _CENTRES, _SPLIT, _WRONG = 0x66656174, 0x63656E74, 0x73706C74, 0x77726F6E
 
 
 class NodeGenerator:
@@ -24,11 +24,17 @@ class NodeGenerator:
     test nodes are drawn at random, in the exact numbers of ``facts``. All other nodes have features of their class, but
     no label (-1). Each type of nodes needs its own seed.
 
+    Args:
+        facts: The figures.
+        features: Generate features.
+        seed: Seed.
+        wrong_labels: Share of the nodes that have the label of another class, drawn at random; no model can know it.
+
     Attributes:
         arrays: Type and shape of each array: ``x`` (float32), ``y`` (int64), and masks (bool), as far as they exist.
     """
 
-    def __init__(self, facts: NodeFacts, *, features: bool = True, seed: int = 0) -> None:
+    def __init__(self, facts: NodeFacts, *, features: bool = True, seed: int = 0, wrong_labels: float = 0.0) -> None:
         self.num_nodes = facts.num_nodes
         self.num_features = facts.num_features if features else 0
         self.arrays: dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]] = {}
@@ -37,7 +43,7 @@ class NodeGenerator:
         if facts.num_classes:
             self.arrays["y"] = (np.dtype(np.int64), (self.num_nodes,))
             self.arrays |= {name: (np.dtype(np.bool_), (self.num_nodes,)) for name in MASKS}
-        self._facts, self._seed = facts, seed
+        self._facts, self._seed, self._wrong_labels = facts, seed, wrong_labels
 
     @property
     def starts(self) -> range:
@@ -58,9 +64,17 @@ class NodeGenerator:
             rows["x"] = x
         if "y" in self.arrays:
             fold = self._folds(ranks, start)
-            rows["y"] = np.where(fold < len(MASKS), classes, -1)
+            rows["y"] = np.where(fold < len(MASKS), self._labels(classes, start), -1)
             rows |= {name: fold == number for number, name in enumerate(MASKS)}
         return rows
+
+    def _labels(self, classes: NDArray[np.int64], start: int) -> NDArray[np.int64]:
+        if not self._wrong_labels:
+            return classes
+        rng = np.random.default_rng((self._seed, _WRONG, start // _BLOCK_NODES))
+        wrong = rng.random(len(classes)) < self._wrong_labels
+        others = rng.integers(1, max(2, self._facts.num_classes), len(classes))
+        return np.where(wrong, (classes + others) % self._facts.num_classes, classes)
 
     @cached_property
     def _centres(self) -> NDArray[np.float32]:

@@ -19,7 +19,12 @@ _BLOCK_EDGES = 1 << 20
 
 
 def load_hetero(
-    source: str | os.PathLike[str], *, scale: float = 1.0, seed: int = 0, features: bool = True
+    source: str | os.PathLike[str],
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    features: bool = True,
+    wrong_labels: float = 0.0,
 ) -> HeteroData:
     """Load a whole heterogeneous graph.
 
@@ -28,6 +33,7 @@ def load_hetero(
         scale: Factor on the published numbers of nodes and edges; only for a double.
         seed: Seed; only for a double.
         features: Generate features; only for a double.
+        wrong_labels: Share of the nodes whose label is that of another class; only for a double.
 
     Returns:
         For each type of nodes ``num_nodes``, and ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
@@ -43,13 +49,13 @@ def load_hetero(
     """
     name = os.fspath(source)
     if name in HETEROGENEOUS:
-        return generate_hetero(name, scale=scale, seed=seed, features=features)
+        return generate_hetero(name, scale=scale, seed=seed, features=features, wrong_labels=wrong_labels)
     if name in HOMOGENEOUS:
         raise InputError(f"'{name}' has nodes and edges of one type; use load_graph('{name}')")
     if not Path(name).is_dir():
         raise InputError(f"'{name}': neither a folder nor a heterogeneous graph ({', '.join(HETEROGENEOUS)})")
-    if (scale, seed, features) != (1.0, 0, True):
-        raise InputError(f"{name}: is a folder, which takes no scale, seed or features")
+    if (scale, seed, features, wrong_labels) != (1.0, 0, True, 0.0):
+        raise InputError(f"{name}: is a folder, which takes no scale, seed, features or wrong labels")
     return _read(Path(name))
 
 

@@ -65,6 +65,18 @@ def test_average_degree_skew_and_split_at_a_small_scale(name: str, scale: float)
         )  # fmt: skip
 
 
+def test_wrong_labels_are_a_share_and_change_nothing_else() -> None:
+    right, some = (load_graph("products-like", scale=0.003, wrong_labels=share) for share in (0.0, 0.22))
+    labelled = right.y >= 0
+    wrong = (some.y != right.y)[labelled].double().mean()
+    assert float(wrong) == pytest.approx(0.22, abs=0.02)
+    assert set(some.y[labelled].tolist()) == set(range(47))
+    assert torch.equal(right.y < 0, some.y < 0)
+    assert all(torch.equal(right[name], some[name]) for name in ("x", "edge_index", *MASKS))
+    with pytest.raises(InputError, match=r"wrong_labels is 1\.0, expected a share of the nodes from 0, below 1"):
+        load_graph("products-like", scale=0.003, wrong_labels=1.0)
+
+
 def test_every_node_of_a_full_split_is_in_it() -> None:
     for scale in (0.001, 0.0123, 0.5, 3.7):
         facts = published_graph("reddit-like", scale).nodes["node"]
@@ -258,7 +270,7 @@ def test_each_kind_of_graph_names_what_reads_it(tmp_path: Path) -> None:
         load_hetero(reddit)
     with pytest.raises(InputError, match=r"'nowhere': neither a folder nor a heterogeneous graph \(mag-like\)"):
         load_hetero("nowhere")
-    with pytest.raises(InputError, match="is a folder, which takes no scale, seed or features"):
+    with pytest.raises(InputError, match="is a folder, which takes no scale, seed, features or wrong labels"):
         load_hetero(mag, seed=3)
     assert HETEROGENEOUS == ("mag-like",)
 
