@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +26,7 @@ from pygdist.backends.clones import dropout
 from pygdist.backends.clones.dropout import keeps
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Shard, write_store
+from pygdist.graph import EdgeGenerator, EdgeWriter, Shard, write_store
 from pygdist.routing.refusals import refusals
 from pygdist.testing import LAYERS, RankPool, assert_exact
 from pygdist.testing.exactness import Step, distributed_step, largest_differences, reference_step
@@ -89,6 +92,31 @@ def _check_placement(rank: int, world_size: int, store: str) -> str:
     with pytest.raises(InputError) as caught:
         _bound(store, rank)
     return str(caught.value)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_nodes", "num_edges", "gib"),
+    [(10**6, 10**7, 0.8), pytest.param(10**7, 10**8, 3.0, marks=pytest.mark.exhaustive)],
+)
+def test_store_of_a_large_graph_is_cut_in_little_memory(
+    num_nodes: int, num_edges: int, gib: float, tmp_path: Path
+) -> None:
+    generator = EdgeGenerator(num_nodes, num_edges)
+    with EdgeWriter(tmp_path / "edges.npy", np.int32) as writer:
+        for start in range(0, num_edges, 1 << 22):
+            writer.append(generator.read(start, min(start + (1 << 22), num_edges)))
+    command = [sys.executable, "-m", "pygdist.cli", "partition", "--input=edges.npy", f"--num_nodes={num_nodes}"]
+    options = ["--parts=8", "--placement=edges", "--out=parts"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    meta = json.loads((tmp_path / "parts" / "meta.json").read_text())
+    assert sum(part["num_edges"] for part in meta["parts"]) == num_edges
+    assert meta["peak_rss_bytes"] < gib * 2**30
+    assert "nodes are split" in " ".join(done.stdout.split())
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
