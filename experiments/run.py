@@ -7,9 +7,9 @@
 
 An experiment is one YAML file. It holds the paper's claim and the plots (see ``pygdist report``), and under ``run`` the
 measurement: either settings for ``harness.py``, or a ``script`` beside the file with its ``arguments``, and those of
-the short version under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{work}`` for a folder
-that is deleted at the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report. Other
-files of a script go to ``NAME.files/``.
+the short version under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{dgl}`` for that of
+DGL (``--dgl``), ``{work}`` for a folder that is deleted at the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy
+of the description for the report. Other files of a script go to ``NAME.files/``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ from pygdist.errors import InputError
 from pygdist.report import read_description, rerun_command
 
 HERE = Path(__file__).resolve().parent
+_NEEDS = {
+    "data": "needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them",
+    "dgl": "needs DGL: give --dgl, a folder that the wheel of dgl 2.1.0 was unpacked into",
+}
 
 
 class UserError(Exception):
@@ -50,7 +54,7 @@ class UserError(Exception):
 
 
 class NeedsDataError(UserError):
-    """The experiment needs real graphs, but ``--data`` is missing."""
+    """The experiment needs real graphs or DGL, but ``--data`` or ``--dgl`` is missing."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def _chosen(experiment: Experiment, options: argparse.Namespace, work: Path) -> 
             raise UserError(f"{experiment.path}: no setting {name!r}; there are: {names}")
         settings = [*settings, other if shaped else replace(other, network="unshaped")]
     for one in settings:
-        _filled(one.graph_args, options.data, work)  # raises if --data is missing
+        _filled(one.graph_args, {"data": options.data, "work": work})  # raises if --data is missing
     return [replace(one, places={"data": str(options.data), "work": str(work)}) for one in settings]
 
 
@@ -207,7 +211,7 @@ def _settings(experiment: Experiment, settings: list[Setting], options: argparse
 
 def _arguments(experiment: Experiment, options: argparse.Namespace, work: Path) -> list[str]:
     words = experiment.run.get("short", []) if options.short else experiment.run.get("arguments", [])
-    return [str(one) for one in _filled(words, options.data, work)]
+    return [str(one) for one in _filled(words, {"data": options.data, "dgl": options.dgl, "work": work})]
 
 
 def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work: Path) -> str:
@@ -227,23 +231,23 @@ def _script(experiment: Experiment, arguments: Sequence[str], folder: Path, work
     return "some rows have a note in place of figures" if done.returncode else ""
 
 
-def _filled(value: Any, data: Path | None, work: Path) -> Any:
-    """Return ``value`` with ``{data}`` and ``{work}`` filled in.
+def _filled(value: Any, places: Mapping[str, Path | None]) -> Any:
+    """Return ``value`` with the folders filled in, for example the one of ``data`` in place of ``{data}``.
 
     Raises:
-        NeedsDataError: If ``value`` contains ``{data}`` and there is no such folder.
+        NeedsDataError: If ``value`` contains a folder that was not given.
     """
     if isinstance(value, Mapping):
-        return {key: _filled(one, data, work) for key, one in value.items()}
+        return {key: _filled(one, places) for key, one in value.items()}
     if isinstance(value, list):
-        return [_filled(one, data, work) for one in value]
+        return [_filled(one, places) for one in value]
     if not isinstance(value, str):
         return value
-    if "{data}" in value and data is None:
-        raise NeedsDataError(
-            "needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them"
-        )
-    return value.replace("{data}", str(data)).replace("{work}", str(work))
+    for name, place in places.items():
+        if place is None and f"{{{name}}}" in value:
+            raise NeedsDataError(_NEEDS[name])
+        value = value.replace(f"{{{name}}}", str(place))
+    return value
 
 
 def _environment() -> dict[str, str]:
@@ -256,12 +260,13 @@ def _short(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def again(place: str, data: Path | None = None) -> list[str]:
+def again(place: str, data: Path | None = None, dgl: Path | None = None) -> list[str]:
     """Return the command that runs a row of a table again.
 
     Args:
         place: ``TABLE.csv:ROW``; the first row is 1.
-        data: The folder of real graphs.
+        data: The folder of real graphs, in place of the word ``DATA``.
+        dgl: The folder of DGL, in place of the word ``DGL``.
 
     Raises:
         UserError: If there is no such row, or no description with ``again``.
@@ -280,11 +285,12 @@ def again(place: str, data: Path | None = None) -> list[str]:
     words = shlex.split(rerun_command(read_description(path), rows[int(number) - 1])) if path else []
     if not words:
         raise UserError(f"--row: {table}: no {table.stem}.yaml with 'again' beside it or above")
-    return [str(data) if word == "DATA" and data is not None else word for word in words]
+    folders = {name: str(folder) for name, folder in (("DATA", data), ("DGL", dgl)) if folder is not None}
+    return [folders.get(word, word) for word in words]
 
 
 def _rerun(options: argparse.Namespace) -> int:
-    words = [*again(options.row, options.data), "--out", str(options.out.resolve())]
+    words = [*again(options.row, options.data, options.dgl), "--out", str(options.out.resolve())]
     print(shlex.join(words), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     return subprocess.run([sys.executable, *words[1:]], env=_environment(), cwd=HERE.parent, check=False).returncode
@@ -298,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--only", nargs="+", metavar="SETTING", help="run only these settings of one experiment")
     cli.add_argument("--row", metavar="TABLE.csv:ROW", help="run one row of a table again")
     cli.add_argument("--data", type=lambda text: Path(text).resolve(), help="folder of real graphs in PyG's layout")
+    cli.add_argument("--dgl", type=lambda text: Path(text).resolve(), help="folder of DGL's unpacked wheel")
     cli.add_argument("--work", type=Path, help="folder that keeps partitioned graphs (default: a temporary one)")
     cli.add_argument("--resume", action="store_true", help="keep what an interrupted run has finished")
     cli.add_argument("--list", action="store_true", help="list the experiments")
@@ -312,8 +319,10 @@ def main() -> int:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     options.out = options.out or Path("again" if options.row or options.only else "results")
     try:
-        if options.data is not None and not options.data.is_dir():
-            raise UserError(f"--data: there is no folder {options.data}")
+        for name in ("data", "dgl"):
+            folder = getattr(options, name)
+            if folder is not None and not folder.is_dir():
+                raise UserError(f"--{name}: there is no folder {folder}")
         if options.row:
             return _rerun(options)
         chosen = [read(path) for path in options.experiments or known()]
@@ -330,7 +339,7 @@ def main() -> int:
 
 
 def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
-    """Run one after the other. Without ``--data``, skip experiments that need real graphs unless named."""
+    """Run one after the other. Skip experiments that need ``--data`` or ``--dgl`` if it is missing, unless named."""
     outcome: dict[str, str] = {}
     if reason := why_unshaped():
         print(f"unshaped: {reason}", file=sys.stderr)

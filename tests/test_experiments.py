@@ -92,6 +92,26 @@ def test_epochs(tmp_path: Path) -> None:
     assert (tmp_path / "epochs.png").is_file()
 
 
+@pytest.mark.parametrize("name", ["epochs", "measure"])
+def test_a_folder_without_dgl_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+    outcome = script(f"experiments.kernels.{name}", f"--dgl={tmp_path}", folder=tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert f"error: --dgl: there is no DGL in {tmp_path}; unpack the wheel of dgl 2.1.0 there" in outcome.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_dgl_takes_turns_with_both_types_of_ids_and_with_a_first_hop_anew(tmp_path: Path) -> None:
+    epochs = importlib.import_module("experiments.kernels.epochs")
+    options = epochs.parse([f"--dgl={tmp_path}", "--adjacencies=edges"])
+    names = {model: [one.name for one in epochs.compared(model, options)] for model in ("GraphSAGE", "GAT", "GIN")}
+    assert names == {
+        "GraphSAGE": ["pygdist", "pygdist, first hop anew", "DGL int32", "DGL int64", "PyG edges"],
+        "GAT": ["pygdist", "DGL int32", "DGL int64", "PyG edges"],
+        "GIN": ["pygdist", "PyG edges"],
+    }
+
+
 def test_the_savings_table_adds_and_leaves_out_each_switch() -> None:
     contenders = importlib.import_module("experiments.kernels.epochs").savings("GCN", ["a", "b", "c"])
     on = {one.name: [flag.split(".")[-1] for flag in one.arguments if flag.endswith("true")] for one in contenders}
@@ -375,6 +395,8 @@ def test_a_short_version_leaves_a_table_and_its_description(tmp_path: Path) -> N
         (["nothing.yaml"], "nothing.yaml"),
         ([str(EXPERIMENTS / "foundation" / "hosts.yaml"), "--only", "ranks 9"], "no setting 'ranks 9'; there are: r"),
         ([str(EXPERIMENTS / "foundation" / "verify.yaml")], "needs real graphs: give --data"),
+        ([str(KERNELS / "dgl-grid.yaml")], "needs DGL: give --dgl"),
+        (["--dgl=nowhere"], "--dgl: there is no folder"),
         (["--only", "x"], "--only: name the experiment"),
     ],
 )  # fmt: skip

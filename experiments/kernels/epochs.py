@@ -1,6 +1,7 @@
-"""Seconds per epoch and peak memory of full-graph training, ``pygdist fit`` against plain PyG; table, CSV, plot.
+"""Seconds per epoch and peak memory of full-graph training, ``pygdist fit`` against PyG and DGL; table, CSV, plot.
 
     python -m experiments.kernels.epochs --out figures
+    python -m experiments.kernels.epochs --models GCN GraphSAGE GAT --dgl SITE --out figures
     python -m experiments.kernels.epochs --savings-table --out figures
 
 Each contender trains in its own processes, one at a time, a few epochs per round. This script imports neither torch nor
@@ -28,16 +29,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.kernels import dgl_wheels
 from experiments.machine import SOME_FAILED, provenance
 
 HERE = Path(__file__).resolve().parent
-OURS = "pygdist"
+OURS, PYG, DGL = "pygdist", "plain", "plain_dgl"  # what trains: ``pygdist fit``, or one of the scripts beside this one
 MODELS = {
     "GCN": "torch_geometric.nn.models.GCN",
     "GraphSAGE": "torch_geometric.nn.models.GraphSAGE",
     "GIN": "torch_geometric.nn.models.GIN",
     "GAT": "plain.GAT",
 }
+DGL_MODELS = ("GCN", "GraphSAGE", "GAT")
 HIDDEN, CLASSES, FEATURES = 128, 40, 128
 COLUMNS = [
     "model", "contender", "nodes", "edges", "epochs", "median_s", "min_s", "spread", "ratio", "peak_gib", "imports_gib",
@@ -57,8 +60,8 @@ class Contender:
 
     model: str
     name: str
-    arguments: Sequence[str]  # of plain.py, or of `pygdist fit`
-    plain: bool
+    program: str  # OURS, PYG or DGL
+    arguments: Sequence[str] = ()  # of the program
     seconds: list[float] = field(default_factory=list)  # of epochs after warm-up
     losses: list[float] = field(default_factory=list)  # from the first epoch on, of the first process
     peak: int = 0
@@ -83,7 +86,7 @@ class Ended:
 
 def run(command: Sequence[str], folder: Path, options: argparse.Namespace) -> Ended:
     """Run Python with the threads and the memory that a contender may have."""
-    paths = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(HERE), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     threads = str(options.threads)
     environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     limit = int(options.max_gib * _GIB)
@@ -111,7 +114,7 @@ def must(ended: Ended) -> Ended:
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
-    """Write the graph as arrays, for PyG, and as a store, for pygdist. This adds to no contender's peak."""
+    """Write the graph as arrays, and as a store for pygdist. This adds to no contender's peak."""
     make = (
         "from pygdist.graph import load_graph, prepare, save_npy; from pygdist.partition import partition_graph; "
         f"data = load_graph('power-law', num_nodes={options.nodes}, num_edges={options.edges}, "
@@ -119,18 +122,34 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
         f"partition_graph(prepare(data)[0], {str(folder / 'store')!r}, num_parts=1)"
     )
     must(run(["-c", make], folder, options))
+    if options.dgl is not None:
+        save = f"import plain, pathlib; plain.save_initial(pathlib.Path({str(folder / 'graph')!r}), {HIDDEN})"
+        must(run(["-c", save], folder, options))
+
+
+def imported(folder: Path, options: argparse.Namespace) -> dict[str, int]:
+    """Return the peak memory of a process that only imports what each program imports."""
+    imports = {OURS: "import pygdist.commands.train", PYG: "import plain"}
+    if options.dgl is not None:
+        imports[DGL] = f"import pathlib, plain_dgl; plain_dgl.load(pathlib.Path({str(options.dgl)!r}))"
+    return {program: must(run(["-c", lines], folder, options)).peak for program, lines in imports.items()}
 
 
 def compared(model: str, options: argparse.Namespace) -> list[Contender]:
-    """Return pygdist, and PyG with each adjacency; for GCN also with its option to normalise once."""
-    contenders = [Contender(model, OURS, [], plain=False)]
+    """Return pygdist, DGL if there is one, and PyG with each adjacency; for GCN also with its option to cache."""
+    contenders = [Contender(model, OURS, OURS)]
+    if options.dgl is not None and model in DGL_MODELS:
+        if model != "GAT":  # whose first hop depends on parameters, so nothing of it is kept
+            contenders.append(Contender(model, f"{OURS}, first hop anew", OURS, ["--model.savings.first_hop=false"]))
+        site = f"--dgl={options.dgl}"
+        contenders += [Contender(model, f"DGL {ids}", DGL, [site, f"--ids={ids}"]) for ids in ("int32", "int64")]
     for adjacency in options.adjacencies:
         if adjacency == "torch_sparse" and not importlib.util.find_spec("torch_sparse"):
             continue
-        contenders.append(Contender(model, f"PyG {adjacency}", [f"--adjacency={adjacency}"], plain=True))
+        contenders.append(Contender(model, f"PyG {adjacency}", PYG, [f"--adjacency={adjacency}"]))
         if model == "GCN":
             arguments = [f"--adjacency={adjacency}", "--cached"]
-            contenders.append(Contender(model, f"PyG {adjacency}, cached", arguments, plain=True))
+            contenders.append(Contender(model, f"PyG {adjacency}, cached", PYG, arguments))
     return contenders
 
 
@@ -139,7 +158,7 @@ def savings(model: str, switches: Sequence[str]) -> list[Contender]:
 
     def contender(name: str, on: Sequence[str]) -> Contender:
         flags = [f"--model.savings.{switch}={'true' if switch in on else 'false'}" for switch in switches]
-        return Contender(model, name, flags, plain=False)
+        return Contender(model, name, OURS, flags)
 
     adding = [contender(f"+ {switch}", switches[: count + 1]) for count, switch in enumerate(switches[:-1])]
     leaving = [contender(f"all but {one}", [other for other in switches if other != one]) for one in switches]
@@ -150,16 +169,17 @@ def train(contender: Contender, folder: Path, options: argparse.Namespace) -> li
     """Run one process of a contender and record its figures; return one row per epoch."""
     epochs = _WARM_UP + contender.epochs(options)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if contender.plain:
-            where = ["--model", contender.model, "--hidden", str(HIDDEN), "--epochs", str(epochs)]
-            command = [str(HERE / "plain.py"), str(folder / "graph"), *where]
-        else:
+        ours = contender.program == OURS
+        if ours:
             command = ["-m", "pygdist.cli", "fit", *_fit(contender.model, folder / "store", Path(scratch), epochs)]
+        else:
+            where = ["--model", contender.model, "--hidden", str(HIDDEN), "--epochs", str(epochs)]
+            command = [str(HERE / f"{contender.program}.py"), str(folder / "graph"), *where]
         ended = run([*command, *contender.arguments], Path(scratch), options)
         if ended.code:
             contender.note = _reason(ended, options)
             return []
-        losses, seconds = _plain_figures(ended.out) if contender.plain else _logged_figures(Path(scratch))
+        losses, seconds = _logged_figures(Path(scratch)) if ours else _plain_figures(ended.out)
     contender.seconds += seconds[_WARM_UP:]
     contender.losses = contender.losses or losses
     contender.peak = max(contender.peak, ended.peak)
@@ -171,7 +191,7 @@ def train(contender: Contender, folder: Path, options: argparse.Namespace) -> li
 
 
 def _fit(model: str, store: Path, folder: Path, epochs: int) -> list[str]:
-    """Return options of ``pygdist fit``: the model, seed and optimiser of plain.py, and training only."""
+    """Return options of ``pygdist fit``: the model and seed of plain.py, the optimiser of loop.py, training only."""
     sizes = {"in_channels": FEATURES, "hidden_channels": HIDDEN, "num_layers": 2, "out_channels": CLASSES}
     return [
         "--seed_everything=0",
@@ -211,9 +231,7 @@ def _reason(ended: Ended, options: argparse.Namespace) -> str:
     return f"failed: {lines[-1] if lines else f'exit code {ended.code}'}"
 
 
-def rows(
-    contenders: Sequence[Contender], imports: dict[bool, int], options: argparse.Namespace
-) -> list[dict[str, Any]]:
+def rows(contenders: Sequence[Contender], imports: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row per contender of one model."""
     ours = contenders[0]
     measured = []
@@ -225,7 +243,7 @@ def rows(
             row |= {"median_s": median, "min_s": min(one.seconds)}
             row["spread"] = (max(one.seconds) - min(one.seconds)) / median
             row["ratio"] = median / statistics.median(ours.seconds) if ours.seconds else None
-            row |= {"peak_gib": one.peak / _GIB, "imports_gib": imports[one.plain] / _GIB}
+            row |= {"peak_gib": one.peak / _GIB, "imports_gib": imports[one.program] / _GIB}
             row["beyond_imports_gib"] = row["peak_gib"] - row["imports_gib"]
             row["loss_difference"] = _loss_difference(one.losses, ours.losses)
             # initial parameters are equal; later losses drift apart by rounding, as Adam divides by small numbers
@@ -300,6 +318,7 @@ def parser() -> argparse.ArgumentParser:
         default=adjacencies,
         help="adjacencies for plain PyG (default: all)",
     )
+    cli.add_argument("--dgl", type=Path, metavar="SITE", help=f"{dgl_wheels.HELP}; not for GIN")
     cli.add_argument("--savings-table", action="store_true", help="compare pygdist's shortcuts instead of plain PyG")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--rounds", type=int, default=3, help="number of processes per contender")
@@ -314,16 +333,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, with the default models filled in."""
     made = parser()
     options = made.parse_args(argv)
+    if options.savings_table and options.dgl is not None:
+        made.error("--savings-table compares pygdist with itself; leave out --dgl")
     options.models = options.models or (["GCN"] if options.savings_table else list(MODELS))
+    options.dgl = None if options.dgl is None else options.dgl.resolve()
     return options
 
 
 def main() -> int:
     """Measure what the command line asks for, and compare each contender's losses with pygdist's."""
     options = parse()
+    if why := dgl_wheels.problem(options.dgl):
+        print(f"error: {why}", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     name = "savings" if options.savings_table else "epochs"
-    machine = provenance(options.threads)
+    machine = provenance(options.threads) | dgl_wheels.facts(options.dgl)
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     start = time.perf_counter()
 
@@ -339,10 +364,7 @@ def main() -> int:
         folder = Path(temporary)
         say(f"graph: {options.nodes:,} nodes, {options.edges:,} edges, {FEATURES} features")
         prepare(folder, options)
-        imports = {
-            plain: must(run(["-c", f"import {module}"], folder, options)).peak
-            for plain, module in ((True, "plain"), (False, "pygdist.commands.train"))
-        }
+        imports = imported(folder, options)
         switches = must(run(["-c", _SWITCHES], folder, options)).out.split() if options.savings_table else []
         writer = csv.DictWriter(file, fieldnames=[*COLUMNS, *machine])
         writer.writeheader()

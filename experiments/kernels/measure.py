@@ -1,7 +1,8 @@
-"""pygdist's aggregation and attention against torch, PyG and torch_sparse, interleaved in one run; table, CSV, plots.
+"""pygdist's aggregation and attention against torch, PyG, torch_sparse and DGL, interleaved; table, CSV, plots.
 
     python -m experiments.kernels.measure --out figures
     python -m experiments.kernels.measure --graph reference --operations sum --features 128 --rounds 9
+    python -m experiments.kernels.measure --graph grid --operations sum mean max --dgl SITE
 
 Every round runs each contender once and copies one large array to another, so disturbances hit all alike. Figures are
 medians over rounds; the README explains the columns.
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import importlib.util
+import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -28,17 +30,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
-from torch_geometric.utils import scatter
 
+from experiments.kernels import dgl_wheels
+from experiments.kernels.contenders import OURS, Product, unweighted, weighted
 from experiments.machine import SOME_FAILED, cache_bytes, provenance
 from pygdist.backends import SingleBackend
 from pygdist.comm import Communicator
-from pygdist.graph import Adjacency, Shard, power_law
-from pygdist.kernels import CSR
+from pygdist.graph import Shard, power_law
 from pygdist.partition import partition_graph
 from pygdist.routing import distribute
 
-OURS = "pygdist"
 HEADS, CHANNELS = 4, 32
 PRODUCTS = ("sum", "mean", "max")
 # the layer, and how many arrays of edges x heads x channels PyG holds at once in forward and backward
@@ -48,8 +49,8 @@ ATTENTION: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "TransformerConv": (TransformerConv, 7),
 }
 COLUMNS = [
-    "graph", "nodes", "edges", "degree", "features", "dtype", "operation", "pass", "contender", "rounds", "median_s",
-    "min_s", "spread", "ratio", "gather_gbs", "copy_gbs", "share_of_copy", "note",
+    "graph", "nodes", "edges", "degree", "features", "dtype", "operation", "weighted", "pass", "contender", "rounds",
+    "median_s", "min_s", "spread", "ratio", "gather_gbs", "copy_gbs", "share_of_copy", "note",
 ]  # fmt: skip
 _FEWEST_ROUNDS = 3  # even if they exceed the budget
 _GIB = 2**30
@@ -69,6 +70,7 @@ class Setting:
     backward: bool
     contenders: dict[str, Callable[[], Result]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)  # contenders that do not run, and why
+    compared: Tensor | None = None  # a mask of the nodes whose results are compared; None for all
 
     @property
     def gathered_values(self) -> int | None:
@@ -94,77 +96,28 @@ def step(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None, p
     return (out, grad_x, torch.cat([one.flatten() for one in rest])) if rest else (out, grad_x)
 
 
-class KeptTranspose(torch.autograd.Function):
-    """torch's product with a transpose made once; torch's backward transposes the matrix each time."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, transposed: Tensor, x: Tensor) -> Tensor:
-        """Multiply."""
-        ctx.transposed = transposed
-        return torch.sparse.mm(matrix, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        """Multiply by the transpose."""
-        return None, None, torch.sparse.mm(ctx.transposed, grad)
-
-
-def products(edge_index: Tensor, nodes: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor, str], Tensor | None]]:
-    """Return the contenders of the sparse product: functions of rows and reduction.
-
-    A function returns ``None`` for a reduction that it does not have.
-    """
-    adjacency = Adjacency(edge_index, num_src=nodes, num_dst=nodes)
-    csr, back = adjacency.csr(), adjacency.transposed()
-    weight = torch.rand(csr.num_entries, dtype=dtype)
-    assert back.perm is not None
-    wide, narrow = (_torch_csr(csr, weight, index) for index in (torch.int64, torch.int32))
-    narrow_back = _torch_csr(back, weight[back.perm], torch.int32)
-    source, target = edge_index.contiguous()
-    torch_name = {"sum": "sum", "mean": "mean", "max": "amax"}
-
-    def edge_list(x: Tensor, reduce: str) -> Tensor:
-        message = weight.unsqueeze(-1) * x.index_select(0, source)
-        return scatter(message, target, dim=0, dim_size=nodes, reduce=reduce)
-
-    contenders: dict[str, Callable[[Tensor, str], Tensor | None]] = {
-        OURS: lambda x, reduce: adjacency.matmul(x, weight, reduce=reduce),  # as a layer's propagate does
-        "torch mm": lambda x, reduce: torch.sparse.mm(wide, x) if reduce == "sum" else None,
-        "torch mm, int32": lambda x, reduce: torch.sparse.mm(narrow, x) if reduce == "sum" else None,
-        "torch mm, int32, kept transpose": lambda x, reduce: (
-            KeptTranspose.apply(narrow, narrow_back, x) if reduce == "sum" and x.requires_grad else None
-        ),
-        "torch mm reduce": lambda x, reduce: torch.sparse.mm(wide, x, torch_name[reduce]),
-        "PyG edge list": edge_list,
-    }
-    if importlib.util.find_spec("torch_sparse"):
-        from torch_sparse import SparseTensor, matmul
-
-        matrix = SparseTensor(
-            rowptr=csr.indptr, col=csr.index.long(), value=weight, sparse_sizes=(nodes, nodes), is_sorted=True
-        ).fill_cache_()
-        contenders["torch_sparse"] = lambda x, reduce: matmul(matrix, x, reduce)
-    return contenders
-
-
-def _torch_csr(csr: CSR, weight: Tensor, index: torch.dtype) -> Tensor:
-    return torch.sparse_csr_tensor(csr.indptr.to(index), csr.index.to(index), weight, (csr.num_rows, csr.num_cols))
-
-
 def product_settings(name: str, edge_index: Tensor, nodes: int, options: argparse.Namespace) -> Iterator[Setting]:
     """Yield sum, mean and maximum, at each width, forward and forward with backward."""
     operations = [name for name in options.operations if name in PRODUCTS]
     if not operations:
         return
     dtype = getattr(torch, options.dtype)
-    functions = products(edge_index, nodes, dtype)
+    if options.dgl is None:
+        functions = weighted(edge_index, nodes, dtype)
+    else:
+        functions = unweighted(edge_index, nodes, options.dgl)
     edges = edge_index.size(1)
+    has_edges = edge_index[1].bincount(minlength=nodes) > 0
     for operation in operations:
         for features in options.features:
             for backward in (False, True):
                 x = torch.randn(nodes, features, dtype=dtype).requires_grad_(backward)
                 grad = torch.randn(nodes, features, dtype=dtype) if backward else None
                 setting = Setting(name, nodes, edges, features, operation, backward)
+                if operation == "max" and options.dgl is not None:
+                    # without in-edges DGL returns -inf, and gives the gradient to the first node
+                    setting.compared = has_edges
+                    grad = grad if grad is None else grad * has_edges.unsqueeze(-1)
                 for contender, function in functions.items():
                     # PyG holds the rows per edge and their products; for the gradient of a maximum also more arrays
                     arrays = 0 if contender != "PyG edge list" else 7 if backward and operation == "max" else 2
@@ -179,7 +132,7 @@ def product_settings(name: str, edge_index: Tensor, nodes: int, options: argpars
                 yield setting
 
 
-def _offers(function: Callable[[Tensor, str], Tensor | None], x: Tensor, operation: str) -> bool:
+def _offers(function: Product, x: Tensor, operation: str) -> bool:
     """Tell if a contender has this reduction, by trying one column."""
     one = x.detach()[:, :1].contiguous().requires_grad_(x.requires_grad)
     return function(one, operation) is not None
@@ -233,12 +186,18 @@ def check(setting: Setting) -> None:
     """Run every contender once, which also warms it up; drop one whose result differs from pygdist's."""
     # equal products tie in float32, and PyG and torch share the gradient of a tied maximum differently
     tolerance = 1e-2 if setting.operation == "max" else 1e-3
-    ours = setting.contenders[OURS]()
+    ours = _to_compare(setting, OURS)
     for name in [name for name in setting.contenders if name != OURS]:
-        worst = max(_difference(*pair) for pair in zip(setting.contenders[name](), ours, strict=True))
+        worst = max(_difference(*pair) for pair in zip(_to_compare(setting, name), ours, strict=True))
         if not worst <= tolerance:
             setting.notes[name] = f"wrong: differs from {OURS} by {worst:.1e}"
             del setting.contenders[name]
+
+
+def _to_compare(setting: Setting, name: str) -> Result:
+    """Run a contender; return its output at the nodes to compare, and its gradients."""
+    out, *gradients = setting.contenders[name]()
+    return (out if setting.compared is None else out[setting.compared], *gradients)
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
@@ -248,9 +207,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def interleave(runs: dict[str, Callable[[], Any]], rounds: int, budget_s: float) -> dict[str, list[float]]:
     """Return the seconds of each call; a contender that has spent the budget skips the remaining rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # so that the order differs in each round
+        for name in random.sample(list(runs), len(runs)):  # each finds in the caches what another one left there
             if turn >= _FEWEST_ROUNDS and sum(seconds[name]) > budget_s:
                 continue
             start = time.perf_counter()
@@ -269,6 +227,7 @@ def rows(setting: Setting, options: argparse.Namespace, copying: tuple[Callable[
         "features": setting.features,
         "dtype": options.dtype,
         "operation": setting.operation,
+        "weighted": "" if setting.operation in ATTENTION else "yes" if options.dgl is None else "no",
         "pass": "forward+backward" if setting.backward else "forward",
     }
     copy_array, copied = copying
@@ -427,6 +386,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--features", nargs="+", type=int, default=[32, 64, 128, 256, 602])
     cli.add_argument("--operations", nargs="+", choices=[*PRODUCTS, *ATTENTION], default=[*PRODUCTS, *ATTENTION])
     cli.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    cli.add_argument("--dgl", type=Path, metavar="SITE", help=f"{dgl_wheels.HELP}; products then have no weights")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--rounds", type=int, default=7)
     cli.add_argument(
@@ -449,10 +409,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure what the command line asks for, and compare each contender's result with pygdist's."""
     options = parse()
+    if why := dgl_wheels.problem(options.dgl):
+        print(f"error: {why}", file=sys.stderr)
+        return 2
     warnings.filterwarnings("ignore", message="Sparse")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    machine = provenance(options.threads)
+    random.seed(0)
+    machine = provenance(options.threads) | dgl_wheels.facts(options.dgl)
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     measured: list[dict[str, Any]] = []

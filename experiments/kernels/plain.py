@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.models import GCN, GIN, GraphSAGE
 
-LEARNING_RATE, WEIGHT_DECAY = 0.01, 5e-4
+from experiments.kernels.loop import train
 
 
 class GAT(nn.Module):
@@ -61,19 +60,11 @@ def load(folder: Path, adjacency: str) -> tuple[Data, Any]:
     return data, data.adj_t
 
 
-def train(model: nn.Module, data: Data, edges: Any, epochs: int) -> dict[str, list[float]]:
-    """Train in an ordinary loop; return the loss and the seconds of each epoch."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    losses, seconds = [], []
-    for _ in range(epochs):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(data.x, edges)[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        seconds.append(time.perf_counter() - start)
-    return {"train_loss": losses, "epoch_s": seconds}
+def save_initial(folder: Path, hidden: int) -> None:
+    """Write the initial parameters of each model beside the graph, for a contender with layers of its own."""
+    data, _ = load(folder, "edges")
+    for name in MODELS:
+        torch.save(build(name, data, hidden, cached=False).state_dict(), folder / f"{name}.pt")
 
 
 def main() -> None:
