@@ -375,8 +375,13 @@ class Backend(ABC):
         """
         return {}
 
-    def load_part_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (a hook, as above)
-        """Take up what :meth:`part_state` gave on this rank; called after :meth:`bind`, on all ranks or on none."""
+    def load_part_state(self, state: Mapping[str, Tensor]) -> bool:
+        """Take up what :meth:`part_state` gave on this rank; called after :meth:`bind`, on all ranks or on none.
+
+        Returns:
+            ``False`` if training cannot go on from it, on all ranks alike, as the backend has other arguments now.
+        """
+        return True
 
     @property
     def _title(self) -> str:

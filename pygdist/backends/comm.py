@@ -13,8 +13,9 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions, WireDtype
+from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions
 from pygdist.backends.passes.fetched import FetchedPass
+from pygdist.comm.wire import WireDtype
 
 
 class CommBackend(FetchingBackend):

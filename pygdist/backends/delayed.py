@@ -28,17 +28,17 @@ from pygdist.backends.clones.dropout import AgreeingDropout
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, summed
 from pygdist.backends.clones.fold import HopFold, folded, reduced
 from pygdist.backends.clones.refusals import refused, refused_late
-from pygdist.backends.fetching.fetcher import FetchOptions, WireDtype, check_rows, norms_refused
+from pygdist.backends.passes.kinds import kinds_of
 from pygdist.backends.passes.rehearsal import Call, Kind
-from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
+from pygdist.comm.wire import WireDtype, narrowed, wire_of
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows
-from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import asked_arguments, forget_local_state, having_one
+from pygdist.hops.hop import Deferred, Hop, check_rows
+from pygdist.hops.layer import asked_arguments, forget_local_state, having_one, norms_refused
 
 
 class DelayedBackend(Backend):
@@ -111,9 +111,9 @@ class DelayedBackend(Backend):
         wire_dtype: WireDtype | None = None,
     ) -> None:
         super().__init__()
-        self.options = FetchOptions(wire_dtype=wire_dtype)
+        self.wire = wire_of(wire_dtype)
         self.delays = DelayOptions(delay=delay, keep=keep, gradients=gradients, warm_up=warm_up)
-        given_up = [self.delays.approximation, "" if wire_dtype is None else self.options.approximation]
+        given_up = [self.delays.approximation, narrowed(wire_dtype)]
         if text := " and ".join(filter(None, given_up)):
             late = self.delays.is_late
             self.abilities = replace(self.abilities, exact=False, approximation=text, stateful=late)
@@ -121,7 +121,7 @@ class DelayedBackend(Backend):
     @override
     def exact_case(self, num_hops: int) -> DelayedBackend | None:
         copy = self._unbound()
-        copy.options, copy.delays = replace(self.options, wire_dtype=None), DelayOptions()
+        copy.wire, copy.delays = None, DelayOptions()
         copy.abilities = type(self).abilities
         return copy
 
@@ -155,7 +155,7 @@ class DelayedBackend(Backend):
         """The split nodes of this rank's part."""
         if self._exchange is None:
             with torch.inference_mode(False):  # training uses what evaluation may ask for first
-                self._exchange = CloneExchange.of(self.shard, self.communicator, self.options.wire)
+                self._exchange = CloneExchange.of(self.shard, self.communicator, self.wire)
         return self._exchange
 
     @property
@@ -228,9 +228,8 @@ class DelayedBackend(Backend):
         return {} if self._delays is None else self._delays.state()
 
     @override
-    def load_part_state(self, state: Mapping[str, Tensor]) -> None:
-        if state:
-            self._delays_of_rank.load(state)
+    def load_part_state(self, state: Mapping[str, Tensor]) -> bool:
+        return not state or self._delays_of_rank.load(state)
 
     @override
     def end_forward(self) -> None:

@@ -54,7 +54,7 @@ from torch_geometric.nn import GATConv, MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.base import Abilities, Backend
-from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows, norms_refused
+from pygdist.backends.fetching.fetcher import Fetcher, FetchOptions, HopRows
 from pygdist.backends.slicing.adjacency import SlicedAdjacency, SlicedEdges, sum_of_slices
 from pygdist.backends.slicing.all_nodes import AllNodes
 from pygdist.backends.slicing.any_hop import SlicedRun, gather_result
@@ -75,7 +75,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.fused_attention import TransformerParts, Unweighted, transformer_parts
 from pygdist.hops.hop import Deferred, Hop, target_of
-from pygdist.hops.layer import hooked, layer_name
+from pygdist.hops.layer import hooked, layer_name, norms_refused
 from pygdist.memory.overflow import beyond_memory
 from pygdist.nn.decoupled import AttentionPropagation, Propagation
 

@@ -20,6 +20,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import EGConv, MessagePassing
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.layer import (
     asked_arguments,
@@ -293,3 +294,18 @@ def _fused_path_says_all(layer: MessagePassing) -> bool:
     order = type(layer).__mro__
     at = {name: next(n for n, cls in enumerate(order) if name in vars(cls)) for name in _SAID}
     return all(at["message_and_aggregate"] <= place for place in at.values())
+
+
+def check_rows(hop: Hop, name: str, x: Tensor, expected: int, reason: str) -> None:
+    """Refuse an argument of a hop that has not ``expected`` rows; ``reason`` says why it should.
+
+    Raises:
+        InputError: Naming the layer, the argument and the rows.
+    """
+    if x.size(hop.layer.node_dim) != expected:
+        raise InputError(
+            f"{hop.layer_name}: argument '{name}' of propagate has {x.size(hop.layer.node_dim)} rows, but {reason}; "
+            "of a tensor with a row for every node of the graph, such as an embedding table, pass the rank's rows: "
+            "give the model the ids of its nodes, and look their rows up",
+            of_one_rank=True,
+        )

@@ -277,3 +277,11 @@ def norms_over_edges(layer: MessagePassing) -> list[str]:
     """Class names of norms in the modules that the layer's ``message`` calls; those of each row by itself aside."""
     norms = GLOBAL_NORMS.keys() - set(INSTANCE_NORMS)
     return [type(one).__name__ for one in modules_of_messages(layer) if norms & set(type(one).__mro__)]
+
+
+def norms_refused(layer: MessagePassing) -> str | None:
+    """Return why a layer with a norm over edges cannot run on fetched rows; ``None`` if it has none."""
+    norms = norms_over_edges(layer)
+    if not norms:
+        return None
+    return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"

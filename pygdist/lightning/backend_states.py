@@ -75,7 +75,8 @@ def scatter(saved: Mapping[str, Any] | None, backend: Backend, shard: Shard, com
     ``saved`` is what :func:`gathered` returned, if the checkpoint has it.
 
     Returns:
-        ``False`` if there is nothing to load: no state was saved, or that of another backend or of other parts.
+        ``False`` if there is nothing to load: no state was saved, or that of another backend, other parts or other
+        arguments.
 
     Raises:
         InputError: If the checkpoint is of a graph with another number of nodes, or the backend keeps other rows.
@@ -106,8 +107,7 @@ def _taken_up(parts: Mapping[str, Any], backend: Backend, shard: Shard, communic
     same = len(parts) == communicator.world_size and bool(mine.pop(_PART) == _checksum(shard))
     if not bool(communicator.gather([float(same)]).all()):
         return not parts
-    backend.load_part_state(mine)
-    return True
+    return backend.load_part_state(mine)
 
 
 def _name(backend: Backend) -> str:

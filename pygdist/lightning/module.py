@@ -152,9 +152,9 @@ class GraphModule(pl.LightningModule):
             return
         saved = checkpoint.get(_BACKEND_STATE)
         if not backend_states.scatter(saved, self.backend, self._bound, self.communicator):
-            of_parts = " for these parts of the graph" if saved else ""
+            here = " for these parts of the graph and these arguments" if saved else ""
             rank_zero_info(
-                f"the checkpoint has no state of backend '{self.backend.name}'{of_parts}; the backend begins without"
+                f"the checkpoint has no state of backend '{self.backend.name}'{here}; the backend begins without"
             )
 
     # -- evaluation on the whole graph ------------------------------------------------------------------------------

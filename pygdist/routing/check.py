@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygdist.backends.base import Backend, names_of
+from pygdist.backends.passes.kinds import kinds_of
 from pygdist.backends.passes.rehearsal import Call
-from pygdist.backends.recomputing.inputs import kinds_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
 from pygdist.graph import Adjacency, Shard

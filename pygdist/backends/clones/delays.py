@@ -75,6 +75,11 @@ class DelayOptions:
         )
 
     @property
+    def numbers(self) -> Tensor:
+        """The options on which the meaning of sums on their way depends, as numbers."""
+        return torch.tensor([-1 if self.delay == "never" else self.delay, self.keep, self.gradients == "stale"])
+
+    @property
     def is_late(self) -> bool:
         """True if sums travel while passes go on."""
         return isinstance(self.delay, int) and self.delay > 0
@@ -165,14 +170,17 @@ class Delays:
 
     def state(self) -> dict[str, Tensor]:
         """Return what has arrived and what is on its way, by name; waits until the latter is here."""
-        state = {"epoch": torch.tensor(self.epoch)}
+        state = {"epoch": torch.tensor(self.epoch), "options": self._options.numbers}
         for name, one in self._sums.items():
             state |= one.state(name)
         return state
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state` returned on this rank."""
+    def load(self, state: Mapping[str, Tensor]) -> bool:
+        """Go on from what :meth:`state` returned on this rank; ``False`` if it was made with other options."""
+        if not torch.equal(state["options"], self._options.numbers):
+            return False
         self._saved, self.epoch = dict(state), int(state["epoch"])
+        return True
 
     def close(self) -> None:
         """Wait until all that was posted has arrived, and end the process group of flights."""

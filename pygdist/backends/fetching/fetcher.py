@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,21 +25,20 @@ from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.exchange import Exchange
 from pygdist.backends.passes.base import Pass
 from pygdist.comm import Communicator, ExchangePlan
+from pygdist.comm.wire import WireDtype, narrowed, wire_of
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.fused_attention import summed_as_they_arrive
-from pygdist.hops.hop import Deferred, Hop, source_of
-from pygdist.hops.layer import norms_over_edges
+from pygdist.hops.hop import Deferred, Hop, check_rows, source_of
+from pygdist.hops.layer import norms_refused
 from pygdist.memory.overflow import Overflow, writable
 
 _GIB = 2**30
 _DENSE = 32  # edges for each node
 _MOST_MESSAGES, _ROWS_OF_A_MESSAGE = 4, 1024
 _TOO_SMALL = 4  # pieces of so many times fewer rows than there is memory for would cost too many exchanges
-
-WireDtype: TypeAlias = Literal["bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +70,17 @@ class FetchOptions:
     def __post_init__(self) -> None:
         if self.halo_gib is not None and not 0 < self.halo_gib < math.inf:
             raise InputError(f"halo_gib is {self.halo_gib}, expected a finite number of GiB above 0")
-        if self.wire_dtype not in (None, *get_args(WireDtype)):
-            raise InputError(
-                f"wire_dtype is {self.wire_dtype!r}, expected {' or '.join(get_args(WireDtype))} or nothing"
-            )
+        wire_of(self.wire_dtype)
 
     @property
     def approximation(self) -> str:
         """The clause that says which exactness is given up for fewer bytes; empty if none is."""
-        return "" if self.wire_dtype is None else f"rows and gradients travel as {self.wire_dtype}"
+        return narrowed(self.wire_dtype)
 
     @property
     def wire(self) -> torch.dtype | None:
         """The dtype in which rows travel; ``None`` for their own."""
-        return None if self.wire_dtype is None else getattr(torch, self.wire_dtype)
+        return wire_of(self.wire_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +139,6 @@ class HopRows:
             return x
         # also with no rows: every rank takes part in the exchange of the backward pass
         return x.index_copy(0, self.arrival.position, halo)
-
-
-def check_rows(hop: Hop, name: str, x: Tensor, expected: int, reason: str) -> None:
-    """Refuse an argument of a hop that has not ``expected`` rows; ``reason`` says why it should.
-
-    Raises:
-        InputError: Naming the layer, the argument and the rows.
-    """
-    if x.size(hop.layer.node_dim) != expected:
-        raise InputError(
-            f"{hop.layer_name}: argument '{name}' of propagate has {x.size(hop.layer.node_dim)} rows, but {reason}; "
-            "of a tensor with a row for every node of the graph, such as an embedding table, pass the rank's rows: "
-            "give the model the ids of its nodes, and look their rows up",
-            of_one_rank=True,
-        )
 
 
 class Fetcher:
@@ -421,11 +402,3 @@ class FetchingBackend(Backend):
         if self._fetcher is not None:
             self._fetcher.close()
         super().unbind()
-
-
-def norms_refused(layer: MessagePassing) -> str | None:
-    """Return why a layer with a norm over edges cannot run on fetched rows; ``None`` if it has none."""
-    norms = norms_over_edges(layer)
-    if not norms:
-        return None
-    return f"takes the statistics of {norms[0]} over edges, not nodes; use MLP(..., norm=None), or a LayerNorm"

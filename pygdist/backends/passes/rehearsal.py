@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.fetching.fetcher import check_rows
 from pygdist.backends.passes.clock import Clock
 from pygdist.backends.passes.rows import Rows
 from pygdist.graph import Adjacency
 from pygdist.hops.arguments import copied, mapped, named_values, node_dim, tensors_of
 from pygdist.hops.fused_attention import defers_scores
-from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.hop import Deferred, Hop, check_rows
 from pygdist.kernels import CSR
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,11 @@ from pygdist.backends.base import Abilities, names_of
 from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions
 from pygdist.backends.passes.base import Pass
 from pygdist.backends.passes.fetched import FetchedPass
+from pygdist.backends.passes.kinds import kinds_of
 from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts, Rehearsal, Rehearse, look_at
 from pygdist.backends.passes.rows import Rows
-from pygdist.backends.recomputing.inputs import ModelInputs, kinds_of
+from pygdist.backends.recomputing.inputs import ModelInputs
 from pygdist.backends.recomputing.rows import make_rows
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood

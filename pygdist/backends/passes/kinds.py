@@ -1,0 +1,69 @@
+"""Which arguments of a model hold a row per node, or per edge, of the rank's part.
+
+An argument's length must say so on all ranks: on one rank alone, class weights may happen to be as long as it has
+nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from pygdist.backends.passes.rehearsal import Kind
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency, Shard
+from pygdist.hops.arguments import named_values
+
+
+def kinds_of(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shard: Shard,
+    communicator: Communicator,
+    kinds: dict[tuple[object, ...], list[Kind]],
+) -> tuple[tuple[object, ...], list[Kind]]:
+    """Return a key for calls like this one, and the kinds of the arguments; see :class:`~.rehearsal.Call`.
+
+    Args:
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shard: The rank's shard.
+        communicator: The ranks; each makes this call.
+        kinds: The kinds of earlier calls, by key; gets those of this one.
+
+    Raises:
+        InputError: If an argument holds another number of rows than before.
+    """
+    expected: dict[Kind, int] = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
+    looks: list[tuple[str, object]] = []
+    lengths: list[int] = []
+    for name, value in named_values(model.forward, args, kwargs):
+        rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
+        plain = value if isinstance(value, (bool, str)) else type(value)
+        looks.append((name, value.dim() if rows else plain))
+        lengths.append(value.size(0) if rows else -1)
+    key = tuple(looks)
+    if key not in kinds:
+        fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]
+        everywhere = communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
+        nodes, edges = everywhere[: len(lengths)], everywhere[len(lengths) :]
+        kinds[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
+    for (name, _), kind, length in zip(looks, kinds[key], lengths, strict=True):
+        if kind is not None and length != expected[kind]:
+            raise InputError(
+                f"argument '{name or type(model).__name__}' of the model has {length} rows on rank {shard.rank}; in "
+                f"earlier calls it had one for each of the rank's {expected[kind]} {kind}s, and must have now",
+                of_one_rank=True,
+            )
+    return key, kinds[key]
+
+
+def _kind(name: str, node: bool, edge: bool) -> Kind:
+    """The kind of an argument, from its name and whether all ranks find it as long as they have nodes, or edges."""
+    if name.startswith("edge_"):
+        return "edge" if edge else None
+    return "node" if node else "edge" if edge else None
