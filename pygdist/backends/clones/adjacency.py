@@ -11,28 +11,13 @@ from typing_extensions import override
 from pygdist.backends.clones.fold import HopFold, extremum_of_messages
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.graph.adjacency import Adjacency, Reduce
+from pygdist.hops.routed_edges import RoutedAdjacency
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, tie_counts
 
 
-class SplitAdjacency(Adjacency):
+class SplitAdjacency(RoutedAdjacency[HopFold]):
     """Edges of a part; a layer that multiplies them gets the product over the edges of all parts."""
-
-    _fold: HopFold
-
-    @classmethod
-    def over(cls, adjacency: Tensor, fold: HopFold) -> SplitAdjacency:
-        """The same edges and weights, with results that ``fold`` puts together."""
-        assert isinstance(adjacency, Adjacency)
-        out = cls.from_csr(adjacency.csr(), adjacency.value)
-        assert isinstance(out, SplitAdjacency)
-        out._origin, out._fold = adjacency.origin, fold
-        return out
-
-    @override
-    def with_value(self, value: Tensor | None) -> SplitAdjacency:
-        """The same edges with other weights."""
-        return SplitAdjacency.over(self.origin.with_value(value), self._fold)
 
     @override
     def matmul(
@@ -49,18 +34,18 @@ class SplitAdjacency(Adjacency):
         if reduce == "max" or reduce == "min":
             return self._extremum(other.movedim(dim, 0), value, reduce).movedim(0, dim)
         z = self.origin.with_value(value).matmul(other, reduce="sum").movedim(dim, 0)
-        return (self._fold.mean(z) if reduce == "mean" else self._fold.sum(z)).movedim(0, dim)
+        return (self.way.mean(z) if reduce == "mean" else self.way.sum(z)).movedim(0, dim)
 
     def _extremum(self, rows: Tensor, value: Tensor | None, reduce: Literal["max", "min"]) -> Tensor:
         x = rows.flatten(1)
         plain = value is None or (value.dtype == x.dtype and not value.requires_grad)
         if plain and x.dtype in (torch.float32, torch.float64):
             z, count = _Product.apply(x.contiguous(), self.origin, value, reduce)  # type: ignore[no-untyped-call]
-            return self._fold.extremum(z, count, reduce).view(-1, *rows.shape[1:])
+            return self.way.extremum(z, count, reduce).view(-1, *rows.shape[1:])
         source, target = self.origin.as_tensor()
         messages = x[source] if value is None else x[source] * value.view(-1, 1)
         z, count = extremum_of_messages(messages, target, self.num_dst, reduce)
-        return self._fold.extremum(z, count, reduce).view(-1, *rows.shape[1:])
+        return self.way.extremum(z, count, reduce).view(-1, *rows.shape[1:])
 
 
 class _Product(torch.autograd.Function):

@@ -19,9 +19,10 @@ from pygdist.backends.fetching.groups import SourceGroup, SourceGroups, group_by
 from pygdist.comm import Message
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
-from pygdist.graph.adjacency import Adjacency, Reduce, Score, Slot
+from pygdist.graph.adjacency import Reduce, Score, Slot
 from pygdist.graph.memo import Memo
 from pygdist.hops.folds import better_of, share_of_ties
+from pygdist.hops.routed_edges import RoutedAdjacency
 from pygdist.kernels import spmm
 from pygdist.kernels.chunked import extremum_grad, spmm_into, tie_counts
 
@@ -29,24 +30,8 @@ SOURCE_GROUPS = Slot[Memo[SourceGroups]]("source groups")
 """Where the shard's edges keep their source groups, by the pieces in which rows arrive."""
 
 
-class ArrivingAdjacency(Adjacency):
+class ArrivingAdjacency(RoutedAdjacency[Exchange]):
     """The adjacency of a hop that fetches its source rows: the layer multiplies it with this rank's rows alone."""
-
-    _exchange: Exchange
-
-    @classmethod
-    def over(cls, adjacency: Tensor, exchange: Exchange) -> ArrivingAdjacency:
-        """The same edges and weights, with rows that arrive by ``exchange``."""
-        assert isinstance(adjacency, Adjacency)
-        out = cls.from_csr(adjacency.csr(), adjacency.value)
-        assert isinstance(out, ArrivingAdjacency)
-        out._origin, out._exchange = adjacency.origin, exchange
-        return out
-
-    @override
-    def with_value(self, value: Tensor | None) -> ArrivingAdjacency:
-        """The same edges with other weights."""
-        return ArrivingAdjacency.over(self.origin.with_value(value), self._exchange)
 
     @override
     def matmul(
@@ -67,33 +52,33 @@ class ArrivingAdjacency(Adjacency):
             or other_value is not None
         ):
             dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
-            rows = self._exchange.whole(other.movedim(dim, 0)).movedim(0, dim)
+            rows = self.way.whole(other.movedim(dim, 0)).movedim(0, dim)
             return self.origin.with_value(value).matmul(rows, reduce=reduce)
         groups = self._groups(other.size(0))
         if reduce in ("max", "min"):
-            out: Tensor = _Extremum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
+            out: Tensor = _Extremum.apply(other, groups, self.way, value, reduce)  # type: ignore[no-untyped-call]
         else:
-            out = _Sum.apply(other, groups, self._exchange, value, reduce)  # type: ignore[no-untyped-call]
+            out = _Sum.apply(other, groups, self.way, value, reduce)  # type: ignore[no-untyped-call]
         return out
 
     @override
     def attend(self, x: Tensor, source: Tensor, target: Tensor, negative_slope: float) -> Tensor:
         """Aggregate by attention; ``x`` holds only this rank's rows, ``source`` the scores of all source rows."""
         if x.dtype not in (torch.float32, torch.float64):
-            return self.origin.attend(self._exchange.whole(x), source, target, negative_slope)
-        return attend(x, source, target, self._groups(x.size(0)), self._exchange, negative_slope)
+            return self.origin.attend(self.way.whole(x), source, target, negative_slope)
+        return attend(x, source, target, self._groups(x.size(0)), self.way, negative_slope)
 
     @override
     def attend_by(self, parts: Sequence[Tensor], score: Score, others: Sequence[Tensor]) -> Tensor:
         """Aggregate by attention; ``parts`` hold only this rank's rows."""
         rows = torch.stack(tuple(parts), dim=1)
         if rows.dtype not in (torch.float32, torch.float64):
-            return self.origin.attend_by(self._exchange.whole(rows).unbind(1), score, others)
-        return attend_by(rows, self._groups(rows.size(0)), self._exchange, score, others)
+            return self.origin.attend_by(self.way.whole(rows).unbind(1), score, others)
+        return attend_by(rows, self._groups(rows.size(0)), self.way, score, others)
 
     def _groups(self, num_local: int) -> SourceGroups:
         # a layer of several hops fetches other rows in each, over the same edges
-        pieces, messages, overflow = self._exchange.pieces, self._exchange.messages, self._exchange.overflow
+        pieces, messages, overflow = self.way.pieces, self.way.messages, self.way.overflow
         return self.slot(SOURCE_GROUPS, Memo).get(
             (id(pieces), messages, num_local),
             (pieces,),

@@ -25,6 +25,7 @@ from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Reduce, Slot
 from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
+from pygdist.hops.routed_edges import RoutedAdjacency
 from pygdist.kernels import CSR, transpose
 
 _TRANSPOSED, _WEIGHTS_BACK = Slot[CSR]("transposed, spilled"), Slot[Memo[Tensor]]("weights by source, spilled")
@@ -110,23 +111,8 @@ class SlicedEdges:
         return plan_for(self.edges, way, csr, layout, self.num_chunks or 1, needs)
 
 
-class SlicedAdjacency(Adjacency):
+class SlicedAdjacency(RoutedAdjacency[SlicedEdges]):
     """This rank's edges, over which a layer aggregates slices of all ranks' rows."""
-
-    _sliced: SlicedEdges
-
-    @classmethod
-    def over(cls, adjacency: Adjacency, sliced: SlicedEdges) -> SlicedAdjacency:
-        """Return the same edges and weights."""
-        out = cls.from_csr(adjacency.csr(), adjacency.value)
-        assert isinstance(out, SlicedAdjacency)
-        out._origin, out._sliced = adjacency.origin, sliced
-        return out
-
-    @override
-    def with_value(self, value: Tensor | None) -> SlicedAdjacency:
-        """Return the same edges with other weights."""
-        return SlicedAdjacency.over(self.origin.with_value(value), self._sliced)
 
     @override
     def matmul(
@@ -138,7 +124,7 @@ class SlicedAdjacency(Adjacency):
         transpose: bool = False,
     ) -> Tensor:
         """Aggregate; ``other`` and the result hold the rows of this rank alone."""
-        sliced, value = self._sliced, self.value if input_value is None else input_value
+        sliced, value = self.way, self.value if input_value is None else input_value
         if reduce not in ("max", "min") and sliced.sums(other, value):
             return sum_of_slices(other, sliced, value=value, mean=reduce == "mean")
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
@@ -152,7 +138,7 @@ class SlicedAdjacency(Adjacency):
 
     def _in_chunks(self, rows: Tensor, reduce: Reduce, value: Tensor | None) -> Tensor:
         """Aggregate chunk by chunk, within the budget."""
-        sliced, width = self._sliced, rows.size(-1)
+        sliced, width = self.way, rows.size(-1)
         held = sliced.layout.held(width)
 
         def compute(edges: Adjacency, of_chunk: list[ChunkRows]) -> Tensor:
