@@ -273,6 +273,11 @@ class Backend(ABC):
         """True if in-edges of one node are in several parts, so that what is summed over them is put together."""
         return self.abilities.placement == "edges"
 
+    @property
+    def alone(self) -> bool:
+        """True in a pass that leaves out what other parts contribute, as if no node were split."""
+        return False
+
     def sums_of_parts(self, x: Tensor) -> Tensor:
         """Sum the rows that a node has in several parts, for all of these; differentiable. Every rank calls it.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -173,8 +172,8 @@ class DelayedBackend(Backend):
 
     @property
     @override
-    def splits_nodes(self) -> bool:
-        return self._own is None
+    def alone(self) -> bool:
+        return self._own is not None
 
     @property
     def _exchanged(self) -> CloneExchange:
@@ -224,6 +223,12 @@ class DelayedBackend(Backend):
             delays.close()
 
     @override
+    def forget_model(self, model: nn.Module) -> None:
+        delays, self._delays = self._delays, None
+        if delays is not None:  # of the model that was distributed before, or of this one's parameters before
+            delays.close()
+
+    @override
     def part_state(self) -> dict[str, Tensor]:
         return {} if self._delays is None else self._delays.state()
 
@@ -269,22 +274,9 @@ class DelayedBackend(Backend):
         self._to = exchange.all if any(map(_reads_targets, model.modules())) else exchange.down
         self._late = training and self.delays.is_late and self.num_ranks > 1
         if self._late:
-            self._delays_for(model).begin_pass()
-
-    def _delays_for(self, model: nn.Module) -> Delays:
-        """Return the delayed sums of a model; a former one's are dropped if it no longer runs on this backend."""
-        delays = self._delays_of_rank
-        before = None if delays.model is None else delays.model()
-        if before is not None and before is not model and any(one in self.kept.layers for one in before.modules()):
-            raise InputError(
-                "two models train on one backend 'delayed', whose delayed sums are those of one model; give each model "
-                "a backend of its own, or undistribute the other one"
-            )
-        if delays.model is not None and before is not model:
-            delays.close()
-            self._delays = None
-        self._delays_of_rank.model = weakref.ref(model)
-        return self._delays_of_rank
+            self._delays_of_rank.begin_pass(model)
+        elif self._delays is not None:
+            self._delays.running = False
 
     @property
     def _delays_of_rank(self) -> Delays:
@@ -313,6 +305,8 @@ class DelayedBackend(Backend):
     @override
     def model_output(self, output: Any) -> Any:
         m, n = self.num_rows, self.shard.num_owned
+        if self._delays is not None and self._delays.running and output is not None:
+            self._delays.end_pass(self._hops or 0, output)
         return each_tensor(output, lambda out: first_rows(out, (m,), n) if out.dim() else out)
 
     @override
@@ -362,8 +356,14 @@ class DelayedBackend(Backend):
             num_rows=self.num_rows,
             edges=edges if isinstance(edges, Adjacency) else None,
             label=label,
-            delays=self._delays if self._late and not self.kept.first_hop.keeping else None,
+            delays=self._delays if self._late and self._travels else None,
         )
+
+    @property
+    def _travels(self) -> bool:
+        """True if sums of the hop that runs are delayed, and not exchanged once as its result is kept."""
+        assert self._delays is not None
+        return self._delays.at_once or not self.kept.first_hop.keeping
 
     # -- PyG's functions -----------------------------------------------------------------------------------------------
 

@@ -294,7 +294,9 @@ class Communicator(Transport):
         group = None
         if self.world_size > 1:
             ranks = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+            # made by some ranks alone, a group after one that is closed would get its name, and its dead addresses
+            some = len(ranks) < dist.get_world_size()
+            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=some)
         other = Communicator(
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
         )

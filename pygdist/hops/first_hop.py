@@ -158,7 +158,7 @@ class FirstHop:
             return compute()
         inputs: _Inputs = (x, weight, value, edge_index)
         tensors = [part for one in (x, weight, value) for part in identity_of(one)]
-        identity = (*tensors, id(edge_index), layer.aggr, self._host.splits_nodes)
+        identity = (*tensors, id(edge_index), layer.aggr, self._host.alone)
         states = self._states.setdefault(layer, {})
         state = states.get(key)
         candidates = (one for one in (state, *states.values()) if one is not None)

@@ -29,7 +29,7 @@ class Degrees:
         if edges is None:
             here: Tensor = degree(index, num_nodes, dtype)
             return here
-        slot = (num_nodes, dtype, self._ranks.splits_nodes)
+        slot = (num_nodes, dtype, self._ranks.alone)
         counted = edges.slot(_DEGREES, Memo).get(
             slot, (), lambda: self._ranks.whole_degrees(degree(index, num_nodes, dtype))
         )

@@ -16,7 +16,7 @@ class GraphSAGEGCN(GraphSAGE):
 
     A layer averages a node and its in-neighbours alike, :math:`\mathbf{h}_v' = \mathbf{W} \frac{\mathbf{h}_v +
     \sum_{u \in N(v)} \mathbf{h}_u}{|N(v)| + 1} + \mathbf{b}`. A node with a loop counts once. Arguments are those of
-    :class:`torch_geometric.nn.GraphSAGE`.
+    :class:`torch_geometric.nn.GraphSAGE`, but ``aggr`` and ``root_weight``.
 
     Example:
         >>> model = GraphSAGEGCN(in_channels=100, hidden_channels=256, num_layers=3, out_channels=47)

@@ -79,6 +79,8 @@ class GlobalLaplacian:
     def largest(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
         """Return the largest weight of any rank's edges; its gradient is shared by all edges with this weight."""
         ranks, own = self._ranks, edges[1] < self._num_with_edges(num_nodes)
+        if ranks.alone:
+            return weight[own].max()
         here = weight.detach()[own]
         most = ranks.max_over_ranks(float(here.max()) if here.numel() else float("-inf"))
         ties = own & (weight.detach() == most)
@@ -93,7 +95,7 @@ class GlobalLaplacian:
     def _numbers_of_edges(self, edges: Any, ones: Tensor, num_nodes: int) -> Tensor:
         if not isinstance(edges, Adjacency):
             return self._sums_by_source(edges, ones, num_nodes)
-        slot = (num_nodes, ones.dtype, self._ranks.splits_nodes)
+        slot = (num_nodes, ones.dtype, self._ranks.alone)
         return edges.slot(_DEGREES, Memo).get(slot, (), lambda: self._sums_by_source(edges, ones, num_nodes))
 
     def _sums_by_source(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:

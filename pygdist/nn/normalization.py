@@ -58,7 +58,7 @@ class GlobalGCNNorm:
         if not isinstance(edge_index, Adjacency) or not fixable(edge_weight):
             return self._normalise(edge_index, edge_weight, *arguments)
         # one result for each set of arguments: weights that a model computes in every epoch replace the last ones
-        slot, inputs = (id(edge_index), self._ranks.splits_nodes, *arguments), (edge_index, edge_weight)
+        slot, inputs = (id(edge_index), self._ranks.alone, *arguments), (edge_index, edge_weight)
         same, last = self._results.knows(slot, inputs), self._results.last(slot)
         if last is not None and edge_weight is not None:  # a model may change those of one rank alone
             same = self._ranks.max_over_ranks(int(not same)) == 0

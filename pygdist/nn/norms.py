@@ -44,6 +44,10 @@ class Ranks(Protocol):
     def splits_nodes(self) -> bool:
         """True if in-edges of one node are on several ranks."""
 
+    @property
+    def alone(self) -> bool:
+        """True in a pass that leaves out what is on other ranks, as if no node were split."""
+
     def sums_of_parts(self, x: Tensor) -> Tensor:
         """Sum the rows that a node has on several ranks, for all of these; differentiable."""
 

@@ -129,7 +129,8 @@ def num_rows_with_loops(ranks: Ranks, num_rows: int) -> int:
 
     PyG adds a loop to each node; a node that is split has a row in each of its parts.
     """
-    return ranks.owned_rows(torch.empty(num_rows, 0)).size(0) if ranks.splits_nodes else num_rows
+    split = ranks.splits_nodes and not ranks.alone
+    return ranks.owned_rows(torch.empty(num_rows, 0)).size(0) if split else num_rows
 
 
 def _with_values(appended: Tensor, values: Tensor, edges: Adjacency, *, replaced: bool) -> Tensor:

@@ -32,9 +32,9 @@ def _bound(store: str, rank: int, **arguments: Any) -> tuple[Shard, DelayedBacke
     return shard, backend
 
 
-def _sum_of(backend: DelayedBackend, hop: int, way: str = "forward") -> DelayedSum:
+def _sum_of(backend: DelayedBackend, hop: int, way: str = "forward", call: int = 0) -> DelayedSum:
     assert backend._delays is not None
-    return backend._delays._sums[f"{hop}.0.{way}"]
+    return backend._delays._sums[f"{call}.{hop}.0.{way}"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def _check_staleness(rank: int, world_size: int, store: str, delay: int) -> tupl
     worst, rows = 0.0, 0
     for epoch in range(6 * delay):
         model.scale.data.fill_(epoch)
-        model(shard.x, shard.adjacency)
+        model(shard.x, shard.adjacency).sum().backward()
         if epoch < 3 * delay:
             continue
         last = epoch - (epoch - bin_of(shard.n_id, delay)) % delay  # pass in which the row's bin was served last
@@ -138,25 +138,31 @@ def test_frozen_models_that_keep_sums_become_exact(layer: str, delay: int, store
     answers = pool.run(_check_frozen, 3, store, layer, delay)
     for number in range(3):
         first = 3 * delay if number == 0 else (number + 1) * (3 * delay - 1) + 1
-        assert max(answer[number][first] for answer in answers) < 1e-12
-    assert max(answer[0][3 * delay - 1] for answer in answers) > 1e-6
+        assert max(differences[number][first] for differences, _ in answers) < 1e-12
+    assert max(differences[0][3 * delay - 1] for differences, _ in answers) > 1e-6
+    assert max(gradient for _, gradient in answers) < 1e-10
 
 
-def _check_frozen(rank: int, world_size: int, store: str, layer: str, delay: int) -> list[list[float]]:
-    """Return, for each layer and pass, the largest difference of rows that are read from those of cd-0."""
-    shard, backend = _bound(store, rank, delay=delay, keep=True)
+def _check_frozen(rank: int, world_size: int, store: str, layer: str, delay: int) -> tuple[list[list[float]], float]:
+    """Return, for each layer and pass, the largest difference of rows that are read from those of cd-0.
+
+    The other number is that of the stale gradients of the last pass.
+    """
+    shard, backend = _bound(store, rank, delay=delay, keep=True, gradients="stale")
     torch.manual_seed(0)
     model = Stacked(layer, shard.x.size(1)).double()
     exact, late = _pair(model, shard, backend)
-    with torch.no_grad():
-        exact(shard.x, shard.adjacency)
+    exact(shard.x, shard.adjacency).square().sum().backward()
     read = torch.cat([torch.arange(shard.num_owned), backend.exchange.down.rows])
     differences: list[list[float]] = [[], [], []]
-    for _ in range(9 * delay + 1):
-        late(shard.x, shard.adjacency)
+    for _ in range(18 * delay + 1):  # gradients begin to be right when sums are
+        late.zero_grad()
+        late(shard.x, shard.adjacency).square().sum().backward()
         for number, (one, other) in enumerate(zip(late.seen, exact.seen, strict=True)):
             differences[number].append(float((one - other)[read].abs().max()))
-    return differences
+    summed = backend.communicator.sum_over_ranks
+    pairs = zip(late.parameters(), exact.parameters(), strict=True)
+    return differences, max(float((summed(one.grad) - summed(other.grad)).abs().max()) for one, other in pairs)
 
 
 def _pair(model: Stacked, shard: Shard, backend: DelayedBackend) -> tuple[Stacked, Stacked]:
@@ -182,7 +188,7 @@ def _check_pass_alone(rank: int, world_size: int, store: str, delay: int) -> tup
         exact(shard.x, shard.adjacency)
     worst = others = 0.0
     for epoch in range(5 * delay):
-        late(shard.x, shard.adjacency)
+        late(shard.x, shard.adjacency).sum().backward()
         if epoch >= 3 * delay:
             delayed = _sum_of(backend, 1)
             difference = (late.seen[0] - exact.seen[0]).abs().amax(1)
@@ -312,7 +318,7 @@ def _check_bytes(rank: int, world_size: int, store: str, gradients: Any, wire_dt
 # -- never -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", ["GCN", "SAGE", "GAT", "max"])
+@pytest.mark.parametrize("layer", ["GCN", "SAGE", "GAT", "max", "Cheb"])
 def test_never_trains_each_part_by_itself_and_evaluates_exactly(layer: str, store: str, pool: RankPool) -> None:
     for alone, sent, evaluated in pool.run(_check_never, 3, store, layer):
         assert alone < 1e-12
@@ -324,9 +330,12 @@ def _check_never(rank: int, world_size: int, store: str, layer: str) -> tuple[fl
     """Compare training with plain PyG on the part, and evaluation with that on the whole graph."""
     shard, backend = _bound(store, rank, delay="never")
     torch.manual_seed(0)
-    cls = {"GCN": pyg.GCN, "SAGE": pyg.GraphSAGE, "GAT": pyg.GAT, "max": pyg.GraphSAGE}[layer]
-    options = {"aggr": "max"} if layer == "max" else {}
-    plain = cls(shard.x.size(1), HIDDEN, 2, CLASSES, **options).double()
+    if layer == "Cheb":
+        plain: nn.Module = pyg.ChebConv(shard.x.size(1), CLASSES, K=3).double()
+    else:
+        cls = {"GCN": pyg.GCN, "SAGE": pyg.GraphSAGE, "GAT": pyg.GAT, "max": pyg.GraphSAGE}[layer]
+        options = {"aggr": "max"} if layer == "max" else {}
+        plain = cls(shard.x.size(1), HIDDEN, 2, CLASSES, **options).double()
     model = distribute(copy.deepcopy(plain), backend=backend, check=False)
     x, edges = (
         torch.cat([shard.x, backend.communicator.exchange_rows(shard.x, shard.plan)]),
@@ -366,12 +375,15 @@ def _check_evaluation(rank: int, world_size: int, store: str) -> tuple[float, fl
         runs.append((shard, distribute(copy.deepcopy(plain), backend=backend, savings=PLAIN, check=False)))
     for _ in range(8):
         outs = [model.train()(shard.x, shard.adjacency) for shard, model in runs]
-        apart = max(apart, float((outs[0] - outs[1]).abs().max()))
+        apart = max(apart, float((outs[0] - outs[1]).detach().abs().max()))
+        for out in outs:
+            out.sum().backward()
         shard, model = runs[0]
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 found = model.eval()(shard.x, shard.adjacency)
-            worst = max(worst, float((found - plain(data.x, data.edge_index)[shard.owned_id]).abs().max()))
+            difference = found - plain(data.x, data.edge_index)[shard.owned_id]
+            worst = max(worst, float(difference.detach().abs().max()))
     return worst, apart
 
 
@@ -436,14 +448,102 @@ def test_two_models_on_one_backend_are_refused(store: str, pool: RankPool) -> No
 
 def _check_two_models(rank: int, world_size: int, store: str) -> str:
     shard, backend = _bound(store, rank, delay=2)
-    first, second, third = (
-        distribute(pyg.SAGEConv(5, CLASSES).double(), backend=backend, check=False) for _ in range(3)
+    first, second = (
+        distribute(Stacked("SAGE", 5).double(), backend=backend, savings=PLAIN, check=False) for _ in range(2)
     )
-    first(shard.x, shard.adjacency)
+    for _ in range(4):
+        first(shard.x, shard.adjacency).sum().backward()
     with pytest.raises(InputError) as caught:
         second(shard.x, shard.adjacency)
-    undistribute(first)
-    third(shard.x, shard.adjacency)  # begins anew
-    assert backend._delays is not None
-    assert backend._delays.epoch == 0
+    for model in (first, second, first):  # distributed again, each begins anew, with flights of its own
+        distribute(undistribute(model), backend=backend, savings=PLAIN, check=False)
+        for epoch in range(4):
+            model(shard.x, shard.adjacency).sum().backward()
+            assert backend._delays is not None
+            assert backend._delays.epoch == epoch
     return str(caught.value)
+
+
+# -- models that do not make one pass in a step ------------------------------------------------------------------------
+
+
+def test_two_views_in_a_step_have_sums_of_their_own(store: str, pool: RankPool) -> None:
+    for worst in pool.run(_check_two_views, 3, store):
+        assert worst < 1e-12
+
+
+def _check_two_views(rank: int, world_size: int, store: str) -> float:
+    """Call the model with features and their negatives before each backward pass, as contrastive losses do."""
+    shard, backend = _bound(store, rank, delay=2, keep=True)
+    torch.manual_seed(0)
+    exact, late = _pair(Stacked("SAGE", shard.x.size(1)).double(), shard, backend)
+    worst = 0.0
+    for epoch in range(9):
+        outs = [late(x, shard.adjacency) for x in (shard.x, -shard.x)]
+        sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+        if epoch >= 7:
+            for x, number in ((shard.x, 0), (-shard.x, 1)):
+                late_rows = _sum_of(backend, 1, call=number)
+                assert bool(late_rows.has.all())
+                with torch.no_grad():
+                    exact(x, shard.adjacency)
+                # the first layer's rows of this view: computed again from what the sum holds
+                assert late_rows.remote is not None
+                worst = max(worst, _difference_of_sums(shard, backend, late_rows, x))
+    return worst
+
+
+def _difference_of_sums(shard: Shard, backend: DelayedBackend, late: DelayedSum, x: Tensor) -> float:
+    """Compare what other parts contribute to the sums of a frozen model's first hop with the right numbers."""
+    rows = torch.cat([x, backend.communicator.exchange_rows(x, shard.plan)])
+    source, target = shard.adjacency.as_tensor()
+    here = torch.zeros_like(rows).index_add(0, target, rows[source])
+    whole, read = backend.sums_of_parts(here), late.rows
+    assert late.remote is not None
+    return float((late.remote - (whole - here)[read]).abs().max())
+
+
+def test_models_that_skip_layers_are_refused(store: str, pool: RankPool) -> None:
+    for said in pool.run(_check_skipped, 3, store):
+        assert "the model made 2 hops in this training pass, and 3 in those before" in said
+
+
+def _check_skipped(rank: int, world_size: int, store: str) -> str:
+    shard, backend = _bound(store, rank, delay=2)
+    model = distribute(Stacked("SAGE", shard.x.size(1)).double(), backend=backend, savings=PLAIN, check=False)
+    model(shard.x, shard.adjacency).sum().backward()
+    model.layers = model.layers[::2]
+    with pytest.raises(InputError) as caught:
+        model(shard.x, shard.adjacency)
+    return str(caught.value)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_loaded_is_the_state_until_a_pass_and_after(store: str, pool: RankPool) -> None:
+    for same, apart in pool.run(_check_state, 3, store):
+        assert same
+        assert apart == 0
+
+
+def _check_state(rank: int, world_size: int, store: str) -> tuple[bool, float]:
+    """Save, train on, go back to what was saved, and train on again."""
+    shard, backend = _bound(store, rank, delay=3, keep=True, gradients="stale")
+    torch.manual_seed(0)
+    model, outputs = Stacked("SAGE", shard.x.size(1)).double(), []
+    distribute(model, backend=backend, savings=PLAIN, check=False)
+    for _ in range(8):
+        model(shard.x, shard.adjacency).sum().backward()
+    saved = {name: value.clone() for name, value in backend.part_state().items()}
+    same = True
+    for _ in range(2):
+        assert backend.load_part_state(saved)
+        again = backend.part_state()
+        same &= again.keys() == saved.keys() and all(torch.equal(again[name], saved[name]) for name in saved)
+        outputs.append([])
+        for _ in range(5):
+            outputs[-1].append(model(shard.x, shard.adjacency))
+            outputs[-1][-1].sum().backward()
+    assert not DelayedBackend(delay=2).delays.numbers.equal(backend.delays.numbers)
+    return same, max(float((one - other).detach().abs().max()) for one, other in zip(*outputs, strict=True))

@@ -1,8 +1,9 @@
 r"""Sums over the parts of split nodes that travel while training goes on (cd-r; DistGNN, Sec. 5.3, Algorithm 4).
 
 The split nodes are dealt to *r* bins by a hash of their ids. Training pass *e* serves bin *e mod r*: a rank takes what
-arrived for the nodes of this bin, all of which was posted *r* passes before, and posts what it has now. So nobody waits
-for what has just been sent. Pass 0 exchanges nothing.
+arrived for the nodes of this bin, all of which was posted *r* passes before, and posts what it has now. So no hop waits
+for what has just been sent. Pass 0 exchanges nothing. A training pass is a forward pass of a model in training mode
+with gradients enabled.
 
 ========  ===========================================================================================================
 a root    takes the sums that its leaves posted *r* passes before; posts its own sum and these to each leaf, without
@@ -10,13 +11,15 @@ a root    takes the sums that its leaves posted *r* passes before; posts its own
 a leaf    takes what its root posted *r* passes before; posts its sum
 ========  ===========================================================================================================
 
-A row is its live sum over the edges here, plus what arrived of other parts, which is a constant. So a root reads leaves
-that are *r* to *2r - 1* passes old. A leaf reads its root as old, and other leaves *2r* to *3r - 1* passes old.
+A row is its live sum over the edges here, plus what arrived of other parts, which is a constant. In a pass in which
+nothing arrives for a row, the sum here stands for all: it is multiplied by the number of in-edges in all parts over
+that here. At a root the sums of leaves are *r* passes old; at a leaf that of its root is as old, and those of other
+leaves are *2r* passes old. If rows keep what arrived until more arrives, all of this gets up to *r - 1* passes older.
 """
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -29,8 +32,10 @@ from pygdist.comm import Communicator, ExchangePlan, Transfer, describe_rows
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.errors import InputError
 from pygdist.graph.links import drawn
+from pygdist.hops.arguments import tensors_of
 
 _BINS = 0x5EED  # seeds the hash of ids
+_MOST_CALLS = 8  # training passes before a backward pass, such as views of a graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,9 @@ class Delays:
 
     Attributes:
         model: The model whose sums these are.
-        epoch: The number of its training pass that runs, or ran last; -1 before the first.
+        epoch: The number of its training pass that runs, or ran last; -1 before the first. Passes before the backward
+            pass, such as those of two views of a graph, have one number, and sums of their own.
+        running: A training pass runs.
     """
 
     def __init__(self, exchange: CloneExchange, n_id: Tensor, options: DelayOptions) -> None:
@@ -104,15 +111,53 @@ class Delays:
         self._exchange, self._sums = exchange, dict[str, DelayedSum]()
         self._saved = dict[str, Tensor]()  # out of a checkpoint, for sums that are not yet made
         self._bins: dict[tuple[int, int], list[Bin]] = {}
-        self.model: weakref.ref[nn.Module] | None = None
-        self.epoch, self._hop, self._number = -1, 0, 0
+        self.model: nn.Module | None = None
+        self.epoch, self._call, self._hop, self._number = -1, 0, 0, 0
+        self._answered, self.running = True, False
+        self._hops: dict[int, int] = {}  # of each pass before a backward pass
 
-    def begin_pass(self) -> None:
-        """Begin a training pass."""
-        self.epoch += 1
+    def begin_pass(self, model: nn.Module) -> None:
+        """Begin a training pass.
+
+        Raises:
+            InputError: If another model made the passes before, or there are too many without a backward pass.
+        """
+        if self.model is not None and self.model is not model:
+            raise InputError(
+                "two models train on one backend 'delayed', whose delayed sums are those of one model; give each model "
+                "a backend of its own, or distribute the model again to begin anew"
+            )
+        self.model, self.running = model, True
+        self._call = 0 if self._answered else self._call + 1
+        self.epoch += self._answered
+        self._answered = False
+        if self._call == _MOST_CALLS:
+            raise InputError(
+                f"{_MOST_CALLS + 1} training passes without a backward pass: with a delay each keeps sums of its own; "
+                "call model.eval(), or use torch.no_grad(), where nothing is trained"
+            )
         if self._flights is not None:
             flights = self._flights.communicator
             flights.epoch, flights.recorder = self._here.epoch, self._here.recorder
+
+    def end_pass(self, hops: int, output: Any) -> None:
+        """End a training pass that made so many hops; the backward pass of its output ends the step.
+
+        Raises:
+            InputError: If the pass made other hops than those before.
+        """
+        self.running = False
+        if self._hops.setdefault(self._call, hops) != hops:
+            raise InputError(
+                f"the model made {hops} hops in this training pass, and {self._hops[self._call]} in those before; with "
+                "a delay, sums of the same hops travel between passes: use delay=0 for models that skip layers"
+            )
+        for one in tensors_of(output):
+            if one.requires_grad:
+                one.register_hook(self._answer)
+
+    def _answer(self, _: Tensor) -> None:
+        self._answered = True
 
     def begin_hop(self, number: int) -> None:
         """Begin the hop of this number; its sums are told apart by their order."""
@@ -134,12 +179,12 @@ class Delays:
         Shapes:
             ``z`` and the result are :math:`(m, *)`, ``share`` is :math:`(m)`.
         """
-        name, label = f"{self._hop}.{self._number}", f"{label}, sum {self._number}"
+        name, label = f"{self._call}.{self._hop}.{self._number}", f"{label}, sum {self._number}"
         self._number += 1
         forward, stale = self._sum(f"{name}.forward", of, to), self._options.gradients == "stale"
-        backward = self._sum(f"{name}.backward", to, of) if stale or self._at_once else None
+        backward = self._sum(f"{name}.backward", to, of) if stale or self.at_once else None
         share = share.to(z.dtype).view(-1, *[1] * (z.dim() - 1))
-        args = forward, backward, self.epoch, self._at_once, f"{label}, delayed"
+        args = forward, backward, self.epoch, self.at_once, f"{label}, delayed"
         out: Tensor = _Delayed.apply(z, share, self._unread(to), *args)  # type: ignore[no-untyped-call]
         return out
 
@@ -150,7 +195,8 @@ class Delays:
         return unread.nonzero().view(-1)
 
     @property
-    def _at_once(self) -> bool:
+    def at_once(self) -> bool:
+        """True in a first pass that exchanges all sums."""
         return self.epoch == 0 and self._options.warm_up == "exact"
 
     def _sum(self, name: str, of: Leaves, to: Leaves) -> DelayedSum:
@@ -162,7 +208,8 @@ class Delays:
             if key not in self._bins:
                 self._bins[key] = bins(self._n_id, of, to, self._options.delay)
             made = DelayedSum(self._flights, self._here, self._bins[key], keep=self._options.keep)
-            made.load({key: value for key, value in self._saved.items() if key.startswith(f"{name}.")}, name)
+            mine = [key for key in self._saved if key.startswith(f"{name}.")]
+            made.load({key: self._saved.pop(key) for key in mine}, name)
             self._sums[name] = made
         return self._sums[name]
 
@@ -170,7 +217,7 @@ class Delays:
 
     def state(self) -> dict[str, Tensor]:
         """Return what has arrived and what is on its way, by name; waits until the latter is here."""
-        state = {"epoch": torch.tensor(self.epoch), "options": self._options.numbers}
+        state = {**self._saved, "epoch": torch.tensor(self.epoch), "options": self._options.numbers}
         for name, one in self._sums.items():
             state |= one.state(name)
         return state
@@ -179,16 +226,25 @@ class Delays:
         """Go on from what :meth:`state` returned on this rank; ``False`` if it was made with other options."""
         if not torch.equal(state["options"], self._options.numbers):
             return False
-        self._saved, self.epoch = dict(state), int(state["epoch"])
+        self._drain()
+        self._sums.clear()
+        self._saved = {name: value for name, value in state.items() if "." in name}
+        self.epoch, self._answered = int(state["epoch"]), True
         return True
 
     def close(self) -> None:
-        """Wait until all that was posted has arrived, and end the process group of flights."""
+        """End the process group of flights, once all that was posted has arrived; after an error at once."""
         if self._flights is None or self._flights.communicator.is_closed:
             return
+        try:
+            if sys.exc_info()[0] is None:
+                self._drain()
+        finally:
+            self._flights.communicator.close()
+
+    def _drain(self) -> None:
         for one in self._sums.values():
             one.drain()
-        self._flights.communicator.close()
 
 
 class Bin(NamedTuple):
@@ -324,7 +380,7 @@ class DelayedSum:
         if describe_rows(self.remote) != describe_rows(z):
             raise InputError(
                 f"{label}: rows are {describe_rows(z)}, and were {describe_rows(self.remote)} in the pass before; sums "
-                "with a delay are for models that compute the same hops in each training pass"
+                "with a delay are for models that compute the same hops, in one precision, in each training pass"
             )
         if not self._keep:
             self.has.zero_()
