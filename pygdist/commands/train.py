@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from pygdist.bounded_yaml import read_yaml
 from pygdist.checkpoints import TRAINING_PARTS, read
+from pygdist.commands.launch_variables import is_first_rank
 from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.trainer_options import check_settings, check_trainer
@@ -187,7 +188,8 @@ class GraphCLI(LightningCLI):
         if self.config[subcommand].resume and checkpoint is not None:
             raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
         if checkpoint is None and subcommand != "fit":
-            log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
+            if is_first_rank():
+                log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
             config = self.config[subcommand]
             folder = config.checkpoint.dirpath or config.trainer.default_root_dir or "runs"

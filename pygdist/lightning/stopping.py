@@ -76,7 +76,7 @@ class Stopping:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
             path, signum = os.path.join(folder, _FILE), int(noted[reached[0], 0])
             signals.postpone_end(_SAVE_S)
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)  # by default Lightning says that it was not set
             ranks = "rank " + ", ".join(map(str, reached))
             raise SignalError(f"{signals.name_of(signum)} reached {ranks}; the run was saved in {path}", signum)
 
