@@ -19,7 +19,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning import backend_states
-from pygdist.lightning.checks import check_accumulation, check_model, check_sizes, check_strategy
+from pygdist.lightning.checks import LARGEST_RATE, check_accumulation, check_model, check_sizes, check_strategy
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
@@ -62,8 +62,9 @@ class GraphModule(pl.LightningModule):
         detect_nan: bool = True,
     ) -> None:
         super().__init__()
-        if not (0 <= lr < math.inf and 0 <= weight_decay < math.inf):
-            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected finite numbers from 0")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0 <= value <= LARGEST_RATE:
+                raise InputError(f"{name} is {value}, expected a number from 0 to {LARGEST_RATE:g}")
         check_model(model)
         self.model, self.backend = model, resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
