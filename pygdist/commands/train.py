@@ -22,10 +22,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from pygdist.bounded_yaml import read_yaml
 from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.launch_variables import is_first_rank
-from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
+from pygdist.commands.messages import Parser, described, last_value, one_line, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError, RefusedError
@@ -187,13 +186,16 @@ class GraphCLI(LightningCLI):
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
         if self.config[subcommand].resume and checkpoint is not None:
             raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
+        if checkpoint == "":
+            raise InputError("--ckpt_path is empty; name a file, or leave it out")
         if checkpoint is None and subcommand != "fit":
             if is_first_rank():
                 log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
             config = self.config[subcommand]
             folder = config.checkpoint.dirpath or config.trainer.default_root_dir or "runs"
-            path = named_checkpoint(checkpoint, Path(folder), Path(config.trainer.default_root_dir or "."))
+            hpc = Path(config.trainer.default_root_dir or ".")
+            path = named_checkpoint(checkpoint, Path(folder), hpc, self._as_saved(config))
             rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
             checkpoint = config["ckpt_path"] = str(path)
         if checkpoint is not None and not is_remote(checkpoint):
@@ -296,8 +298,9 @@ class GraphCLI(LightningCLI):
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
         goes_on = bool(resume) and not self._logs
         if self._logs and self.subcommand == "fit":
-            ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
-            folder = folder_to_go_on(root, ours, resume, saved and Path(saved))  # other ranks may see another disk
+            folder = folder_to_go_on(
+                root, self._as_saved(config), resume, saved and Path(saved)
+            )  # other ranks may see another disk
             goes_on, saved = folder is not None, saved or folder
             if folder is not None and trainer.is_global_zero:
                 self._folder = RunFolder(folder)
@@ -311,6 +314,10 @@ class GraphCLI(LightningCLI):
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
         if self.subcommand == "fit":
             trainer.callbacks.insert(0, Resume(saved if goes_on else None))  # on all ranks: it agrees on one file
+
+    def _as_saved(self, config: Any) -> Any:
+        """Return a configuration in the form in which ``config.yaml`` of a run holds it."""
+        return yaml.safe_load(self._parser(self._subcommand).dump(config, skip_none=False))
 
     def _clean_up(self) -> None:
         # the other ranks fail for the same reason, which is reported once
@@ -352,7 +359,8 @@ def _mistake_of(error: Exception) -> InputError | None:
     if isinstance(error, InputError):
         return error
     of_launcher = isinstance(error, ValueError) and "in Lightning, but" in text  # torchrun or SLURM started other ranks
-    if of_launcher or isinstance(error, (MisconfigurationException, FileNotFoundError)):
+    of_interval = isinstance(error, ValueError) and text.lstrip().startswith("`val_check_interval`")
+    if of_launcher or of_interval or isinstance(error, (MisconfigurationException, FileNotFoundError)):
         return InputError(one_line(text))
     if isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on"):
         return InputError(f"EarlyStopping: {one_line(text)}")
@@ -363,7 +371,7 @@ def _mistake_of(error: Exception) -> InputError | None:
 
 def _task_of(arguments: list[str]) -> str:
     """Return the value of ``--task``, on which the other options depend."""
-    task = _last_value(arguments, "task") or "nodes"
+    task = last_value(arguments, "task") or "nodes"
     if task not in _TASKS:
         raise InputError(f"--task: {task!r}, expected {' or '.join(_TASKS)}")
     return str(task)
@@ -380,7 +388,7 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
 
     The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _last_value(arguments, "trainer", "strategy") or _STRATEGY
+    name = last_value(arguments, "trainer", "strategy") or _STRATEGY
     entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
     option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
     awaits_value = ""
@@ -401,20 +409,6 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
     settings[option] = path
     settings = {option: path, **registered, **settings}  # the class before its options
     return [*others, *(f"{key}={value}" for key, value in settings.items())]
-
-
-def _last_value(arguments: list[str], *names: str) -> Any:
-    """Return the last value of an option (given by the parts of its name) on the command line or in its YAML files."""
-    result: Any = None
-    for option, value in options_of(arguments):
-        if option == f"--{'.'.join(names)}":
-            result = value
-        elif option in ("--config", "-c") and Path(value).is_file():
-            content = read_yaml(Path(value))
-            for name in names:
-                content = content.get(name) if isinstance(content, dict) else None
-            result = result if content is None else content
-    return result
 
 
 def _strategy_of(strategy: Any) -> Any:

@@ -246,20 +246,50 @@ def test_a_folder_in_use_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch
     RunFolder(begun / "runs" / "version_0").finish()
 
 
-def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:
+def test_names_of_checkpoints_mean_the_newest_run_of_the_configuration(begun: Path) -> None:
     _fit(begun, "--trainer.max_epochs=1", "--model.lr=0.5")  # version_1
-    for command, name in (("test", "last"), ("validate", "best")):
-        outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", folder=begun)
+    other = ("--trainer.devices=1", "--trainer.max_epochs=7", "--data.num_workers=0")
+    for command, name, version, options in (
+        ("test", "last", 1, ("--model.lr=0.5",)),
+        ("validate", "best", 1, ("--model.lr=0.5",)),
+        ("test", "last", 0, other),
+        ("predict", "best", 0, other),
+    ):
+        outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", *options, folder=begun)
         assert outcome.code == 0, outcome.err
-        (said,) = (line for line in outcome.err.splitlines() if line.startswith(f"--ckpt_path={name}: "))
-        path = begun / said.partition(": ")[2]
-        assert path.parent.parent.name == "version_1"
-        assert path.name == "last.ckpt" if name == "last" else path.name.startswith("epoch=0")
-    _fit(begun, "--ckpt_path=last", "--trainer.max_epochs=2", "--model.lr=0.5")
-    assert _last(begun, 4)["global_step"] == 2
-    shutil.copy(begun / "runs/version_0/checkpoints/last.ckpt", begun / "hpc_ckpt_2.ckpt")
-    outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=hpc", folder=begun)
-    assert "--ckpt_path=hpc: hpc_ckpt_2.ckpt" in outcome.err
+        begins = f"--ckpt_path={name}: runs/version_{version}/"
+        (said,) = (line for line in outcome.err.splitlines() if line.startswith(begins))
+        assert Path(said).name == "last.ckpt" if name == "last" else "epoch=" in Path(said).name
+    assert "runs/version_1 is another run's (--model.lr), so it does not count" in outcome.err
+    outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=last", "--model.lr=0.25", folder=begun)
+    words = ("--ckpt_path=last", "no run of this configuration", "another run's (--model.lr)")
+    said = assert_mistake(outcome, *words)
+    assert "runs/version_1" in said, "the newest"
+
+
+def test_the_newest_run_is_the_one_that_was_saved_last(begun: Path) -> None:
+    first, second = (begun / "runs" / f"version_{number}" for number in (0, 1))
+    shutil.copytree(first, second)
+    config = yaml.safe_load((first / "config.yaml").read_text())
+    for time, path in enumerate((*second.rglob("*.ckpt"), *first.rglob("*.ckpt"))):
+        os.utime(path, (time, time))
+    os.utime(first / "checkpoints" / "last.ckpt", (50, 50))
+    assert named_checkpoint("last", begun / "runs", begun, config).parent.parent == first
+    shutil.copy(second / "checkpoints" / "last.ckpt", second / "checkpoints" / "on_signal.ckpt")  # newer than all
+    assert named_checkpoint("last", begun / "runs", begun, config) == second / "checkpoints" / "on_signal.ckpt"
+    assert named_checkpoint("best", begun / "runs", begun, config).parent.parent == second
+
+
+def test_hpc_checkpoints_are_those_of_the_configuration(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(begun)
+    config = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
+    for number in (2, 1):  # the second one is newer
+        shutil.copy("runs/version_0/checkpoints/last.ckpt", f"hpc_ckpt_{number}.ckpt")
+        os.utime(f"hpc_ckpt_{number}.ckpt", (10 - number, 10 - number))
+    assert named_checkpoint("hpc", Path("runs"), Path("."), config).name == "hpc_ckpt_1.ckpt"
+    config["model"]["lr"] = 0.5
+    with pytest.raises(InputError, match=r"no run of this configuration: .*version_0 is another run's \(--model.lr\)"):
+        named_checkpoint("hpc", Path("runs"), Path("."), config)
 
 
 def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
@@ -269,7 +299,7 @@ def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
     for time, name in enumerate(names):
         (folder / name).touch()
         os.utime(folder / name, (time, time))
-    assert named_checkpoint("last", tmp_path, tmp_path).name == "last-v10.ckpt"
+    assert named_checkpoint("last", tmp_path, tmp_path, {}).name == "last-v10.ckpt"
 
 
 @pytest.mark.parametrize("name", ["last", "best", "hpc"])
