@@ -33,7 +33,7 @@ from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
 from pygdist.lightning.resume import Resume
 from pygdist.lightning.table import EpochLogger
-from pygdist.memory.limits import refusal_of
+from pygdist.memory.limits import refusal_of, writes_to
 
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
@@ -180,11 +180,16 @@ class GraphCLI(LightningCLI):
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
         defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
-        check_settings(self.config[subcommand], defaults)
-        checkpoint = self.config[subcommand].get("ckpt_path")
-        if self.config[subcommand].resume and subcommand != "fit":
+        config = self.config[subcommand]
+        check_settings(config, defaults)
+        root, places = config.trainer.default_root_dir or "runs", (config.checkpoint.dirpath, config.data.cache_dir)
+        writes_to(root, *(place for place in places if place is not None))
+        if subcommand == "predict":
+            writes_to(Path(config.predictions.path).parent)
+        checkpoint = config.get("ckpt_path")
+        if config.resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
-        if self.config[subcommand].resume and checkpoint is not None:
+        if config.resume and checkpoint is not None:
             raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
         if checkpoint == "":
             raise InputError("--ckpt_path is empty; name a file, or leave it out")
@@ -192,8 +197,7 @@ class GraphCLI(LightningCLI):
             if is_first_rank():
                 log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
-            config = self.config[subcommand]
-            folder = config.checkpoint.dirpath or config.trainer.default_root_dir or "runs"
+            folder = config.checkpoint.dirpath or root
             hpc = Path(config.trainer.default_root_dir or ".")
             path = named_checkpoint(checkpoint, Path(folder), hpc, self._as_saved(config))
             rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
