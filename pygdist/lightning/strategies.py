@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -36,6 +37,7 @@ from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
+from pygdist.lightning.to_rank_zero import broadcast_plain
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
 
@@ -212,6 +214,14 @@ class GraphDDPStrategy(DDPStrategy):
         self._stopping.begin(self._current_trainer, self._watchdog)
         if self._current_trainer is not None:
             self._communicator.agree(read_only_folder(self._current_trainer) or unusable_name(self._current_trainer))
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Return the value of rank ``src``, which travels as JSON; Lightning would send a pickle."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return obj
+        value: TBroadcast = broadcast_plain(obj, src, self.root_device)
+        return value
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
