@@ -18,6 +18,7 @@ from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.graph.store.structure import check_values
 from pygdist.lightning import backend_states
 from pygdist.lightning.checks import LARGEST_RATE, check_accumulation, check_model, check_sizes, check_strategy
 from pygdist.lightning.datamodule import GraphDataModule
@@ -28,6 +29,8 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.routing import distribute, undistribute
 from pygdist.routing.agreement import agree_on_model
 
+_LARGEST_VALUE = 1e18  # of a feature: its square is far from the largest of float32
+_OF_NAN = "lower the learning rate, or look for features, edge weights or labels that overflow"
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 
@@ -251,10 +254,11 @@ class GraphModule(pl.LightningModule):
             return
         found = self.communicator.gather([float(torch.isfinite(loss.mean_value).all())])[:, 0].tolist()
         if ranks := [str(rank) for rank, finite in enumerate(found) if not finite]:  # none: a mean over no node
+            causes = self.communicator.gather_text(_wrong_values(self._datamodule()))
+            advice = next(filter(None, causes), _OF_NAN)
             raise InputError(
-                f"epoch {self.current_epoch}: {stage}_loss is {value} (rank {', '.join(ranks)} of {len(found)}); lower "
-                "the learning rate, or look for features, edge weights or labels that overflow. detect_nan=False "
-                "(--model.detect_nan=false) goes on with it"
+                f"epoch {self.current_epoch}: {stage}_loss is {value} (rank {', '.join(ranks)} of {len(found)}); "
+                f"{advice}. detect_nan=False (--model.detect_nan=false) goes on with it"
             )
 
     @override
@@ -298,6 +302,16 @@ class GraphModule(pl.LightningModule):
                 "its own; a partitioned graph needs strategy='graph_ddp'"
             )
         return Communicator()
+
+
+def _wrong_values(data: GraphDataModule) -> str:
+    """Return which file of this rank's parts holds values that make a loss NaN, and which; empty if none does."""
+    for part in data.parts:
+        try:
+            check_values(data.meta, part, data.folder / f"part_{part}", largest=_LARGEST_VALUE)
+        except InputError as error:
+            return str(error)
+    return ""
 
 
 class Mean(MeanMetric):

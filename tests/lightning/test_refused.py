@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
+from experiments.reliability.malformed.stores import forge
 from pygdist import GraphDataModule, GraphDDPStrategy, InputError
 from pygdist.backends import ReplicaBackend
 from pygdist.comm import Communicator
+from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.testing import RankPool
@@ -90,6 +93,29 @@ def test_a_loss_that_is_no_number_stops_the_run(
         assert said.startswith(words)
         assert "detect_nan=False" in said
         assert len(epochs) <= 2
+
+
+def _fit_store(rank: int, world_size: int, folder: str) -> str:
+    data = GraphDataModule(store=Path(folder) / "store")
+    with pytest.raises(InputError) as error:
+        runs.trainer(rank, world_size, folder, max_epochs=3, num_sanity_val_steps=0).fit(
+            NodeClassifier(runs.model(), check=False), datamodule=data
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(float("inf"), "1 of 80 nodes hold NaN or"), (1e300, "1 of 80 nodes hold values above")]
+)
+def test_the_file_that_makes_a_loss_nan_is_named(value: float, said: str, pool: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_parts": 2, "method": "given", "arguments": {}}
+    write_store(runs.graph(), np.arange(160) % 2, tmp_path / "store", **options)
+    x = np.load(tmp_path / "store" / "part_1" / "x.npy")
+    x[3, 0] = value
+    forge(tmp_path / "store", "x", x, part=1)
+    for text in pool.run(_fit_store, 2, str(tmp_path)):
+        assert "_loss is nan" in text
+        assert f"; {tmp_path}/store/part_1/x.npy: {said}" in text
 
 
 class TooFast(NodeClassifier):
