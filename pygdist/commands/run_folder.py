@@ -1,7 +1,7 @@
 """The folder of a run: a new one for each, or that of a run which goes on; ``--ckpt_path=last`` looks there too.
 
-A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it,
-and torchrun's and SLURM's names of the job are in it, by which a run that is started again finds its folder.
+A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it.
+It holds the names of its job by torchrun, SLURM and Kubernetes: a run that is started again finds its folder by them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from pygdist.lightning.stopping import ON_SIGNAL
 _MARK = ".unfinished"
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")  # as Lightning names them
 _HPC = re.compile(r"hpc_ckpt_\d+\.ckpt")
+_MOUNTS = Path("/proc/self/mountinfo")
+_OF_POD = re.compile(r"/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/etc-hosts /etc/hosts ")
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone
 # a run is the same one with other values of these
 _MAY_DIFFER = {
@@ -47,7 +49,7 @@ class RunFolder:
         self.path = path
         self._mark = _locked(path / _MARK)
         self._mark.truncate(0)
-        self._mark.write("".join(f"{job}\n" for job in _jobs()))
+        self._mark.write("".join(f"{line}\n" for line in (*_jobs(), _container())))
         self._mark.flush()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def folder_to_go_on(
     Args:
         root: The folder of all runs.
         config: The configuration; a run that differs in what it learns is another one.
-        resume: Go on or do not. ``None`` goes on if torchrun or SLURM has started the same job before.
+        resume: Go on or do not. ``None`` goes on if torchrun, SLURM or Kubernetes has started the same job before.
         saved: Where checkpoints are, if not in the run's folder.
     """
     if resume is False:
@@ -105,12 +107,13 @@ def folder_to_go_on(
 
 
 def _is_of_this_job(folder: Path) -> bool:
-    """Tell if a run has not ended, and torchrun or SLURM has started this process for the same job again."""
+    """Tell if a run has not ended, and its job has been started again since: this process is of that job."""
     try:
-        jobs = (folder / _MARK).read_text().splitlines()
+        noted = (folder / _MARK).read_text().splitlines()
     except OSError:
         return False
-    return any(job in jobs for job in _jobs() if not job.startswith("SLURM") or _count("SLURM_RESTART_COUNT"))
+    again = {"SLURM": _count("SLURM_RESTART_COUNT") > 0, "Kubernetes": _container() not in noted}
+    return any(job in noted and again.get(job.split()[0], True) for job in _jobs())
 
 
 def _jobs() -> list[str]:
@@ -121,7 +124,28 @@ def _jobs() -> list[str]:
         jobs.append(f"torchrun {agent() if torchrun == 'none' else torchrun}")
     if slurm is not None:
         jobs.append(f"SLURM {slurm}")
+    pod, index = os.environ.get("HOSTNAME"), os.environ.get("JOB_COMPLETION_INDEX")
+    if pod and "KUBERNETES_SERVICE_HOST" in os.environ:
+        # pods of an indexed Job have its name and their number for a host name; other names may come again
+        of_job = index is not None and pod.endswith(f"-{index}")
+        jobs.append(f"Kubernetes Job {pod}" if of_job else f"Kubernetes pod {pod} {_pod_uid()}")
     return jobs
+
+
+def _pod_uid() -> str:
+    """Return the unique number of this pod, in whose folder Kubernetes keeps the list of hosts; empty if not seen."""
+    with contextlib.suppress(OSError):
+        if found := _OF_POD.search(_MOUNTS.read_text()):
+            return found[1]
+    return ""
+
+
+def _container() -> str:
+    """Name this start of the container, or machine, by the time at which its first process began."""
+    with contextlib.suppress(OSError):
+        began = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+        return f"container {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {began}"
+    return "container"
 
 
 def _restarts() -> int:

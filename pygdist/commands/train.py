@@ -168,7 +168,7 @@ class GraphCLI(LightningCLI):
         parser.add_argument(
             "--resume", type=bool | None, default=None, nargs="?", const=True,
             help="for fit: go on with the newest run of this configuration that has a checkpoint; begin if there is"
-            " none. By default when torchrun or SLURM starts the same job again",
+            " none. By default when torchrun, SLURM or Kubernetes starts the same job again",
         )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})

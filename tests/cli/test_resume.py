@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from pygdist import InputError
+from pygdist.commands import run_folder
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
 
@@ -176,6 +177,51 @@ def test_a_job_goes_on_with_its_own_run(
     assert folder_to_go_on(begun / "runs", config, True) == folder
 
 
+UID = "0123abcd-0123-4567-89ab-0123456789ab"
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-x7k2p"}
+INDEXED = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-3", "JOB_COMPLETION_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "goes_on"),
+    [
+        pytest.param((POD, UID, "a"), (POD, UID, "b"), True, id="container-again"),
+        pytest.param((POD, "", "a"), (POD, "", "b"), True, id="container-again-uid-not-seen"),
+        pytest.param((POD, UID, "a"), (POD, UID, "a"), False, id="next-command"),
+        pytest.param((POD, UID, "a"), (POD, UID.replace("a", "b"), "b"), False, id="new-pod-of-the-same-name"),
+        pytest.param((POD, UID, "a"), ({**POD, "HOSTNAME": "train-q9w3e"}, UID, "b"), False, id="other-pod"),
+        pytest.param((INDEXED, UID, "a"), (INDEXED, UID.replace("a", "b"), "b"), True, id="indexed-job-new-pod"),
+        pytest.param((INDEXED, UID, "a"), (INDEXED, UID, "a"), False, id="indexed-job-next-command"),
+        pytest.param((INDEXED, UID, "a"), ({**INDEXED, "HOSTNAME": "other-3"}, "", "b"), False, id="another-job"),
+        pytest.param(({"HOSTNAME": "h"}, "", "a"), ({"HOSTNAME": "h"}, "", "b"), False, id="no-kubernetes"),
+    ],
+)
+def test_kubernetes_starts_a_job_again(
+    first: Any, second: Any, goes_on: bool, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun / "runs" / "version_0"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for number, (environment, uid, container) in enumerate((first, second)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        mounts = begun / "mountinfo"
+        mounts.write_text(
+            f"612 599 8:1 /var/lib/kubelet/pods/{uid}/etc-hosts /etc/hosts rw,relatime - ext4 /dev/sda1 rw\n"
+        )
+        monkeypatch.setattr("pygdist.commands.run_folder._MOUNTS", mounts)
+        monkeypatch.setattr("pygdist.commands.run_folder._container", lambda name=container: f"container {name}")
+        if number == 0:
+            RunFolder(folder)._mark.close()  # killed
+    assert folder_to_go_on(begun / "runs", config, None) == (folder if goes_on else None)
+    (folder / ".unfinished").unlink()
+    assert folder_to_go_on(begun / "runs", config, None) is None, "the run had ended"
+
+
+def test_the_container_is_the_same_for_all_commands() -> None:
+    assert run_folder._container() == run_folder._container()
+    assert len(run_folder._container().split()) == 3
+
+
 def test_jobs_without_a_name_are_told_apart_by_their_agents(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = begun / "runs" / "version_0"
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -200,7 +246,7 @@ def test_torchrun_that_starts_ranks_again_goes_on(folder: Path, trained: tuple[P
     args = (*FIT, "--trainer.max_epochs=5", "--trainer.callbacks+=lose.Lose")
     first = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "0"})
     assert [rank.code for rank in first] == [9, 9]
-    assert (folder / "runs" / "version_1" / ".unfinished").read_text() == "torchrun test\n"
+    assert (folder / "runs" / "version_1" / ".unfinished").read_text().startswith("torchrun test\n")
     again = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "1"})
     assert [rank.code for rank in again] == [0, 0], again[0].err
     assert "the run goes on from runs/version_1/checkpoints/last.ckpt" in again[0].err

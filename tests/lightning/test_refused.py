@@ -104,18 +104,15 @@ def _fit_store(rank: int, world_size: int, folder: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(float("inf"), "1 of 80 nodes hold NaN or"), (1e300, "1 of 80 nodes hold values above")]
-)
-def test_the_file_that_makes_a_loss_nan_is_named(value: float, said: str, pool: RankPool, tmp_path: Path) -> None:
+def test_the_file_that_makes_a_loss_nan_is_named(pool: RankPool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_parts": 2, "method": "given", "arguments": {}}
     write_store(runs.graph(), np.arange(160) % 2, tmp_path / "store", **options)
     x = np.load(tmp_path / "store" / "part_1" / "x.npy")
-    x[3, 0] = value
+    x[3, 0] = np.inf
     forge(tmp_path / "store", "x", x, part=1)
     for text in pool.run(_fit_store, 2, str(tmp_path)):
         assert "_loss is nan" in text
-        assert f"; {tmp_path}/store/part_1/x.npy: {said}" in text
+        assert f"; {tmp_path}/store/part_1/x.npy: 1 of 80 nodes hold NaN or" in text
 
 
 class TooFast(NodeClassifier):

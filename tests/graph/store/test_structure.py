@@ -179,11 +179,8 @@ def test_label_matrices_and_values_beyond_float32_are_found_by_check(tmp_path: P
     folder = tmp_path / "store" / "part_0"
     meta = read_meta(tmp_path / "store")
     check_values(meta, 0, folder)
-    for name, value, said in (
-        ("x", 1e39, "values above 3.4e38"),
-        ("y", np.nan, "NaN in some"),
-        ("y", np.inf, "0 to 1"),
-    ):
+    wrong = (("x", 1e39, "values above 3.4e38"), ("y", np.nan, "NaN in some"), ("y", np.inf, "0 to 1"))
+    for name, value, said in wrong:
         array = np.load(folder / f"{name}.npy")
         changed = array.copy()
         changed[2, 0] = value
