@@ -127,7 +127,7 @@ def _fit_too_fast(rank: int, world_size: int, folder: str) -> str:
     data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
     module = TooFast(runs.model().float(), detect_nan=False)
     with pytest.raises(InputError) as error:
-        runs.trainer(rank, world_size, folder, max_epochs=3).fit(module, datamodule=data)
+        runs.trainer(rank, world_size, folder, max_epochs=3, precision="32-true").fit(module, datamodule=data)
     return str(error.value)
 
 
