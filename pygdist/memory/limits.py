@@ -84,7 +84,7 @@ def refusal_of(error: BaseException) -> RefusedError | None:
     reason = _reason(code)
     asked = re.search(r"(?:tried to allocate|Unable to allocate) [\d.,]+ \w+", text, re.IGNORECASE)
     more = asked[0] if asked else text if isinstance(error, MemoryError) else ""
-    if file is None and code in _OF_DISKS:
+    if file is None and code in _OF_DISKS and _folders:  # otherwise it may be standard output
         return RefusedError(f"{os.strerror(code)}: one of {_where()}; {_ADVICE[code]}")
     return RefusedError(f"{file}: {reason}" if file else f"{reason} ({more})" if more else reason)
 
