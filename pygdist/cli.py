@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from pygdist import signals
+from pygdist.commands.launch_variables import is_first_rank
 from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
 from pygdist.memory.limits import refusal_of
 from pygdist.memory.scratch import ScratchFolder, is_scratch
@@ -137,7 +138,7 @@ def _run(command: str, rest: list[str]) -> int:
                 raise of_threads[0]
             return code
     except InputError as error:
-        if error.of_one_rank or _is_first_rank():
+        if error.of_one_rank or is_first_rank():
             _complain(str(error))
         return 2
     except LostRankError as error:
@@ -158,7 +159,7 @@ def _run(command: str, rest: list[str]) -> int:
             return 2
         if not isinstance(error, OSError) or not _is_named(error, rest):
             raise
-        if _is_first_rank():
+        if is_first_rank():
             _complain(f"{str(error.filename)[:200]}: {error.strerror}; name another file or folder")
         return 2
     except SystemExit as leaving:  # after --help and --print_config
@@ -184,7 +185,7 @@ def _nobody_reads() -> bool:
 
 def _ended(error: SignalError) -> int:
     message = signals.first_told(error.message)
-    if _is_first_rank() or signals.only_here():
+    if is_first_rank() or signals.only_here():
         _complain(message)
     return 128 + error.signum
 
@@ -257,12 +258,6 @@ def _is_named(error: OSError, arguments: list[str]) -> bool:
     """Tell if an error of the system is about a file that the command line names, or one in a folder that it names."""
     values = [argument.partition("=")[2] or argument for argument in arguments]
     return isinstance(error.filename, str) and any(value and value in error.filename for value in values)
-
-
-def _is_first_rank() -> bool:
-    """Tell if this process reports a mistake that every rank finds: the first one does, whoever started the ranks."""
-    numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return not any(number.isdecimal() and int(number) for number in numbers)
 
 
 def _complain(message: str) -> None:

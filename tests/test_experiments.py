@@ -433,6 +433,8 @@ def test_disks(tmp_path: Path) -> None:
         ([0], "", "", ""),
         ([-7], "", "", "exit codes [-7]"),
         ([2], "", "", "0 lines of error"),
+        ([2], "pygdist: error: No space left on device; make room there", "", "the line names no folder"),
+        ([2], "pygdist: error: No space left on device: one of /tmp (0 bytes free); make room there", "", ""),
         ([0], "pygdist: error: full", "", "1 lines of error"),
         ([2, 0], "pygdist: error: full", "", "exit codes [2, 0]"),
         ([2], "Traceback (most recent call last)\npygdist: error: full", "", "traceback"),

@@ -22,6 +22,7 @@ import csv
 import math
 import os
 import random
+import re
 import resource
 import selectors
 import shutil
@@ -59,6 +60,8 @@ TERMINATED = 128 + signal.SIGTERM
 PLENTY = 1 << 29
 MOUNTED = ("space", "names", "read-only")  # kinds that need a file system of their own
 LIMITS = {"file size": resource.RLIMIT_FSIZE, "open files": resource.RLIMIT_NOFILE, "memory": resource.RLIMIT_AS}
+#: A line that tells of a disk, but of no file or folder there.
+NAMELESS = re.compile(r"pygdist: error: (No space left|Disk quota|File too large|Read-only|Input/output)[^/]*$")
 KINDS = (*MOUNTED, *LIMITS)
 _FEWEST_FILES = 24  # that Python and torch need to start
 
@@ -319,6 +322,8 @@ def what_is_wrong(command: Command, made: Run, folder: Path, whole: Mapping[str,
         return f"exit codes {made.codes}"
     if not made.codes[0] // 2 <= len(lines) <= made.codes[0] * len(made.codes):  # each rank may be refused something
         return f"{len(lines)} lines of error"
+    if any(NAMELESS.match(line) for line in lines):
+        return "the line names no folder"
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if TEMPORARY.search(name):

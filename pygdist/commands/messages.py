@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
-from pygdist.bounded_yaml import LOADER, check_yaml, read_text
+from pygdist.bounded_yaml import LOADER, check_yaml, read_text, read_yaml
 from pygdist.errors import InputError
 
 _LONGEST_PATH = 4000  # of Linux
@@ -207,3 +207,17 @@ def options_of(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     for option, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = option.partition("=")
         yield name, value if equals else following
+
+
+def last_value(arguments: list[str], *names: str) -> Any:
+    """Return the last value of an option (given by the parts of its name) on the command line or in its YAML files."""
+    result: Any = None
+    for option, value in options_of(arguments):
+        if option == f"--{'.'.join(names)}":
+            result = value
+        elif option in ("--config", "-c") and Path(value).is_file():
+            content = read_yaml(Path(value))
+            for name in names:
+                content = content.get(name) if isinstance(content, dict) else None
+            result = result if content is None else content
+    return result

@@ -22,6 +22,9 @@ _SOURCES = ("dataset", "dataset_args", "input")
 _MOST_ROWS = 32
 
 
+_MOST_GIB = 1 << 40
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """The graph, from a dataset or an input file.
@@ -131,8 +134,10 @@ class Parts:
         if self.parts != "auto":
             options = {name: getattr(self, name) for name in ("devices", "device_memory", "reserve")}
             _refuse(options, "goes with --parts=auto")
-        elif self.device_memory is None or not 0 < self.device_memory < math.inf:
-            raise InputError("--parts=auto needs --device_memory (GiB, above 0), and --devices if there are several")
+        elif self.device_memory is None or not 0 < self.device_memory < _MOST_GIB:
+            raise InputError(
+                "--parts=auto needs --device_memory (GiB, above 0 and below 2**40), and --devices if there are several"
+            )
 
     @property
     def memory(self) -> dict[str, Any]:

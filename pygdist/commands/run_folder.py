@@ -1,7 +1,7 @@
 """The folder of a run: a new one for each, or that of a run which goes on; ``--ckpt_path=last`` looks there too.
 
-A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it,
-and torchrun's and SLURM's names of the job are in it, by which a run that is started again finds its folder.
+A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it.
+It holds the names of its job by torchrun, SLURM and Kubernetes: a run that is started again finds its folder by them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +22,13 @@ from pygdist.bounded_yaml import read_yaml
 from pygdist.errors import InputError
 from pygdist.lightning.meeting import agent
 from pygdist.lightning.resume import newest_checkpoint
+from pygdist.lightning.stopping import ON_SIGNAL
 
 _MARK = ".unfinished"
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")  # as Lightning names them
+_HPC = re.compile(r"hpc_ckpt_\d+\.ckpt")
+_MOUNTS = Path("/proc/self/mountinfo")
+_OF_POD = re.compile(r"/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/etc-hosts /etc/hosts ")
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone
 # a run is the same one with other values of these
 _MAY_DIFFER = {
@@ -45,7 +49,7 @@ class RunFolder:
         self.path = path
         self._mark = _locked(path / _MARK)
         self._mark.truncate(0)
-        self._mark.write("".join(f"{job}\n" for job in _jobs()))
+        self._mark.write("".join(f"{line}\n" for line in (*_jobs(), _container())))
         self._mark.flush()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def folder_to_go_on(
     Args:
         root: The folder of all runs.
         config: The configuration; a run that differs in what it learns is another one.
-        resume: Go on or do not. ``None`` goes on if torchrun or SLURM has started the same job before.
+        resume: Go on or do not. ``None`` goes on if torchrun, SLURM or Kubernetes has started the same job before.
         saved: Where checkpoints are, if not in the run's folder.
     """
     if resume is False:
@@ -103,12 +107,13 @@ def folder_to_go_on(
 
 
 def _is_of_this_job(folder: Path) -> bool:
-    """Tell if a run has not ended, and torchrun or SLURM has started this process for the same job again."""
+    """Tell if a run has not ended, and its job has been started again since: this process is of that job."""
     try:
-        jobs = (folder / _MARK).read_text().splitlines()
+        noted = (folder / _MARK).read_text().splitlines()
     except OSError:
         return False
-    return any(job in jobs for job in _jobs() if not job.startswith("SLURM") or _count("SLURM_RESTART_COUNT"))
+    again = {"SLURM": _count("SLURM_RESTART_COUNT") > 0, "Kubernetes": _container() not in noted}
+    return any(job in noted and again.get(job.split()[0], True) for job in _jobs())
 
 
 def _jobs() -> list[str]:
@@ -119,7 +124,28 @@ def _jobs() -> list[str]:
         jobs.append(f"torchrun {agent() if torchrun == 'none' else torchrun}")
     if slurm is not None:
         jobs.append(f"SLURM {slurm}")
+    pod, index = os.environ.get("HOSTNAME"), os.environ.get("JOB_COMPLETION_INDEX")
+    if pod and "KUBERNETES_SERVICE_HOST" in os.environ:
+        # pods of an indexed Job have its name and their number for a host name; other names may come again
+        of_job = index is not None and pod.endswith(f"-{index}")
+        jobs.append(f"Kubernetes Job {pod}" if of_job else f"Kubernetes pod {pod} {_pod_uid()}")
     return jobs
+
+
+def _pod_uid() -> str:
+    """Return the unique number of this pod, in whose folder Kubernetes keeps the list of hosts; empty if not seen."""
+    with contextlib.suppress(OSError):
+        if found := _OF_POD.search(_MOUNTS.read_text()):
+            return found[1]
+    return ""
+
+
+def _container() -> str:
+    """Name this start of the container, or machine, by the time at which its first process began."""
+    with contextlib.suppress(OSError):
+        began = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+        return f"container {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {began}"
+    return "container"
 
 
 def _restarts() -> int:
@@ -174,40 +200,75 @@ def _locked(path: Path) -> IO[str]:
             return file
 
 
-def named_checkpoint(name: str, root: Path, hpc: Path) -> Path:
-    """Return the file that ``--ckpt_path=last``, ``best`` or ``hpc`` means: of the newest run that has checkpoints.
+def named_checkpoint(name: str, root: Path, hpc: Path, config: Mapping[str, Any]) -> Path:
+    """Return the file that ``--ckpt_path=last``, ``best`` or ``hpc`` means: of the newest run of this configuration.
 
-    ``root`` is the folder of all runs, ``hpc`` the one where Lightning saves when SLURM ends a job.
+    Args:
+        name: One of the three. ``last`` may be a file that was saved on a signal.
+        root: The folder of all runs.
+        hpc: The folder where Lightning saves when SLURM ends a job.
+        config: The configuration, compared with that of a run as ``--resume`` does.
 
     Raises:
-        InputError: If there is none.
+        InputError: If there is none; names a run of another configuration, if there is one, and how it differs.
     """
     option = f"--ckpt_path={name}"
     if name == "hpc":
-        files = [(re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", path.name), path) for path in hpc.glob("hpc_ckpt_*.ckpt")]
-        numbered = [(int(match[1]), path) for match, path in files if match]
-        if not numbered:
-            raise InputError(f"{option}: there is no hpc_ckpt_N.ckpt in {hpc}; give the file")
-        return max(numbered)[1]
-    for _, folder in [*sorted(_versions(root), reverse=True), (-1, root)]:
-        if saved := _oldest_first(folder):
-            last = [path for path in saved if _LAST.fullmatch(path.name)]
-            meant = last[-1:] if name == "last" else _best(saved[-1])
-            if not meant:
-                raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
-            return meant[0]
-    raise InputError(f"{option}: there is no run with checkpoints under {root}; give the file")
+        files = _newest_first(path for path in hpc.glob("hpc_ckpt_*.ckpt") if _HPC.fullmatch(path.name))
+        runs = [(_run_of(path), [path]) for path in files]
+    else:
+        folders = {path: path.rglob("*.ckpt") for _, path in _versions(root)}
+        inside = {root: (path for path in root.rglob("*.ckpt") if not folders.keys() & set(path.parents))}
+        found = [(folder, _newest_first(files)) for folder, files in (folders | inside).items()]
+        runs = [(folder, files) for folder, files in found if files]
+        runs.sort(key=lambda run: _time(run[1][0]), reverse=True)
+    others = ""
+    for folder, saved in runs:
+        if differs := _difference(folder, config):
+            others = others or f"{folder} is another run's ({differs})"
+            continue
+        if others:
+            rank_zero_info(f"{option}: {others}, so it does not count")
+        meant = _best(saved[0]) if name == "best" else [path for path in saved if name == "hpc" or _is_last(path)]
+        if not meant:
+            raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
+        return meant[0]
+    if others:
+        raise InputError(
+            f"{option}: there is no run of this configuration: {others}; correct the option, or give the file"
+        )
+    where = f"hpc_ckpt_N.ckpt in {hpc}" if name == "hpc" else f"run with checkpoints under {root}"
+    raise InputError(f"{option}: there is no {where}; give the file")
 
 
-def _oldest_first(folder: Path) -> list[Path]:
-    files = [path for path in folder.rglob("*.ckpt") if path.is_file() and not path.name.startswith(".")]
-    return sorted(files, key=lambda path: path.stat().st_mtime)
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    return sorted(files, key=_time, reverse=True)
+
+
+def _time(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _is_last(path: Path) -> bool:
+    return _LAST.fullmatch(path.name) is not None or path.name == ON_SIGNAL
+
+
+def _run_of(path: Path) -> Path:
+    """Return the folder of the run that has saved a checkpoint elsewhere, by the place of its other checkpoints."""
+    return next((Path(state["dirpath"]).parent for state in _saving(path) if state.get("dirpath")), path.parent)
+
+
+def _saving(path: Path) -> list[dict[str, Any]]:
+    """Return the states of the callbacks that save checkpoints."""
+    states = checkpoints.read(path).get("callbacks", {})
+    return [state for name, state in states.items() if "Checkpoint" in name and isinstance(state, dict)]
 
 
 def _best(newest: Path) -> list[Path]:
     """Return the best checkpoint by what the newest one has noted; the folder may have moved."""
-    for name, state in checkpoints.read(newest).get("callbacks", {}).items():
-        if "Checkpoint" in name and isinstance(state, dict) and state.get("best_model_path"):
+    for state in _saving(newest):
+        if state.get("best_model_path"):
             path = newest.parent / Path(str(state["best_model_path"])).name
             if path.is_file():
                 return [path]

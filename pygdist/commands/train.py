@@ -22,9 +22,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from pygdist.bounded_yaml import read_yaml
 from pygdist.checkpoints import TRAINING_PARTS, read
-from pygdist.commands.messages import Parser, described, one_line, options_of, refused_by, shorten
+from pygdist.commands.launch_variables import is_first_rank
+from pygdist.commands.messages import Parser, described, last_value, one_line, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.trainer_options import check_settings, check_trainer
 from pygdist.errors import InputError, RefusedError
@@ -33,7 +33,7 @@ from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
 from pygdist.lightning.resume import Resume
 from pygdist.lightning.table import EpochLogger
-from pygdist.memory.limits import refusal_of
+from pygdist.memory.limits import refusal_of, writes_to
 
 log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
@@ -168,7 +168,7 @@ class GraphCLI(LightningCLI):
         parser.add_argument(
             "--resume", type=bool | None, default=None, nargs="?", const=True,
             help="for fit: go on with the newest run of this configuration that has a checkpoint; begin if there is"
-            " none. By default when torchrun or SLURM starts the same job again",
+            " none. By default when torchrun, SLURM or Kubernetes starts the same job again",
         )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
@@ -180,18 +180,26 @@ class GraphCLI(LightningCLI):
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
         defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
-        check_settings(self.config[subcommand], defaults)
-        checkpoint = self.config[subcommand].get("ckpt_path")
-        if self.config[subcommand].resume and subcommand != "fit":
+        config = self.config[subcommand]
+        check_settings(config, defaults)
+        root, places = config.trainer.default_root_dir or "runs", (config.checkpoint.dirpath, config.data.cache_dir)
+        writes_to(root, *(place for place in places if place is not None))
+        if subcommand == "predict":
+            writes_to(Path(config.predictions.path).parent)
+        checkpoint = config.get("ckpt_path")
+        if config.resume and subcommand != "fit":
             raise InputError(f"--resume is for fit; {subcommand} takes --ckpt_path=last")
-        if self.config[subcommand].resume and checkpoint is not None:
+        if config.resume and checkpoint is not None:
             raise InputError("--resume finds a checkpoint by itself, and --ckpt_path names one; leave one of them out")
+        if checkpoint == "":
+            raise InputError("--ckpt_path is empty; name a file, or leave it out")
         if checkpoint is None and subcommand != "fit":
-            log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
+            if is_first_rank():
+                log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
-            config = self.config[subcommand]
-            folder = config.checkpoint.dirpath or config.trainer.default_root_dir or "runs"
-            path = named_checkpoint(checkpoint, Path(folder), Path(config.trainer.default_root_dir or "."))
+            folder = config.checkpoint.dirpath or root
+            hpc = Path(config.trainer.default_root_dir or ".")
+            path = named_checkpoint(checkpoint, Path(folder), hpc, self._as_saved(config))
             rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
             checkpoint = config["ckpt_path"] = str(path)
         if checkpoint is not None and not is_remote(checkpoint):
@@ -294,8 +302,9 @@ class GraphCLI(LightningCLI):
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
         goes_on = bool(resume) and not self._logs
         if self._logs and self.subcommand == "fit":
-            ours = yaml.safe_load(self._parser("fit").dump(config, skip_none=False))
-            folder = folder_to_go_on(root, ours, resume, saved and Path(saved))  # other ranks may see another disk
+            folder = folder_to_go_on(
+                root, self._as_saved(config), resume, saved and Path(saved)
+            )  # other ranks may see another disk
             goes_on, saved = folder is not None, saved or folder
             if folder is not None and trainer.is_global_zero:
                 self._folder = RunFolder(folder)
@@ -309,6 +318,10 @@ class GraphCLI(LightningCLI):
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
         if self.subcommand == "fit":
             trainer.callbacks.insert(0, Resume(saved if goes_on else None))  # on all ranks: it agrees on one file
+
+    def _as_saved(self, config: Any) -> Any:
+        """Return a configuration in the form in which ``config.yaml`` of a run holds it."""
+        return yaml.safe_load(self._parser(self._subcommand).dump(config, skip_none=False))
 
     def _clean_up(self) -> None:
         # the other ranks fail for the same reason, which is reported once
@@ -350,7 +363,8 @@ def _mistake_of(error: Exception) -> InputError | None:
     if isinstance(error, InputError):
         return error
     of_launcher = isinstance(error, ValueError) and "in Lightning, but" in text  # torchrun or SLURM started other ranks
-    if of_launcher or isinstance(error, (MisconfigurationException, FileNotFoundError)):
+    of_interval = isinstance(error, ValueError) and text.lstrip().startswith("`val_check_interval`")
+    if of_launcher or of_interval or isinstance(error, (MisconfigurationException, FileNotFoundError)):
         return InputError(one_line(text))
     if isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on"):
         return InputError(f"EarlyStopping: {one_line(text)}")
@@ -361,7 +375,7 @@ def _mistake_of(error: Exception) -> InputError | None:
 
 def _task_of(arguments: list[str]) -> str:
     """Return the value of ``--task``, on which the other options depend."""
-    task = _last_value(arguments, "task") or "nodes"
+    task = last_value(arguments, "task") or "nodes"
     if task not in _TASKS:
         raise InputError(f"--task: {task!r}, expected {' or '.join(_TASKS)}")
     return str(task)
@@ -378,7 +392,7 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
 
     The name may come from a configuration file. The end of the command line overrides it.
     """
-    name = _last_value(arguments, "trainer", "strategy") or _STRATEGY
+    name = last_value(arguments, "trainer", "strategy") or _STRATEGY
     entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
     option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
     awaits_value = ""
@@ -399,20 +413,6 @@ def _strategy_by_class(arguments: list[str]) -> list[str]:
     settings[option] = path
     settings = {option: path, **registered, **settings}  # the class before its options
     return [*others, *(f"{key}={value}" for key, value in settings.items())]
-
-
-def _last_value(arguments: list[str], *names: str) -> Any:
-    """Return the last value of an option (given by the parts of its name) on the command line or in its YAML files."""
-    result: Any = None
-    for option, value in options_of(arguments):
-        if option == f"--{'.'.join(names)}":
-            result = value
-        elif option in ("--config", "-c") and Path(value).is_file():
-            content = read_yaml(Path(value))
-            for name in names:
-                content = content.get(name) if isinstance(content, dict) else None
-            result = result if content is None else content
-    return result
 
 
 def _strategy_of(strategy: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pygdist.errors import InputError
+from pygdist.lightning.checks import LARGEST_RATE
 
 _LARGEST = 2**53  # counts are also computed with as floats
 _COUNT, _FROM_ZERO, _OR_MINUS_ONE = (1, _LARGEST), (0, _LARGEST), (-1, _LARGEST)
@@ -54,6 +54,10 @@ def check_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
         value = config.get(name)
         if value is not None and "init_args" in value and not value.get("class_path"):
             raise InputError(f"--{name}: init_args are given without a class_path")
+    for name in ("optimizer", "lr_scheduler"):
+        for option, number in _numbers(config.get(name), name):
+            if not abs(number) <= LARGEST_RATE:
+                raise InputError(f"--{option} is {str(number)[:40]}, expected at most {LARGEST_RATE:g}")
     optimizer = config.get("optimizer")
     if config.get("lr_scheduler") is not None and optimizer is None:
         raise InputError("--lr_scheduler has no effect without --optimizer; give one, such as --optimizer=Adam")
@@ -64,6 +68,18 @@ def check_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     for name, value in config.get("model", {}).items():
         if isinstance(value, int) and value > _MOST_LOOPS and _LOOPS.fullmatch(name.rpartition(".")[2]):
             raise InputError(f"--model.{name} is {str(value)[:40]}, expected at most {_MOST_LOOPS:,}")
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers among the arguments of a class, with the names of their options."""
+    if hasattr(value, "items"):  # a mapping, or a namespace of jsonargparse, which is none
+        for key, one in value.items():
+            yield from _numbers(one, f"{name}.{key}".replace(".init_args", ""))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one, name)
+    elif isinstance(value, int | float):
+        yield name, value
 
 
 def check_trainer(config: Mapping[str, Any]) -> None:
@@ -78,10 +94,6 @@ def check_trainer(config: Mapping[str, Any]) -> None:
             continue
         if not least <= value <= most or (name == "devices" and value == 0):
             raise InputError(f"--trainer.{name} is {str(value)[:40]}, expected a finite number from {least}")
-    for name in ("timeout_s", "warn_after_s", "lost_after_s"):
-        seconds = getattr(config.get("strategy"), f"_{name}", 1.0)  # of a strategy of ours
-        if not 0 < seconds < math.inf:
-            raise InputError(f"--trainer.strategy.{name} is {seconds}, expected a finite number of seconds above 0")
     _check_devices(config.get("devices"))
     if config.get("overfit_batches") and config.get("limit_train_batches") not in (None, 1.0):
         raise InputError("--trainer.limit_train_batches has no effect with --trainer.overfit_batches; leave one out")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from pygdist.backends import Backend
 from pygdist.backends.base import names_of
@@ -27,6 +29,8 @@ from pygdist.errors import InputError
 
 # defaults of options that say how a store is made
 _OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": None, "partitioner_args": {}}
+LARGEST_RATE = 1e30  # of an optimiser, which divides its options by small numbers; float32 ends at 3.4e38
+_LONGEST_NAME = 200  # Linux takes 255 bytes, and half-written files have longer names
 RESERVE = 2 / 3  # of a rank's memory, by default left to training
 
 
@@ -93,8 +97,8 @@ def check_graph_options(
         raise InputError(f"num_parts is {num_parts!r}, expected a number or auto")
     if isinstance(num_parts, int) and num_parts < 1:
         raise InputError(f"num_parts is {num_parts}, expected at least 1")
-    if memory_gib is not None and not 0 < memory_gib < math.inf:
-        raise InputError(f"memory_gib is {memory_gib}, expected a finite number of GiB above 0")
+    if memory_gib is not None and not 0 < memory_gib < 1 << 40:
+        raise InputError(f"memory_gib is {memory_gib}, expected a finite number of GiB above 0, below 2**40")
     if not 0 <= reserve < 1:
         raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
     if not 0 <= preprocessing["split_seed"] < 1 << 64:
@@ -160,6 +164,19 @@ def check_sizes(model: nn.Module) -> None:
             )
 
 
+def overflow_in(optimizers: Iterable[Optimizer]) -> str:
+    """Name the largest option of optimisers, after torch has refused one as too large for the parameters' type."""
+    options = [
+        (abs(value), f"{name} of {type(optimizer).__name__} is {value:g}")
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if isinstance(value, int | float)
+    ]
+    largest = max(options, default=(0.0, "an option of the optimiser"))[1]
+    return f"{largest}, too large for a step with the parameters' type; lower it (or what a scheduler makes of it)"
+
+
 def read_only_folder(trainer: pl.Trainer) -> str | None:
     """Say which folder a run would write into and cannot; ``None`` if it can. Lightning finds out on one rank alone."""
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -175,6 +192,29 @@ def read_only_folder(trainer: pl.Trainer) -> str | None:
             return (
                 f"{there}: cannot be written to, but logs and checkpoints go there; set default_root_dir of the "
                 "trainer to another folder, or logger=False and enable_checkpointing=False"
+            )
+    return None
+
+
+def unusable_name(trainer: pl.Trainer) -> str | None:
+    """Say which pattern makes no names for checkpoints; ``None`` if all do. Lightning tries them in mid-run."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
+    for callback in trainer.checkpoint_callbacks:
+        pattern = getattr(callback, "filename", None)
+        if not isinstance(callback, ModelCheckpoint) or pattern is None:
+            continue
+        numbers = {name: torch.tensor(0.5) for name in re.findall(r"\{(.*?)[:}]", pattern)}
+        numbers |= dict.fromkeys(("epoch", "step"), torch.tensor(0))
+        try:
+            name = os.path.basename(callback.format_checkpoint_name(numbers))
+            problem = "too long, or with a character 0" if "\0" in name or len(name) > _LONGEST_NAME else ""
+        except Exception as error:  # of any kind, as a pattern reaches into objects
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            return (
+                f"{type(callback).__name__}: filename (--checkpoint.filename) is {pattern[:80]!r}, which makes no "
+                f"name of a file ({problem}); an example is '{{epoch}}-{{val_loss:.2f}}'"
             )
     return None
 

@@ -134,6 +134,8 @@ class LinkPredictor(GraphModule):
         if decoder is not None:
             check_model(decoder, "decoder")
         self.decoder = decoder
+        if not 0 <= seed < 1 << 62:
+            raise InputError(f"seed is {seed}, expected 0 to 2**62 - 1")
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None
         self._edges: tuple[Shard, Tensor] | None = None  # a shard and its pairs that are edges

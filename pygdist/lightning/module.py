@@ -18,8 +18,9 @@ from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.graph.store.structure import check_values
 from pygdist.lightning import backend_states
-from pygdist.lightning.checks import check_accumulation, check_model, check_sizes, check_strategy
+from pygdist.lightning.checks import LARGEST_RATE, check_accumulation, check_model, check_sizes, check_strategy
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
@@ -28,6 +29,8 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.routing import distribute, undistribute
 from pygdist.routing.agreement import agree_on_model
 
+_LARGEST_VALUE = 1e18  # of a feature: its square is far from the largest of float32
+_OF_NAN = "lower the learning rate, or look for features, edge weights or labels that overflow"
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 
@@ -62,8 +65,9 @@ class GraphModule(pl.LightningModule):
         detect_nan: bool = True,
     ) -> None:
         super().__init__()
-        if not (0 <= lr < math.inf and 0 <= weight_decay < math.inf):
-            raise InputError(f"lr is {lr}, weight_decay is {weight_decay}: expected finite numbers from 0")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not 0 <= value <= LARGEST_RATE:
+                raise InputError(f"{name} is {value}, expected a number from 0 to {LARGEST_RATE:g}")
         check_model(model)
         self.model, self.backend = model, resolve_backend(backend)
         self.lr, self.weight_decay = lr, weight_decay
@@ -250,10 +254,11 @@ class GraphModule(pl.LightningModule):
             return
         found = self.communicator.gather([float(torch.isfinite(loss.mean_value).all())])[:, 0].tolist()
         if ranks := [str(rank) for rank, finite in enumerate(found) if not finite]:  # none: a mean over no node
+            causes = self.communicator.gather_text(_wrong_values(self._datamodule()))
+            advice = next(filter(None, causes), _OF_NAN)
             raise InputError(
-                f"epoch {self.current_epoch}: {stage}_loss is {value} (rank {', '.join(ranks)} of {len(found)}); lower "
-                "the learning rate, or look for features, edge weights or labels that overflow. detect_nan=False "
-                "(--model.detect_nan=false) goes on with it"
+                f"epoch {self.current_epoch}: {stage}_loss is {value} (rank {', '.join(ranks)} of {len(found)}); "
+                f"{advice}. detect_nan=False (--model.detect_nan=false) goes on with it"
             )
 
     @override
@@ -297,6 +302,16 @@ class GraphModule(pl.LightningModule):
                 "its own; a partitioned graph needs strategy='graph_ddp'"
             )
         return Communicator()
+
+
+def _wrong_values(data: GraphDataModule) -> str:
+    """Return which file of this rank's parts holds values that make a loss NaN, and which; empty if none does."""
+    for part in data.parts:
+        try:
+            check_values(data.meta, part, data.folder / f"part_{part}", largest=_LARGEST_VALUE)
+        except InputError as error:
+            return str(error)
+    return ""
 
 
 class Mean(MeanMetric):

@@ -19,7 +19,7 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.errors import SignalError
 
-_FILE = "on_signal.ckpt"
+ON_SIGNAL = "on_signal.ckpt"
 _STEP_S = 12.0  # within which a step must begin, or end, for a checkpoint; who sent the signal may kill soon
 _SAVE_S = 60.0
 _LEAVE_S = 8.0
@@ -74,9 +74,9 @@ class Stopping:
         reached = noted[:, 0].nonzero().flatten().tolist()
         if self._defers and reached:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-            path, signum = os.path.join(folder, _FILE), int(noted[reached[0], 0])
+            path, signum = os.path.join(folder, ON_SIGNAL), int(noted[reached[0], 0])
             signals.postpone_end(_SAVE_S)
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)  # by default Lightning says that it was not set
             ranks = "rank " + ", ".join(map(str, reached))
             raise SignalError(f"{signals.name_of(signum)} reached {ranks}; the run was saved in {path}", signum)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -30,11 +32,12 @@ from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import ending, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
-from pygdist.lightning.checks import read_only_folder
+from pygdist.lightning.checks import overflow_in, read_only_folder, unusable_name
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
+from pygdist.lightning.to_rank_zero import broadcast_plain
 from pygdist.memory.limits import refusal_of, require_files
 from pygdist.memory.machine import keep_freed_memory
 
@@ -44,6 +47,9 @@ log = logging.getLogger(__name__)
 _CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
+_OVERFLOW = "without overflow"  # from torch's message on a number that a tensor's type cannot hold
+_LONGEST_S = 1e9  # torch and the system take seconds as whole numbers, in units down to nanoseconds
+_SHORTEST_S = 0.1
 _ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 
 
@@ -85,6 +91,10 @@ class GraphDDPStrategy(DDPStrategy):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
+        seconds = {"timeout_s": timeout_s, "warn_after_s": warn_after_s, "lost_after_s": lost_after_s}
+        for name, value in seconds.items():
+            if not _SHORTEST_S <= value <= _LONGEST_S:
+                raise InputError(f"{name} is {value}, expected seconds from {_SHORTEST_S:g} to {_LONGEST_S:g}")
         super().__init__(
             timeout=datetime.timedelta(seconds=timeout_s),
             start_method=start_method,
@@ -203,7 +213,15 @@ class GraphDDPStrategy(DDPStrategy):
         )
         self._stopping.begin(self._current_trainer, self._watchdog)
         if self._current_trainer is not None:
-            self._communicator.agree(read_only_folder(self._current_trainer))
+            self._communicator.agree(read_only_folder(self._current_trainer) or unusable_name(self._current_trainer))
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Return the value of rank ``src``, which travels as JSON; Lightning would send a pickle."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return obj
+        value: TBroadcast = broadcast_plain(obj, src, self.root_device)
+        return value
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -318,6 +336,10 @@ class GraphDDPStrategy(DDPStrategy):
                 "the loss does not depend on some parameters of the model; freeze or remove them, or use strategy "
                 f"'{self._unused_name}'"
             )
+        if _OVERFLOW in text and any(
+            "/optim/" in one.filename for one in traceback.extract_tb(exception.__traceback__)
+        ):
+            return InputError(overflow_in(self.optimizers))
         if isinstance(exception, SignalError) or _of_all_ranks(exception):
             return exception
         if signum := signals.received():  # which a library took for a failure of its own

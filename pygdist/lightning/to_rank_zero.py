@@ -1,13 +1,17 @@
-"""Tensors of all ranks are brought to rank 0, one rank's after another's; a text of rank 0 to all."""
+"""Tensors of all ranks are brought to rank 0, one rank's after another's; texts and plain values of a rank to all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 
 _PIECE = 1000  # bytes of a text that travel at once
 
@@ -41,6 +45,37 @@ def from_rank_zero(text: str, strategy: Any) -> str:
     starts = range(0, length, _PIECE)
     pieces = [communicator.gather_text(f"'{escaped[start : start + _PIECE]}'")[0][1:-1] for start in starts]
     return "".join(pieces).encode().decode("unicode_escape")
+
+
+def broadcast_plain(value: Any, src: int, device: torch.device) -> Any:
+    """Return the value of rank ``src`` on all ranks, which all make the call; JSON travels, no pickle.
+
+    Raises:
+        InputError: On all ranks, if it is anything but ``None``, truth values, numbers, texts, and lists and
+            dictionaries of them.
+    """
+    text = b""
+    if dist.get_rank() == src:
+        text = json.dumps([value] if _is_plain(value) else type(value).__name__).encode()
+    length = torch.tensor([len(text)], device=device)
+    dist.broadcast(length, src)
+    content = torch.tensor(list(text) or [0] * int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src)
+    received = json.loads(bytes(content.tolist()))
+    if isinstance(received, str):
+        raise InputError(
+            f"broadcast of a {received}: ranks send each other no pickle, only None, truth values, numbers, texts, and "
+            "lists and dictionaries of them; send tensors with torch.distributed.broadcast"
+        )
+    return received[0]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _arriving(

@@ -10,9 +10,12 @@ import io
 import os
 import re
 import resource
+import tempfile
+from pathlib import Path
 from types import TracebackType
 
 from pygdist.errors import InputError, LostRankError, RefusedError
+from pygdist.memory.scratch import is_scratch
 
 _ELSEWHERE = "choose another folder"
 # the system says what is wrong, and this what to do
@@ -34,6 +37,9 @@ _ADVICE = {
     errno.ELOOP: "choose another path",
 }
 _FILES, _FILES_PER_RANK, _MOST_FILES = 64, 8, 1 << 14
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_LITTLE = 1 << 20  # bytes
+_folders: dict[Path, None] = {}  # that this process writes to, in order
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _WITHOUT_PATH = {errno.ENOMEM, errno.EAGAIN, errno.ENFILE}
 # libraries word it otherwise, or pass the system's words on
@@ -78,7 +84,31 @@ def refusal_of(error: BaseException) -> RefusedError | None:
     reason = _reason(code)
     asked = re.search(r"(?:tried to allocate|Unable to allocate) [\d.,]+ \w+", text, re.IGNORECASE)
     more = asked[0] if asked else text if isinstance(error, MemoryError) else ""
+    if file is None and code in _OF_DISKS and _folders:  # otherwise it may be standard output
+        return RefusedError(f"{os.strerror(code)}: one of {_where()}; {_ADVICE[code]}")
     return RefusedError(f"{file}: {reason}" if file else f"{reason} ({more})" if more else reason)
+
+
+def writes_to(*folders: str | Path) -> None:
+    """Note folders that this process writes to, which a refusal names if it does not say which file it is about."""
+    _folders.update(dict.fromkeys(Path(folder).absolute() for folder in folders if "://" not in str(folder)))
+
+
+def _where() -> str:
+    """Name the folders that this process writes to, with their free bytes: those that are full, or else all."""
+    temporary = Path(tempfile.gettempdir())
+    free = {
+        folder: _free_in(folder)
+        for folder in (*_folders, temporary.parent if is_scratch(str(temporary)) else temporary)
+    }
+    full = {folder: left for folder, left in free.items() if left < _LITTLE}
+    return ", ".join(f"{folder} ({left} bytes free)" for folder, left in (full or free).items())
+
+
+def _free_in(folder: Path) -> int:
+    """Return the bytes that can be written below a folder, which need not be there yet; 0 if no name can be added."""
+    state = os.statvfs(next(place for place in (folder, *folder.parents) if place.exists()))
+    return 0 if state.f_files and not state.f_favail else state.f_bavail * state.f_frsize
 
 
 def told(error: Exception) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.cli.commands import Outcome, files, pygdist
+from tests.cli.commands import Outcome, files, pygdist, torchrun
 
 FIT = ("fit", "--config=run.yaml")
 
@@ -172,6 +172,8 @@ def test_validate_and_test_report_scores(folder: Path, checkpoint: Path) -> None
         assert score in outcome.out
         assert "never trained" not in outcome.err
     assert "never trained" in pygdist("test", "--config=run.yaml", folder=folder).err
+    ranks = torchrun("test", "--config=run.yaml", folder=folder)
+    assert ["never trained" in rank.err for rank in ranks] == [True, False]
 
 
 def test_help(folder: Path) -> None:

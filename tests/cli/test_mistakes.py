@@ -86,6 +86,23 @@ OPTIONS = {
         ["dataset 'sbm'", "num_nodes is 'many', expected a whole number"],
     ),
     "negative rate": ([*FIT, "--model.lr=-1"], ["lr is -1.0"]),
+    "rate beyond float32": ([*FIT, "--model.lr=1e39"], ["lr is 1e+39, expected a number from 0 to 1e+30"]),
+    "decay that overflows": ([*FIT, "--model.weight_decay=1e38"], ["weight_decay is 1e+38"]),
+    "rate of an optimizer": ([*FIT, "--optimizer=SGD", "--optimizer.lr=1e39"], ["--optimizer.lr is 1e+39"]),
+    "factor of a scheduler": (
+        [*FIT, "--optimizer=SGD", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.gamma=1e300"],
+        ["--lr_scheduler.gamma is 1e+300"],
+    ),
+    "seconds": (
+        [*FIT, "--trainer.strategy=graph_ddp", "--trainer.strategy.timeout_s=1e300"],
+        ["timeout_s is 1e+300, expected seconds from 0.1 to 1e+09"],
+    ),
+    "seconds too few": (
+        [*FIT, "--trainer.strategy=graph_ddp", "--trainer.strategy.lost_after_s=1e-9"],
+        ["lost_after_s is 1e-09"],
+    ),
+    "pattern": ([*FIT, "--checkpoint.filename={epoch:"], ["--checkpoint.filename", "'{epoch:'"]),
+    "empty checkpoint": (["test", "--config=run.yaml", "--ckpt_path="], ["--ckpt_path is empty"]),
     "resume from two": ([*FIT, "--resume", "--ckpt_path=a.ckpt"], ["--resume", "--ckpt_path", "leave one of them out"]),
     "resume what": (["test", "--config=run.yaml", "--resume"], ["--resume is for fit; test takes --ckpt_path=last"]),
     "best of what": (["test", "--config=run.yaml", "--ckpt_path=best"], ["--ckpt_path=best"]),

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from pygdist import InputError
+from pygdist.commands import run_folder
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
 
@@ -176,6 +177,51 @@ def test_a_job_goes_on_with_its_own_run(
     assert folder_to_go_on(begun / "runs", config, True) == folder
 
 
+UID = "0123abcd-0123-4567-89ab-0123456789ab"
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-x7k2p"}
+INDEXED = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-3", "JOB_COMPLETION_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "goes_on"),
+    [
+        pytest.param((POD, UID, "a"), (POD, UID, "b"), True, id="container-again"),
+        pytest.param((POD, "", "a"), (POD, "", "b"), True, id="container-again-uid-not-seen"),
+        pytest.param((POD, UID, "a"), (POD, UID, "a"), False, id="next-command"),
+        pytest.param((POD, UID, "a"), (POD, UID.replace("a", "b"), "b"), False, id="new-pod-of-the-same-name"),
+        pytest.param((POD, UID, "a"), ({**POD, "HOSTNAME": "train-q9w3e"}, UID, "b"), False, id="other-pod"),
+        pytest.param((INDEXED, UID, "a"), (INDEXED, UID.replace("a", "b"), "b"), True, id="indexed-job-new-pod"),
+        pytest.param((INDEXED, UID, "a"), (INDEXED, UID, "a"), False, id="indexed-job-next-command"),
+        pytest.param((INDEXED, UID, "a"), ({**INDEXED, "HOSTNAME": "other-3"}, "", "b"), False, id="another-job"),
+        pytest.param(({"HOSTNAME": "h"}, "", "a"), ({"HOSTNAME": "h"}, "", "b"), False, id="no-kubernetes"),
+    ],
+)
+def test_kubernetes_starts_a_job_again(
+    first: Any, second: Any, goes_on: bool, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun / "runs" / "version_0"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for number, (environment, uid, container) in enumerate((first, second)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        mounts = begun / "mountinfo"
+        mounts.write_text(
+            f"612 599 8:1 /var/lib/kubelet/pods/{uid}/etc-hosts /etc/hosts rw,relatime - ext4 /dev/sda1 rw\n"
+        )
+        monkeypatch.setattr("pygdist.commands.run_folder._MOUNTS", mounts)
+        monkeypatch.setattr("pygdist.commands.run_folder._container", lambda name=container: f"container {name}")
+        if number == 0:
+            RunFolder(folder)._mark.close()  # killed
+    assert folder_to_go_on(begun / "runs", config, None) == (folder if goes_on else None)
+    (folder / ".unfinished").unlink()
+    assert folder_to_go_on(begun / "runs", config, None) is None, "the run had ended"
+
+
+def test_the_container_is_the_same_for_all_commands() -> None:
+    assert run_folder._container() == run_folder._container()
+    assert len(run_folder._container().split()) == 3
+
+
 def test_jobs_without_a_name_are_told_apart_by_their_agents(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = begun / "runs" / "version_0"
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -200,7 +246,7 @@ def test_torchrun_that_starts_ranks_again_goes_on(folder: Path, trained: tuple[P
     args = (*FIT, "--trainer.max_epochs=5", "--trainer.callbacks+=lose.Lose")
     first = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "0"})
     assert [rank.code for rank in first] == [9, 9]
-    assert (folder / "runs" / "version_1" / ".unfinished").read_text() == "torchrun test\n"
+    assert (folder / "runs" / "version_1" / ".unfinished").read_text().startswith("torchrun test\n")
     again = torchrun(*args, folder=folder, env={"TORCHELASTIC_RESTART_COUNT": "1"})
     assert [rank.code for rank in again] == [0, 0], again[0].err
     assert "the run goes on from runs/version_1/checkpoints/last.ckpt" in again[0].err
@@ -222,7 +268,9 @@ def test_a_run_that_was_saved_on_a_signal_goes_on(folder: Path, unbroken: Path) 
     )
     args = ("--trainer.max_epochs=5", "--trainer.callbacks+=signal_me.SignalMe", "--trainer.strategy=graph_ddp")
     args = (*args, "--trainer.strategy.checkpoint_on_signal=true")
-    assert pygdist(*FIT, *args, folder=folder).code == 143
+    stopped = pygdist(*FIT, *args, folder=folder)
+    assert stopped.code == 143
+    assert "weights_only" not in stopped.err
     outcome = _fit(folder, *args, "--resume")
     assert "goes on from runs/version_0/checkpoints/on_signal.ckpt" in outcome.err
     (folder / "runs" / "version_0" / "checkpoints" / "on_signal.ckpt").unlink()
@@ -244,20 +292,50 @@ def test_a_folder_in_use_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch
     RunFolder(begun / "runs" / "version_0").finish()
 
 
-def test_names_of_checkpoints_mean_the_newest_run(begun: Path) -> None:
+def test_names_of_checkpoints_mean_the_newest_run_of_the_configuration(begun: Path) -> None:
     _fit(begun, "--trainer.max_epochs=1", "--model.lr=0.5")  # version_1
-    for command, name in (("test", "last"), ("validate", "best")):
-        outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", folder=begun)
+    other = ("--trainer.devices=1", "--trainer.max_epochs=7", "--data.num_workers=0")
+    for command, name, version, options in (
+        ("test", "last", 1, ("--model.lr=0.5",)),
+        ("validate", "best", 1, ("--model.lr=0.5",)),
+        ("test", "last", 0, other),
+        ("predict", "best", 0, other),
+    ):
+        outcome = pygdist(command, "--config=run.yaml", f"--ckpt_path={name}", *options, folder=begun)
         assert outcome.code == 0, outcome.err
-        (said,) = (line for line in outcome.err.splitlines() if line.startswith(f"--ckpt_path={name}: "))
-        path = begun / said.partition(": ")[2]
-        assert path.parent.parent.name == "version_1"
-        assert path.name == "last.ckpt" if name == "last" else path.name.startswith("epoch=0")
-    _fit(begun, "--ckpt_path=last", "--trainer.max_epochs=2", "--model.lr=0.5")
-    assert _last(begun, 4)["global_step"] == 2
-    shutil.copy(begun / "runs/version_0/checkpoints/last.ckpt", begun / "hpc_ckpt_2.ckpt")
-    outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=hpc", folder=begun)
-    assert "--ckpt_path=hpc: hpc_ckpt_2.ckpt" in outcome.err
+        begins = f"--ckpt_path={name}: runs/version_{version}/"
+        (said,) = (line for line in outcome.err.splitlines() if line.startswith(begins))
+        assert Path(said).name == "last.ckpt" if name == "last" else "epoch=" in Path(said).name
+    assert "runs/version_1 is another run's (--model.lr), so it does not count" in outcome.err
+    outcome = pygdist("test", "--config=run.yaml", "--ckpt_path=last", "--model.lr=0.25", folder=begun)
+    words = ("--ckpt_path=last", "no run of this configuration", "another run's (--model.lr)")
+    said = assert_mistake(outcome, *words)
+    assert "runs/version_1" in said, "the newest"
+
+
+def test_the_newest_run_is_the_one_that_was_saved_last(begun: Path) -> None:
+    first, second = (begun / "runs" / f"version_{number}" for number in (0, 1))
+    shutil.copytree(first, second)
+    config = yaml.safe_load((first / "config.yaml").read_text())
+    for time, path in enumerate((*second.rglob("*.ckpt"), *first.rglob("*.ckpt"))):
+        os.utime(path, (time, time))
+    os.utime(first / "checkpoints" / "last.ckpt", (50, 50))
+    assert named_checkpoint("last", begun / "runs", begun, config).parent.parent == first
+    shutil.copy(second / "checkpoints" / "last.ckpt", second / "checkpoints" / "on_signal.ckpt")  # newer than all
+    assert named_checkpoint("last", begun / "runs", begun, config) == second / "checkpoints" / "on_signal.ckpt"
+    assert named_checkpoint("best", begun / "runs", begun, config).parent.parent == second
+
+
+def test_hpc_checkpoints_are_those_of_the_configuration(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(begun)
+    config = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
+    for number in (2, 1):  # the second one is newer
+        shutil.copy("runs/version_0/checkpoints/last.ckpt", f"hpc_ckpt_{number}.ckpt")
+        os.utime(f"hpc_ckpt_{number}.ckpt", (10 - number, 10 - number))
+    assert named_checkpoint("hpc", Path("runs"), Path("."), config).name == "hpc_ckpt_1.ckpt"
+    config["model"]["lr"] = 0.5
+    with pytest.raises(InputError, match=r"no run of this configuration: .*version_0 is another run's \(--model.lr\)"):
+        named_checkpoint("hpc", Path("runs"), Path("."), config)
 
 
 def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
@@ -267,7 +345,7 @@ def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
     for time, name in enumerate(names):
         (folder / name).touch()
         os.utime(folder / name, (time, time))
-    assert named_checkpoint("last", tmp_path, tmp_path).name == "last-v10.ckpt"
+    assert named_checkpoint("last", tmp_path, tmp_path, {}).name == "last-v10.ckpt"
 
 
 @pytest.mark.parametrize("name", ["last", "best", "hpc"])

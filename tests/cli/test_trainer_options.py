@@ -54,9 +54,13 @@ def test_options_that_do_not_go_together() -> None:
         check_trainer({"gradient_clip_algorithm": "norm", "gradient_clip_val": None})
     with pytest.raises(InputError, match=r"min_epochs is 5, but --trainer.max_epochs is 3"):
         check_trainer({"min_epochs": 5, "max_epochs": 3})
-    for seconds in (-1.0, 0.0, float("nan")):
-        with pytest.raises(InputError, match=r"--trainer.strategy.lost_after_s is"):
-            check_trainer({"strategy": GraphDDPStrategy(lost_after_s=seconds)})
+    for seconds in (-1.0, 0.0, float("nan"), 1e-9, 1e10, 1e300):
+        for name in ("timeout_s", "warn_after_s", "lost_after_s"):
+            with pytest.raises(InputError, match=rf"{name} is"):
+                GraphDDPStrategy(**{name: seconds})
+    for options in ({"lr": 1e39}, {"betas": [0.9, 10**400]}, {"eps": float("nan")}):
+        with pytest.raises(InputError, match=rf"--optimizer.{next(iter(options))} is"):
+            check_settings({"optimizer": {"class_path": "torch.optim.Adam", "init_args": options}}, {})
     for seed in (-1, 1 << 32):
         with pytest.raises(InputError, match="--seed_everything is"):
             check_settings({"seed_everything": seed}, {})

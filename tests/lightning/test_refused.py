@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
+from experiments.reliability.malformed.stores import forge
 from pygdist import GraphDataModule, GraphDDPStrategy, InputError
 from pygdist.backends import ReplicaBackend
 from pygdist.comm import Communicator
+from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.testing import RankPool
@@ -92,6 +95,47 @@ def test_a_loss_that_is_no_number_stops_the_run(
         assert len(epochs) <= 2
 
 
+def _fit_store(rank: int, world_size: int, folder: str) -> str:
+    data = GraphDataModule(store=Path(folder) / "store")
+    with pytest.raises(InputError) as error:
+        runs.trainer(rank, world_size, folder, max_epochs=3, num_sanity_val_steps=0).fit(
+            NodeClassifier(runs.model(), check=False), datamodule=data
+        )
+    return str(error.value)
+
+
+def test_the_file_that_makes_a_loss_nan_is_named(pool: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_parts": 2, "method": "given", "arguments": {}}
+    write_store(runs.graph(), np.arange(160) % 2, tmp_path / "store", **options)
+    x = np.load(tmp_path / "store" / "part_1" / "x.npy")
+    x[3, 0] = np.inf
+    forge(tmp_path / "store", "x", x, part=1)
+    for text in pool.run(_fit_store, 2, str(tmp_path)):
+        assert "_loss is nan" in text
+        assert f"; {tmp_path}/store/part_1/x.npy: 1 of 80 nodes hold NaN or" in text
+
+
+class TooFast(NodeClassifier):
+    """Its learning rate is beyond float32 from the second epoch on."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1e50)]
+
+
+def _fit_too_fast(rank: int, world_size: int, folder: str) -> str:
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    module = TooFast(runs.model().float(), detect_nan=False)
+    with pytest.raises(InputError) as error:
+        runs.trainer(rank, world_size, folder, max_epochs=3, precision="32-true").fit(module, datamodule=data)
+    return str(error.value)
+
+
+def test_a_rate_that_overflows_in_mid_run_is_named(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_fit_too_fast, 2, str(tmp_path)):
+        assert said.startswith("lr of SGD is 1e+47, too large for a step")
+
+
 def test_a_run_may_go_on_with_it(pool: RankPool, tmp_path: Path) -> None:
     for said, epochs in pool.run(_fit, 2, str(tmp_path), "train", False):
         assert not said
@@ -112,7 +156,7 @@ def test_a_text_of_rank_0_travels_whole(text: str, pool: RankPool, tmp_path: Pat
 
 @pytest.mark.parametrize("options", [{"lr": float("inf")}, {"lr": float("nan")}, {"weight_decay": float("inf")}])
 def test_rates_are_finite(options: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="expected finite numbers from 0"):
+    with pytest.raises(InputError, match="expected a number from 0 to"):
         NodeClassifier(runs.model(), **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from pygdist.errors import InputError, RefusedError
-from pygdist.memory.limits import refusal_of, told
+from pygdist.memory import limits
+from pygdist.memory.limits import refusal_of, told, writes_to
 
 
 def _write_to_full_file(folder: Path) -> None:
@@ -116,6 +118,19 @@ def test_what_there_was_no_memory_for_is_told() -> None:
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EIO])
 def test_errors_that_name_their_file(code: int) -> None:
     assert str(refusal_of(OSError(code, "", "here"))).startswith(f"here: {os.strerror(code)}; ")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO])
+def test_an_error_of_a_disk_without_a_file_names_the_folders(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_folders", {})
+    writes_to(tmp_path / "runs" / "deep", "s3://bucket")
+    error = OSError(code, os.strerror(code))
+    pattern = rf"^{os.strerror(code)}: one of {tmp_path}/runs/deep \(\d+ bytes free\), .*free\); "
+    assert re.match(pattern, str(refusal_of(error)))
+    monkeypatch.setattr(limits, "_free_in", lambda folder: 4096 if folder.name == "deep" else 1 << 40)
+    assert f"one of {tmp_path}/runs/deep (4096 bytes free); " in str(refusal_of(error)), "the full one alone"
 
 
 def test_ranks_need_files() -> None:

@@ -7,15 +7,17 @@ purpose, could make native code read outside of arrays, or ranks wait for rows t
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.streams.arrays import forget_pages
 
@@ -178,6 +180,37 @@ def check_arrays(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         raise InputError(f"{folder / name}.npy: {problem}{_AGAIN}")
     for array in read.values():
         forget_pages(array)
+
+
+def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: float = math.inf) -> None:
+    """Raise if features, values of edges or labels of a part are not finite, overflow float32, or are no labels.
+
+    Reads all of them in blocks, and releases the memory of each block. The rest of the part is checked already. Values
+    beyond ``largest`` are refused as well.
+
+    Raises:
+        InputError: Names the file, and the first wrong entry.
+    """
+    fields = ("x", *EDGE_FIELDS, *(["y"] if meta["multi_label"] else []))  # classes belong to the structure
+    names = [name for name in fields if name in meta["parts"][part]["files"]]
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    edges = next((len(arrays[name]) for name in EDGE_FIELDS if name in arrays), 0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    try:
+        check_fields(
+            tensors, meta["parts"][part]["num_owned"], edges, after_block=lambda name: forget_pages(arrays[name])
+        )
+    except InputError as error:
+        name, _, problem = str(error).partition(":")
+        raise InputError(f"{folder / name}.npy:{problem}") from error
+    for name, array in arrays.items() if largest < math.inf else ():
+        step = max(1, _BLOCK // max(1, array[:1].size))
+        for start in range(0, len(array), step):
+            if (high := np.abs(array[start : start + step]).max(initial=0)) > largest:
+                raise InputError(f"{folder / name}.npy: holds {high:g}, which overflows in products; scale the values")
+            forget_pages(array)
 
 
 def _problems(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], part: int) -> Iterator[tuple[str, str]]:

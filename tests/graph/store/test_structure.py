@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments.reliability.malformed.case import Case, write_template
 from experiments.reliability.malformed.stores import array_cases, forge, meta_cases
 from pygdist.cli import main
 from pygdist.errors import InputError
 from pygdist.graph import Shard, open_part, read_meta, write_store
-from pygdist.graph.store.structure import check_meta
+from pygdist.graph.store.structure import check_meta, check_values
 from tests.graph.store.test_meta import random_graph
 
 
@@ -146,3 +147,46 @@ def test_more_hops_than_any_model_has_are_refused(tmp_path: Path) -> None:
         write_store(
             random_graph(9, 9), np.zeros(9, dtype=int), tmp_path, num_parts=1, method="a", arguments={}, num_hops=10**13
         )
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "value", "said"),
+    [
+        ("three", "x", np.inf, "1 of 13 nodes hold NaN or infinite values, the first is node 3"),
+        ("three-replicas", "x", np.nan, "nodes hold NaN or infinite values, the first is node 3"),
+        ("three-edges", "edge_weight", -np.inf, "edges hold NaN or infinite values, the first is edge 3"),
+    ],
+)
+def test_values_that_are_not_finite_are_found_by_check(
+    store: str, name: str, value: float, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(folder / store)]) == 0
+    array = np.load(folder / store / "part_1" / f"{name}.npy")
+    array[(3, *[0] * (array.ndim - 1))] = value
+    forge(folder / store, name, array, part=1)
+    assert main(["check", str(folder / store)]) == 2
+    error = capsys.readouterr().err
+    assert f"{store}/part_1/{name}.npy: " in error
+    assert said in error
+
+
+def test_label_matrices_and_values_beyond_float32_are_found_by_check(tmp_path: Path) -> None:
+    data = random_graph(40, 120)
+    data.y = (torch.arange(80) % 2).float().reshape(40, 2)
+    data.x = data.x.double()
+    options: dict[str, Any] = {"num_parts": 1, "method": "given", "arguments": {}}
+    write_store(data, np.zeros(40, dtype=np.int64), tmp_path / "store", **options)
+    folder = tmp_path / "store" / "part_0"
+    meta = read_meta(tmp_path / "store")
+    check_values(meta, 0, folder)
+    wrong = (("x", 1e39, "values above 3.4e38"), ("y", np.nan, "NaN in some"), ("y", np.inf, "0 to 1"))
+    for name, value, said in wrong:
+        array = np.load(folder / f"{name}.npy")
+        changed = array.copy()
+        changed[2, 0] = value
+        np.save(folder / f"{name}.npy", changed)
+        with pytest.raises(InputError, match=rf"{name}.npy: .*{said}"):
+            check_values(meta, 0, folder)
+        np.save(folder / f"{name}.npy", array)
+    with pytest.raises(InputError, match=r"x.npy: holds .* which overflows in products"):
+        check_values(meta, 0, folder, largest=1e-9)
