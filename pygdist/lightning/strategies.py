@@ -127,6 +127,11 @@ class GraphDDPStrategy(DDPStrategy):
         """Seconds that ranks have to end by themselves after a signal."""
         return self._stopping.leave_s
 
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a sign of life after which a rank counts as lost."""
+        return self._lost_after_s
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
