@@ -326,7 +326,8 @@ class GraphDDPStrategy(DDPStrategy):
         if isinstance(exception, SignalError) or _of_all_ranks(exception):
             return exception
         if signum := signals.received():  # which a library took for a failure of its own
-            return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
+            told = signals.ended_before() or f"{signals.name_of(signum)} reached rank {self.global_rank}"
+            return SignalError(told, signum)
         if (watchdog := self._watchdog) is None:
             return exception
         names_rank = isinstance(exception, LostRankError)
@@ -399,6 +400,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._close(FINISHED)
+        signals.forget_siblings()
         super().teardown()
         if not signals.in_command():
             signals.uninstall()
