@@ -108,11 +108,14 @@ def ended_before() -> str:
 
 
 def has_the_word() -> bool:
-    """Tell if no other rank that ``torchrun`` started here has said why the run ends; from now on this one has."""
+    """Tell if no other rank that ``torchrun`` started here has said why the run ends; from now on this one has.
+
+    An empty file tells the others, in ``torchrun``'s folder of temporary files, which stays behind without it too.
+    """
     with contextlib.suppress(KeyError, IndexError, FileNotFoundError, PermissionError):
         folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]  # of this start of the ranks
         try:
-            (folder / "pygdist-has-said-why").touch(exist_ok=False)
+            (folder / "a-rank-has-said-why").touch(exist_ok=False)
         except FileExistsError:
             return False
     return True
