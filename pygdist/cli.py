@@ -113,9 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as error:
                 if not (signum := signals.received()):
                     raise
-                raise SignalError(
-                    f"{signals.name_of(signum)} reached process {os.getpid()} ({error})", signum
-                ) from error
+                raise SignalError(f"{signals.reason()} ({error})", signum) from error
     except SignalError as error:
         return _ended(error)
 
@@ -185,7 +183,8 @@ def _nobody_reads() -> bool:
 
 def _ended(error: SignalError) -> int:
     message = signals.first_told(error.message)
-    if is_first_rank() or signals.only_here():
+    concerns = is_first_rank() or signals.only_here() or signals.ended_before()  # the first rank may have ended
+    if concerns and signals.has_the_word():
         _complain(message)
     return 128 + error.signum
 
@@ -261,6 +260,7 @@ def _is_named(error: OSError, arguments: list[str]) -> bool:
 
 
 def _complain(message: str) -> None:
+    signals.has_the_word()  # whom torchrun ends for this has nothing to add
     line = " ".join(message.split())
     if len(line) > _LONGEST:  # an option of thousands of characters, say; advice is at the end
         line = f"{line[: _LONGEST - 200]} … {line[-200:]}"

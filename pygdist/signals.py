@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -48,6 +49,7 @@ class _Handling:
     told: bool = False  # the user's handler
     heard: bool = False  # by the other ranks
     cause: str = ""  # the signal that another rank told of before
+    ended_before: str | None = None  # ranks that had ended before, in words, once that was looked up
     asked: threading.Event = field(default_factory=threading.Event)  # set when the cause is known
     interrupt_at: float = 0.0  # when a thread does so, unless the main thread has left before
     end_at: float = 0.0
@@ -59,6 +61,7 @@ _state = _Handling()
 _parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
 _frozen_s = _FROZEN_S
 _last: list[Callable[[], object]] = []
+_siblings: dict[int, int] = {}  # processes that torchrun started beside this one, by rank
 
 
 def received() -> int:
@@ -84,7 +87,38 @@ def first_told(message: str) -> str:
     """
     if _state.heard:
         _state.asked.wait(_AGAIN_S)
-    return _state.cause if _state.cause and message == _reached(_state.received) else message
+    return _state.cause if _state.cause and message == reason() else message
+
+
+def reason() -> str:
+    """Say whom the signal has reached, or why ``torchrun`` has sent it."""
+    return ended_before() or _reached(_state.received)
+
+
+def ended_before() -> str:
+    """Say which ranks had ended before ``torchrun``'s SIGTERM reached this one; empty if none, as after other signals.
+
+    ``torchrun`` sends it to the others when one has ended, whose process is no longer there then, not even as a zombie.
+    """
+    if _state.ended_before is None and _state.received:
+        sought = _siblings if _state.received == signal.SIGTERM else {}
+        gone = ", ".join(f"rank {rank} (process {pid})" for rank, pid in sorted(sought.items()) if not _lives(pid))
+        _state.ended_before = f"{gone} had ended before torchrun's SIGTERM reached {_who()}" if gone else ""
+    return _state.ended_before or ""
+
+
+def has_the_word() -> bool:
+    """Tell if no other rank that ``torchrun`` started here has said why the run ends; from now on this one has.
+
+    An empty file tells the others, in ``torchrun``'s folder of temporary files, which stays behind without it too.
+    """
+    with contextlib.suppress(KeyError, IndexError, FileNotFoundError, PermissionError):
+        folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]  # of this start of the ranks
+        try:
+            (folder / "a-rank-has-said-why").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
 
 
 def _reached(signum: int) -> str:
@@ -149,6 +183,7 @@ def install() -> bool:
             signal.signal(number, _on_signal)
             if before is not _on_signal:
                 _state.before[number] = before
+    siblings()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     other = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -220,7 +255,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     if not first or _state.defer_s:
         return
     _state.raised = True
-    raise SignalError(_reached(signum), signum)
+    raise SignalError(reason(), signum)
 
 
 def _read(state: _Handling, fd: int) -> None:
@@ -268,7 +303,7 @@ def _see_to_the_end(state: _Handling, signum: int, began: float) -> None:
 
 def end(signum: int, text: str = "") -> NoReturn:
     """End this process at once, after one line on standard error."""
-    if text:
+    if text and has_the_word():
         sys.stderr.write(f"pygdist: error: {text}\n")
         sys.stderr.flush()
     exit_now(128 + signum)
@@ -302,6 +337,7 @@ def _forget() -> None:
         for fd in _state.fds:
             os.close(fd)
     _state, _parent_watch = _Handling(), None
+    _siblings.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -319,14 +355,35 @@ def parent() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
+def siblings() -> dict[int, int]:
+    """Return the processes that ``torchrun`` started beside this one, by rank, and those seen before that have ended.
+
+    There are none where they cannot be seen.
+    """
+    agent = parent()
+    for folder in Path("/proc").glob("[0-9]*") if agent else ():
+        try:
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == agent:
+                names = dict(one.partition("=")[::2] for one in (folder / "environ").read_text().split("\0"))
+                _siblings[int(names["RANK"])] = int(folder.name)
+        except (OSError, KeyError, ValueError, IndexError):  # it has ended, or is no rank
+            continue
+    return dict(_siblings)
+
+
+def forget_siblings() -> None:
+    """Forget the ranks beside this one: the run has ended, and they may end too."""
+    _siblings.clear()
+
+
 def follow_parent(lost_after_s: float = _FROZEN_S) -> None:
     """End this process after the one that started it as a rank, until :func:`outlive_parent`.
 
     Ranks do so from their first import of ``pygdist`` on, and in each run.
 
     Args:
-        lost_after_s: The starter may be stopped (SIGSTOP) for so long, and for as long as a rank then takes to wait in
-            vain and say more; it is killed then. If it has died, the rank ends within seconds.
+        lost_after_s: A starter that is stopped (SIGSTOP) for more than this, and the few seconds in which the rank may
+            find more to say, is killed, and the rank ends. If the starter has died, the rank ends within seconds.
     """
     global _parent_watch, _frozen_s
     starter, _frozen_s = parent(), lost_after_s

@@ -11,7 +11,7 @@ from experiments.reliability import campaign, links, restarts
 from experiments.reliability.campaign import Case, Outcome, attempt, draw, left_behind, what_is_wrong
 
 SHORT = [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case.number)) for case in draw(20, 0)]
-ALWAYS = Case(0, "SIGTERM", "1", "training", 0.01, "torchrun", "comm", 2)
+ALWAYS = Case(0, "SIGKILL", "0", "training", 0.01, "torchrun", "comm", 2)
 
 RESTARTS = [pytest.param(one, marks=pytest.mark.exhaustive, id=str(one.number)) for one in restarts.draw(0)]
 ONE_LOSS = restarts.Losses(0, "restarts", "comm", 2, ("0 2 1 checkpoint 4",))
@@ -42,32 +42,51 @@ def test_cases_cover_what_they_promise() -> None:
     assert {case.system for case in cases} == set(campaign.SYSTEMS)
     assert {(case.phase, case.signal) for case in cases} == {(p, s) for p in campaign.PHASES for s in campaign.SIGNALS}
     assert all(signal.Signals[case.signal] for case in cases)
+    assert {case.who for case in cases if case.launcher == "torchrun"} >= {"starter", "all", "0", "1"}
     assert draw(100, 0) == cases
     assert draw(100, 1) != cases
 
 
 LINE = "pygdist: error: SIGTERM reached rank 1 (process 7)"
+BEFORE = "pygdist: error: rank 1 (process 7) had ended before torchrun's SIGTERM reached rank 0 (process 6)"
+SUMMARY = "  rank      : 1 (local_rank: 1)\n  exitcode  : {} (pid: 7)"
+
+
+def _case(signal_name: str, launcher: str = "ordinary", who: str = "1", phase: str = "training") -> Case:
+    return Case(0, signal_name, who, phase, 0.0, launcher, "comm", 2)
 
 
 @pytest.mark.parametrize(
-    ("signal_name", "errors", "wrong"),
+    ("case", "errors", "wrong"),
     [
-        ("SIGTERM", LINE, ""),
-        ("SIGTERM", f"rank 1, epoch 3: rank 0 (process 7) was lost\n{LINE}", ""),
-        ("SIGTERM", f"{LINE}\n{LINE}", "2 lines of error"),
-        ("SIGINT", LINE, "no line names SIGINT"),
-        ("SIGTERM", "rank 1 (process 7) was ended by SIGTERM", "0 lines of error"),
-        ("SIGTERM", "pygdist: error: rank 1 was lost", "no line names SIGTERM"),
-        ("SIGTERM", f"Traceback\n{LINE}", "a traceback"),
-        ("SIGKILL", "pygdist: error: rank 1 was lost\npygdist: error: rank 1 was lost", ""),
-        ("SIGKILL", "", "nothing said"),
+        (_case("SIGTERM"), LINE, ""),
+        (_case("SIGTERM"), f"rank 1, epoch 3: rank 0 (process 7) was lost\n{LINE}", ""),
+        (_case("SIGTERM"), f"{LINE}\n{LINE}", "2 lines of error"),
+        (_case("SIGTERM", who="starter"), LINE, "the line does not name what happened"),
+        (_case("SIGINT"), LINE, "the line does not name what happened"),
+        (_case("SIGTERM"), "rank 1 (process 7) was ended by SIGTERM", "0 lines of error"),
+        (_case("SIGTERM"), "pygdist: error: rank 1 was lost", "the line does not name what happened"),
+        (_case("SIGTERM"), f"Traceback\n{LINE}", "a traceback"),
+        (_case("SIGKILL"), "pygdist: error: rank 1 was lost\npygdist: error: rank 1 was lost", ""),
+        (_case("SIGKILL"), "pygdist: error: rank 0 was lost", "nothing said"),
+        (_case("SIGKILL"), LINE, "nothing said"),
+        (_case("SIGKILL"), "", "nothing said"),
+        (_case("SIGKILL", "torchrun"), f"{BEFORE}\n{SUMMARY.format(-9)}", ""),
+        (_case("SIGKILL", "torchrun"), BEFORE, "torchrun's summary does not name rank 1"),
+        (_case("SIGKILL", "torchrun"), f"{BEFORE}\n{BEFORE}\n{SUMMARY.format(-9)}", "2 lines of error"),
+        (_case("SIGKILL", "torchrun"), f"{LINE}\n{SUMMARY.format(-9)}", "the line does not name what happened"),
+        (_case("SIGKILL", "torchrun", phase="import"), SUMMARY.format(-9), ""),
+        (_case("SIGKILL", "torchrun"), SUMMARY.format(-9), "0 lines of error; nothing said"),
+        (_case("SIGTERM", "torchrun"), f"Traceback\n{LINE}\n{SUMMARY.format(143)}", ""),
+        (_case("SIGTERM", "torchrun"), f'File "a/pygdist/b.py"\n{LINE}\n{SUMMARY.format(143)}', "a traceback"),
+        (_case("SIGTERM", "torchrun"), f"{LINE}\n{SUMMARY.format(1)}", "torchrun's summary does not name rank 1"),
     ],
 )
-def test_what_a_run_says_is_judged(signal_name: str, errors: str, wrong: str) -> None:
-    case = Case(0, signal_name, "1", "training", 0.0, "ordinary", "comm", 2)
-    code = {"SIGTERM": 143, "SIGINT": 130}.get(signal_name, 1)
-    outcome = Outcome(1.0, code, campaign.told(errors, signal_name), 0)
-    assert what_is_wrong(case, outcome, errors, 30.0, "") == wrong
+def test_what_a_run_says_is_judged(case: Case, errors: str, wrong: str) -> None:
+    code = {"SIGTERM": 143, "SIGINT": 130}.get(case.signal, 1) if case.launcher == "ordinary" else 1
+    outcome = Outcome(1.0, code, campaign.told(errors, case), 0)
+    found = what_is_wrong(case, outcome, errors, 30.0, "")
+    assert found.startswith(wrong) if wrong else found == "", found
 
 
 def test_temporary_files_are_told_from_others(tmp_path: Path) -> None:

@@ -205,6 +205,51 @@ def test_a_rank_whose_signal_nobody_else_has_heard_of_says_so(
     assert said.startswith("pygdist: error: SIGTERM reached rank 1") if says else said == ""
 
 
+_RANK = """
+import sys, time
+from pygdist import cli
+
+def works(command, arguments):
+    print("ready", flush=True)
+    time.sleep(60)
+
+cli._load = lambda command: works
+cli.program()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_ranks_that_torchrun_ends_one_line_tells_which_had_ended(
+    signum: signal.Signals, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun does, this process reaps the rank that has ended, and then sends SIGTERM to the others."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    files = [tmp_path / str(rank) / "error.json" for rank in range(3)]
+    for file in files:
+        file.parent.mkdir()
+    starting = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, "fit"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(file)},
+        )
+        for rank, file in enumerate(files)
+    ]  # fmt: skip
+    for rank in starting:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+    ended = starting.pop(first)
+    ended.send_signal(signum)
+    _, said = ended.communicate(timeout=30)
+    for rank in starting:
+        rank.terminate()
+    said += "".join(rank.communicate(timeout=30)[1] for rank in starting)
+    who = rf"rank {first} \(process {ended.pid}\)"
+    after = rf"{who} had ended before torchrun's SIGTERM reached rank \d \(process \d+\)"
+    assert re.fullmatch(f"pygdist: error: {after if signum == signal.SIGKILL else f'SIGTERM reached {who}'}\n", said)
+    assert {rank.returncode for rank in starting} == {143}
+
+
 def test_a_rank_whose_starter_has_died_before_ends() -> None:
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()

@@ -11,8 +11,10 @@ as ranks reach them. After the signal:
 - ``gone_s``: seconds until no process of the run is left; all must be within 30 s, or with a stopped rank within
   ``lost_after_s`` and 15 s;
 - ``code``: the exit code of the process that started the others; 0 only if the work was done before;
-- ``said``: one line on standard error names the rank or the signal, and there is no traceback. After SIGTERM and SIGINT
-  the line names the signal, and under the ordinary launcher there is no other line of pygdist's;
+- ``said``: a line on standard error names the case's signal and a rank that it reached, or after SIGKILL and SIGSTOP
+  the rank that was lost. After SIGTERM and SIGINT, and after SIGKILL to a rank of torchrun's, it is pygdist's only line
+  of error; no traceback is pygdist's. Under torchrun, whose summary names each rank that has ended and how, the summary
+  must name the rank, and may be all that is said of a rank that ends while it imports, or once the work is done;
 - ``left``: processes that the campaign had to kill;
 - ``loss``: what ``pygdist fit --resume`` ends with; equal to the unbroken run's, bit for bit. Where the kill left a
   whole checkpoint, this run goes on from one, in the same folder. No temporary file is left, of either run.
@@ -148,10 +150,11 @@ def draw(number: int, seed: int) -> list[Case]:
         ranks = random_.choice((2, 3))
         name = SIGNALS[index % len(SIGNALS)]
         phase = PHASES[index % len(PHASES)]
-        who = random_.choice(("starter", "all", *map(str, range(1, ranks))))
+        launcher = random_.choice(("ordinary", "torchrun"))
+        first = int(launcher == "ordinary")  # whose rank 0 is the starter
+        who = random_.choice(("starter", "all", *map(str, range(first, ranks))))
         if name == "SIGSTOP" and who == "all":
             who = "1"  # as after Ctrl-Z, they would only go on later
-        launcher = random_.choice(("ordinary", "torchrun"))
         if name == "SIGSTOP" and launcher == "torchrun" and who == "starter":
             who = "0"  # a stopped agent of torchrun's is no rank
         later_s = random_.uniform(0.0, {"import": 4.0, "meeting": 1.0, "partitioning": 0.5}.get(phase, 0.05))
@@ -288,7 +291,7 @@ def attempt(case: Case, folder: Path) -> Outcome:
     run.send()
     limit_s = LOST_AFTER_S + 15.0 if case.signal == "SIGSTOP" else 30.0
     gone_s, code, left = run.wait(limit_s + 60.0)
-    outcome = Outcome(round(gone_s, 1), code, told(run.errors, case.signal), left)
+    outcome = Outcome(round(gone_s, 1), code, told(run.errors, case), left)
     if reached:
         outcome = replace(outcome, wrong=what_is_wrong(case, outcome, run.errors, limit_s, run.last))
     else:
@@ -327,33 +330,65 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
     if outcome.left:
         faults.append(f"{outcome.left} left")
     finished = "Trainer.fit` stopped" in errors  # a signal after the work is done ends nothing
-    expected = {"SIGTERM": 143, "SIGINT": 130}.get(case.signal)
     if outcome.code == 0 and not finished:
         faults.append("exit code 0")
-    if expected and case.launcher == "ordinary" and outcome.code not in (expected, 128 - expected, 0):
+    if (codes := _codes(case)) and outcome.code not in (*codes, 0):
         faults.append(f"exit code {outcome.code}")
     if "terminate called" in errors:
         faults.append("a process aborted")
-    if "Traceback" in errors and case.launcher == "ordinary":
+    if re.search(r'File "[^"]*/pygdist/' if case.launcher == "torchrun" else "Traceback", errors):
         faults.append("a traceback")
-    ours = errors.count("pygdist: error: ")
+    lines = [line for line in errors.splitlines() if "pygdist: error: " in line]
+    to_rank_of_torchrun = case.launcher == "torchrun" and case.signal == "SIGKILL" and case.who.isdigit()
+    one = case.signal in ("SIGTERM", "SIGINT") or to_rank_of_torchrun  # after others, each rank may tell of the loss
     silent = case.phase == "import" or finished  # Python itself ends, or a command that is done
-    if expected and case.launcher == "ordinary" and ours != 1 and not (silent and ours == 0):
-        faults.append(f"{ours} lines of error")
-    if expected and outcome.said and case.signal not in outcome.said:
-        faults.append(f"no line names {case.signal}")
-    alone = case.who in ("starter", "all") and case.signal == "SIGKILL"  # nobody is left to say a word
-    if not outcome.said and not finished and not alone and case.phase != "import":
+    if one and len(lines) != 1 and not (silent and not lines):
+        faults.append(f"{len(lines)} lines of error")
+    if one and lines and not outcome.said:
+        faults.append(f"the line does not name what happened: {lines[0][:200]}")
+    in_summary = case.launcher == "torchrun" and _is_in_summary(case, errors)
+    if case.launcher == "torchrun" and case.who.isdigit() and outcome.code and not in_summary:
+        faults.append(f"torchrun's summary does not name rank {case.who}")
+    if not outcome.said and not finished and not _may_be_silent(case) and not (in_summary and case.phase == "import"):
         faults.append("nothing said")
     return "; ".join(faults)
 
 
-def told(errors: str, signal_name: str = "") -> str:
-    """Return the line that names a rank or a signal; that of this signal, if there is one."""
-    named = r"SIG\w+ reached|rank \d+ .*(lost|ended|killed|left|stopped|not answered)"
-    named += r"|which started rank \d|store does not"
-    lines = [line for line in errors.splitlines() if re.search(named, line)]
-    return next((line for line in lines if signal_name in line), lines[0])[:300] if lines else ""
+def _codes(case: Case) -> tuple[int, ...]:
+    """Return the exit codes that a case may end with, apart from 0; none if any will do."""
+    number = signal.Signals[case.signal]
+    by_default = -number if case.who in ("starter", "all") else 1  # before Python handles a signal, or after the work
+    if case.launcher == "torchrun" or number in (signal.SIGKILL, signal.SIGSTOP):
+        return (1, -signal.SIGKILL if number == signal.SIGSTOP and case.launcher == "ordinary" else by_default)
+    return (128 + number, -number)
+
+
+def _may_be_silent(case: Case) -> bool:
+    """Tell if nobody is left to say a word, or nobody is there yet."""
+    return (case.who, case.signal) == ("all", "SIGKILL") or (case.phase == "import" and not case.who.isdigit())
+
+
+def _is_in_summary(case: Case, errors: str) -> bool:
+    """Tell if torchrun's summary names the case's rank, and that it ended by its signal."""
+    number = signal.Signals["SIGKILL" if case.signal == "SIGSTOP" else case.signal]  # a stopped rank is killed
+    ended = re.findall(r"^\s+rank\s+: (\d+) .*\n\s+exitcode\s+: (-?\d+) ", errors, re.MULTILINE)
+    return any(rank == case.who and int(code) in (-number, 128 + number) for rank, code in ended)
+
+
+def told(errors: str, case: Case) -> str:
+    """Return the line that tells of a case: names its signal and whom it reached, or the rank that was lost."""
+    rank = "0" if case.who == "starter" and case.launcher == "ordinary" else case.who
+    fates = r"is lost|(was|had|has) (killed|stopped|ended|lost|left|been|taken)|ended with|left"
+    lost = rf"rank {rank if rank.isdigit() else '[0-9]+'} (\(process \d+\) )?({fates})"
+    starter = rank == "0" or case.who in ("starter", "all")
+    if starter:
+        lost += r"|which started (rank \d|process)|store does not answer|look at rank 0"
+    reached = rf"{case.signal} reached (rank {rank if rank.isdigit() else '[0-9]+'}\b|process)"
+    reached += rf"|rank {rank} (\(process \d+\) )?was ended by {case.signal}"
+    named = reached if case.signal in ("SIGTERM", "SIGINT") else lost
+    if case.phase == "import":
+        named += f"|{lost}"  # Python itself may have ended the rank
+    return next((line[:300] for line in errors.splitlines() if re.search(named, line)), "")
 
 
 def last_loss(folder: Path) -> str:

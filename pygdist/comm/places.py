@@ -157,9 +157,10 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
     """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
 
     Every rank waits or has left, and one of these holds. (a) Two ranks made different exchanges, for ``soon_s``. (b) No
-    byte has moved for ``patience_s``. (c) Bytes cannot be seen, and a rank waits, for ``patience_s``, for one that left
-    before this exchange, or may not have made its call. Ranks that wait in different calls prove nothing by themselves:
-    an exchange ends on one rank earlier than on another.
+    byte has moved for ``patience_s``. (c) Bytes cannot be seen, every rank has waited for ``patience_s``, and another
+    has left for an error, or before the exchange that a rank waits in, or while a rank waits in a call of torch's,
+    which has no number to compare. Ranks that wait in different calls prove nothing by themselves: an exchange ends on
+    one rank earlier than on another.
 
     Args:
         rank: The rank that asks.

@@ -36,7 +36,7 @@ from pygdist.comm.places import (
     machine,
 )
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import name_of, note_cause, parent
+from pygdist.signals import ended_before, name_of, note_cause, parent
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class Watchdog:
         before = {rank: report for rank, report in reports.items() if rank != self.rank and report.signum}
         cause = self._told_by(before) or ""
         if not cause:
-            said = f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})"
+            said = ended_before() or f"{name_of(signum)} reached rank {self.rank} (process {self.process[1]})"
             self.signum, self.signalled_by = signum, said
         self.verdict = self.signalled_by
         self._publish()

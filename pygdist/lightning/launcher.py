@@ -2,7 +2,7 @@
 
 Lightning's own observer kills all processes, its own included, five seconds after a child dies, and reports a process
 number. Here the other ranks get time to find out and report which rank was lost, before anything is killed. An error of
-a spawned or forked rank is raised again in the process that started it.
+a spawned or forked rank is raised again in the process that started it, and of several errors the first one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing import active_children
+from multiprocessing import active_children, connection
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing,
     _GlobalStateSnapshot,
 )
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, get_context
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    get_context,
+    start_processes,
+)
 from typing_extensions import override
 
+from pygdist.comm.places import is_stopped, machine
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.meeting import described, forget_own_port, host
 from pygdist.memory.limits import refusal_of
@@ -40,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
 _JOIN_S = 5.0  # to kill those that do not
+_POLL_S = 0.5
 _LOST = re.compile(r"^pygdist\.errors\.LostRankError: (.*)$", re.MULTILINE)
 
 
@@ -84,16 +93,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         forget_own_port(self._strategy.cluster_environment)
         self._mistakes = get_context(self._start_method).SimpleQueue()
-        if self._start_method == "forkserver":
-            function = partial(_restored, _GlobalStateSnapshot.capture(), function)
+        self._given_up: dict[int, str] = {}
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            return self._run(function, args, kwargs, trainer)
         except ProcessRaisedException as error:
             # its message is the traceback of the process, whose last line is the error
             raised = _LOST.findall(str(error))
             if not raised:
                 raise
-            raise LostRankError(raised[-1]) from error
+            raise LostRankError(next(iter(self._given_up.values()), raised[-1])) from error
         except ProcessExitedException as error:
             raise self._reason(error) from error
         except SignalError as error:
@@ -102,13 +110,86 @@ class ProcessLauncher(_MultiProcessingLauncher):
         finally:
             del self._mistakes  # no copy can be made of it
 
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: pl.Trainer | None) -> Any:
+        """Start the ranks, and return the result of rank 0.
+
+        It is Lightning's ``launch``, but for the wait: there torch sends SIGTERM to all ranks as soon as one has ended,
+        and they would tell of that.
+        """
+        (_check_missing_main_guard if self._start_method == "spawn" else _check_bad_cuda_fork)()
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self._already_fit and fits:
+            raise NotImplementedError(
+                "a Trainer whose ranks are forked or spawned can call fit() only once: make another one, and go on by "
+                "fit(ckpt_path=...)"
+            )
+        assert self._strategy.cluster_environment is not None
+        os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)  # the same for all ranks
+        results = get_context(self._start_method).SimpleQueue()
+        given = [trainer, function, args, kwargs, results]
+        if self._start_method != "fork":  # ranks draw from the caller's random generators
+            given.append(_GlobalStateSnapshot.capture())
+        number: int = self._strategy.num_processes  # type: ignore[attr-defined]
+        context = start_processes(self._wrapping_function, given, number, join=False, start_method=self._start_method)
+        self.procs = context.processes
+        self._await_end(context)
+        while not context.join():
+            pass
+        result = results.get()
+        if trainer is None:
+            return result
+        self._already_fit |= fits
+        self._recover_results_in_main_process(result, trainer)
+        return result.trainer_results
+
+    def _await_end(self, context: ProcessContext) -> None:
+        """Wait until all ranks have ended; once one has failed, the others have some time to end by themselves.
+
+        A rank that is stopped is killed when the others give it up, which may wait for it where they cannot see it.
+        """
+        first, end_at, looked = -1, float("inf"), time.monotonic()
+        stopped_s, patience_s = [0.0] * len(self.procs), self._strategy.lost_after_s  # type: ignore[attr-defined]
+        while alive := [process.sentinel for process in self.procs if process.is_alive()]:
+            connection.wait(alive, timeout=_POLL_S)
+            step_s, looked = min(time.monotonic() - looked, 2 * _POLL_S), time.monotonic()  # less if all were stopped
+            for index, process in enumerate(self.procs):
+                ends = first < 0 and bool(process.exitcode)
+                if ends:
+                    first, end_at = index, looked + _GRACE_S
+                elif is_stopped((machine(), process.pid or 0)):
+                    stopped_s[index] += step_s
+                    ends = len(self.procs) > 1 and (first >= 0 or stopped_s[index] > patience_s)
+                    if ends:
+                        process.kill()
+                elif process.is_alive():
+                    stopped_s[index] = 0.0
+                if ends and stopped_s[index]:
+                    self._given_up[index] = (
+                        f"rank {self._first_rank + index} (process {process.pid}) was stopped for "
+                        f"{stopped_s[index]:.0f} s, and was killed"
+                    )
+            if looked > end_at:
+                log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
+                for process in self.procs:
+                    process.kill()
+                end_at = float("inf")
+        if first >= 0:
+            context.sentinels = {self.procs[first].sentinel: first}  # the one that torch tells of
+
+    @property
+    def _first_rank(self) -> int:
+        assert self._strategy.cluster_environment is not None
+        return self._strategy.cluster_environment.node_rank() * len(self.procs)
+
     def _reason(self, error: ProcessExitedException) -> BaseException:
-        """Return the error that ended a rank, or tells of its end."""
-        if not self._mistakes.empty():
+        """Return the error that ended the first rank, or tells of its end."""
+        rank = self._first_rank + error.error_index
+        killed = error.exit_code < 0 and not signal_of(error.exit_code)  # so it had nothing to say
+        if not killed and not self._mistakes.empty():
             text, signum = self._mistakes.get()
             return SignalError(text, signum) if signum else InputError(text)
-        assert self._strategy.cluster_environment is not None
-        rank = self._strategy.cluster_environment.node_rank() * len(self.procs) + error.error_index
+        if told := self._given_up.get(error.error_index):
+            return LostRankError(told)
         if signum := signal_of(error.exit_code):
             return SignalError(f"{name_of(signum)} reached rank {rank} (process {error.error_pid})", signum)
         hint = ""
@@ -163,12 +244,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
             elif self._mistakes.empty():
                 raise
             raise SystemExit(2) from error
-
-
-def _restored(snapshot: _GlobalStateSnapshot, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function with the caller's random generators, which Lightning gives to spawned processes alone."""
-    snapshot.restore()
-    return function(*args, **kwargs)
 
 
 class _Observer(threading.Thread):

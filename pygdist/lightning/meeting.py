@@ -20,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,7 +28,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
 from pygdist.errors import InputError, LostRankError
-from pygdist.signals import exit_now, name_of, parent, signal_of
+from pygdist.signals import exit_now, name_of, parent, siblings, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def _join(address: str, port: int, rank: int, lost_after_s: float, timeout: date
     if store is None:  # a process that is stopped takes connections, and torch waits for its answer for ever
         where = f"rank {rank}: rank 0 has taken the connection to {address}:{port}"
         log.error("%s, but has not answered for %.0f s; leaving", where, lost_after_s)
-        for pid in (parent(), _siblings().get(0, 0)):
+        for pid in (parent(), siblings().get(0, 0)):
             kill_stopped((machine(), pid))
         exit_now(1)  # a thread still waits
     store.set_timeout(timeout)
@@ -285,7 +284,7 @@ class Launched:
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], first_rank: int, lost_after_s: float) -> None:
         self._processes = {first_rank + offset: process for offset, process in enumerate(processes)}
-        self.pids = {rank: process.pid for rank, process in self._processes.items()} or _siblings()
+        self.pids = {rank: process.pid for rank, process in self._processes.items()} or siblings()
         self._lost_after_s = lost_after_s
         self._stopped: dict[int, float] = {}  # by rank: since when
         self._lost: dict[int, str] = {}
@@ -332,19 +331,6 @@ class Launched:
     def _exit_code(self, rank: int) -> int | None:
         process = self._processes.get(rank)
         return None if process is None else process.poll()
-
-
-def _siblings() -> dict[int, int]:
-    """Return the processes that ``torchrun`` started beside this one, by rank; none where that cannot be seen."""
-    pids, agent = dict[int, int](), parent()
-    for folder in Path("/proc").glob("[0-9]*") if agent else ():
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == agent:
-                names = dict(one.partition("=")[::2] for one in (folder / "environ").read_text().split("\0"))
-                pids[int(names["RANK"])] = int(folder.name)
-        except (OSError, KeyError, ValueError, IndexError):  # it has ended, or is no rank
-            continue
-    return pids
 
 
 def described(code: int) -> str:

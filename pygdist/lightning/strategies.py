@@ -137,6 +137,11 @@ class GraphDDPStrategy(DDPStrategy):
         """Seconds that ranks have to end by themselves after a signal."""
         return self._stopping.leave_s
 
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a sign of life after which a rank counts as lost."""
+        return self._lost_after_s
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -343,7 +348,8 @@ class GraphDDPStrategy(DDPStrategy):
         if isinstance(exception, SignalError) or _of_all_ranks(exception):
             return exception
         if signum := signals.received():  # which a library took for a failure of its own
-            return SignalError(f"{signals.name_of(signum)} reached rank {self.global_rank}", signum)
+            told = signals.ended_before() or f"{signals.name_of(signum)} reached rank {self.global_rank}"
+            return SignalError(told, signum)
         if (watchdog := self._watchdog) is None:
             return exception
         names_rank = isinstance(exception, LostRankError)
@@ -416,6 +422,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._close(FINISHED)
+        signals.forget_siblings()
         super().teardown()
         if not signals.in_command():
             signals.uninstall()

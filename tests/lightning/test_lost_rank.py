@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,37 @@ def test_a_frozen_rank_ends_the_others_with_its_name(folder: Path, rank: int) ->
     # a launching rank that leaves first ends those that it launched
     assert len(said) == 2 if rank == 0 else said
     assert all(what in line and "epoch 3" in line for line in said), said
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize(
+    ("method", "rank", "ending"),
+    [
+        ("fork", 1, "SIGKILL"),
+        ("fork", 0, "SIGSTOP"),
+        ("spawn", 1, "SIGKILL"),
+        pytest.param("fork", 0, "SIGKILL", marks=pytest.mark.exhaustive),
+        pytest.param("fork", 1, "SIGSTOP", marks=pytest.mark.exhaustive),
+        pytest.param("spawn", 0, "SIGSTOP", marks=pytest.mark.exhaustive),
+        pytest.param("spawn", 1, "SIGSTOP", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_forked_or_spawned_rank_that_is_lost_is_named(folder: Path, method: str, rank: int, ending: str) -> None:
+    """The others end by themselves: torch would send them SIGTERM, of which they would tell, or wait for 30 s."""
+    kill = ["--trainer.callbacks+=killing.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.epoch=3"]
+    strategy = [f"--trainer.strategy=graph_ddp_{method}", "--trainer.strategy.lost_after_s=4", "--trainer.devices=2"]
+    run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy)
+    gone_s = time.time() - (folder / "checkpoints" / "last.ckpt").stat().st_mtime  # which the epoch before wrote
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", run.stdout))
+    fate = "was killed by SIGKILL" if ending == "SIGKILL" else r"was stopped for \d s, and was killed"
+    said = [line for line in run.stderr.splitlines() if "SIGTERM" in line or line.startswith("pygdist: error:")]
+    assert run.returncode == 1, run.stderr
+    assert len(said) == 1, run.stderr
+    assert re.fullmatch(rf"pygdist: error: rank {rank} \(process {pids[str(rank)]}\) {fate}", said[0])
+    assert "Traceback" not in run.stderr
+    assert "terminate called" not in run.stderr
+    assert gone_s < 4 + 15
+    assert not [pid for pid in pids.values() if _is_alive(int(pid))], "a rank was left behind"
 
 
 def _is_alive(pid: int) -> bool:
