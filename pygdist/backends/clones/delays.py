@@ -207,7 +207,9 @@ class Delays:
             key = id(of), id(to)
             if key not in self._bins:
                 self._bins[key] = bins(self._n_id, of, to, self._options.delay)
-            made = DelayedSum(self._flights, self._here, self._bins[key], keep=self._options.keep)
+            made = DelayedSum(
+                self._flights, self._here, self._bins[key], num_rows=self._n_id.numel(), keep=self._options.keep
+            )
             mine = [key for key in self._saved if key.startswith(f"{name}.")]
             made.load({key: self._saved.pop(key) for key in mine}, name)
             self._sums[name] = made
@@ -304,8 +306,7 @@ class Flight:
     Args:
         exchange: The split nodes, on a communicator of flights alone, as other exchanges begin and end meanwhile.
         plan: The exchange from roots to leaves.
-        rows: A row for each leaf here if ``up``, else one for each leaf of this rank's roots; ``None`` if they have
-            arrived.
+        rows: A row for each leaf here if ``up``, else one for each leaf of this rank's roots; nobody else has them.
         label: Names the exchange in errors; equal on all ranks.
         up: From leaves to roots.
     """
@@ -313,7 +314,7 @@ class Flight:
     def __init__(self, exchange: CloneExchange, plan: ExchangePlan, rows: Tensor, label: str, *, up: bool) -> None:
         counts = (plan.recv_counts, plan.send_counts) if up else (plan.send_counts, plan.recv_counts)
         self._communicator, self._label = exchange.communicator, f"{label}, {describe_rows(rows)}"
-        self._sent = rows.to(exchange.wire_of(rows) or rows.dtype, copy=True)
+        self._sent = rows.to(exchange.wire_of(rows) or rows.dtype)
         self._arrived = self._sent.new_empty((sum(counts[1]), *rows.shape[1:]))
         self._transfer: Transfer | None = None
         if self._communicator.world_size == 1:
@@ -347,6 +348,7 @@ class DelayedSum:
         exchange: The split nodes, on a communicator of flights alone.
         communicator: The ranks, by which they compare later what they have posted.
         bins: The split nodes by bins.
+        num_rows: Rows of the part.
         keep: Rows use what arrived until more arrives; otherwise in the pass in which it arrives alone.
 
     Attributes:
@@ -355,11 +357,15 @@ class DelayedSum:
         has: The ones of them that use it now; bool, ``(s,)``.
     """
 
-    def __init__(self, exchange: CloneExchange, communicator: Communicator, bins: list[Bin], *, keep: bool) -> None:
+    def __init__(
+        self, exchange: CloneExchange, communicator: Communicator, bins: list[Bin], *, num_rows: int, keep: bool
+    ) -> None:
         self._exchange, self._communicator, self._bins, self._keep = exchange, communicator, bins, keep
         self._up: dict[int, Flight] = {}
         self._down: dict[int, Flight] = {}
         self.rows = torch.cat([rows for one in bins for rows in (one.of.plan.send_index, one.to.rows)]).unique()
+        self._place = torch.full((num_rows,), -1, device=self.rows.device)  # of a row among ``rows``
+        self._place[self.rows] = torch.arange(self.rows.numel(), device=self.rows.device)
         self.has = torch.zeros(self.rows.shape, dtype=torch.bool, device=self.rows.device)
         self.remote: Tensor | None = None
 
@@ -404,15 +410,14 @@ class DelayedSum:
         served, remote = self._bins[number], self.remote
         assert remote is not None
         plan, theirs = served.of.plan, self._up.pop(number).take().to(z.dtype)
-        places = torch.searchsorted(self.rows, plan.send_index)
+        places = self._place[plan.send_index]
         remote[places], self.has[places] = 0, True
         counts = list(plan.send_counts)
         for place, rows in zip(places.split(counts), theirs.split(counts), strict=True):
             remote[place] = remote[place] + rows
-        answer = z[served.to.plan.send_index]
-        # a root whose leaves send nothing has no place
-        others = torch.searchsorted(self.rows, served.to.plan.send_index).clamp(max=max(self.rows.numel() - 1, 0))
-        known = served.to.plan.send_index == self.rows[others] if self.rows.numel() else others.bool()
+        told = served.to.plan.send_index
+        answer, others = z[told], self._place[told]
+        known = others >= 0  # leaves of other roots send nothing
         answer[known] = answer[known] + remote[others[known]]
         sent = served.own >= 0
         answer[sent] = answer[sent] - theirs[served.own[sent]]
@@ -420,7 +425,7 @@ class DelayedSum:
 
     def _serve_leaf(self, served: Bin, posted: Flight) -> None:
         assert self.remote is not None
-        places = torch.searchsorted(self.rows, served.to.rows)
+        places = self._place[served.to.rows]
         self.remote[places], self.has[places] = posted.take().to(self.remote.dtype), True
 
     def _post(self, plan: ExchangePlan, rows: Tensor, label: str, *, up: bool) -> Flight:
