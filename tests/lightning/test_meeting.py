@@ -104,7 +104,7 @@ def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
 def test_a_rank_zero_that_froze_before_it_told_of_its_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun, whose ranks wait for the address."""
     frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(meeting, "_siblings", lambda: {0: frozen.pid})
+    monkeypatch.setattr(meeting, "siblings", lambda: {0: frozen.pid})
     try:
         frozen.send_signal(signal.SIGSTOP)
         said = rf"rank 1 waits for the store of rank 0: rank 0 \(process {frozen.pid}\) was stopped before it came here"
