@@ -47,6 +47,7 @@ def test_cases_cover_what_they_promise() -> None:
     assert draw(100, 1) != cases
 
 
+STORE = "pygdist: error: rank 0 waits: the rendezvous store does not answer: look at rank 0 (or the launcher)"
 LINE = "pygdist: error: SIGTERM reached rank 1 (process 7)"
 BEFORE = "pygdist: error: rank 1 (process 7) had ended before torchrun's SIGTERM reached rank 0 (process 6)"
 SUMMARY = "  rank      : 1 (local_rank: 1)\n  exitcode  : {} (pid: 7)"
@@ -75,6 +76,8 @@ def _case(signal_name: str, launcher: str = "ordinary", who: str = "1", phase: s
         (_case("SIGKILL", "torchrun"), BEFORE, "torchrun's summary does not name rank 1"),
         (_case("SIGKILL", "torchrun"), f"{BEFORE}\n{BEFORE}\n{SUMMARY.format(-9)}", "2 lines of error"),
         (_case("SIGKILL", "torchrun"), f"{LINE}\n{SUMMARY.format(-9)}", "the line does not name what happened"),
+        (_case("SIGTERM", "torchrun"), f"{LINE}\n{STORE}\n{SUMMARY.format(143)}", ""),
+        (_case("SIGTERM"), f"{LINE}\n{STORE}", "2 lines of error"),
         (_case("SIGKILL", "torchrun", phase="import"), SUMMARY.format(-9), ""),
         (_case("SIGKILL", "torchrun"), SUMMARY.format(-9), "0 lines of error; nothing said"),
         (_case("SIGTERM", "torchrun"), f"Traceback\n{LINE}\n{SUMMARY.format(143)}", ""),

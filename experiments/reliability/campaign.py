@@ -64,6 +64,7 @@ LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
 SLOW_S = 300.0  # a phase that is not reached by then fails the case
 #: names of temporary files and folders
+_WITHOUT_STORE = "the rendezvous store does not answer: look at rank 0"
 TEMPORARY = re.compile(r"(^|/)(\.[^/]*(\.partial|\.tmp|\.tmp-[^/]*|\.lock)|[^/]*\.tmp|pygdist-[^/]*|\.pygdist-[^/]*)$")
 
 
@@ -342,8 +343,10 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
     to_rank_of_torchrun = case.launcher == "torchrun" and case.signal == "SIGKILL" and case.who.isdigit()
     one = case.signal in ("SIGTERM", "SIGINT") or to_rank_of_torchrun  # after others, each rank may tell of the loss
     silent = case.phase == "import" or finished  # Python itself ends, or a command that is done
-    if one and len(lines) != 1 and not (silent and not lines):
-        faults.append(f"{len(lines)} lines of error")
+    # other ranks of torchrun may say, too, that they wait for rank 0, which keeps their store
+    telling = [line for line in lines if not (case.launcher == "torchrun" and _WITHOUT_STORE in line)]
+    if one and len(telling) != 1 and not (silent and not telling):
+        faults.append(f"{len(telling)} lines of error")
     if one and lines and not outcome.said:
         faults.append(f"the line does not name what happened: {lines[0][:200]}")
     in_summary = case.launcher == "torchrun" and _is_in_summary(case, errors)
