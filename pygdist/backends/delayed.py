@@ -2,7 +2,7 @@
 
 Each rank runs the model on all rows of its part, those of leaves too. A hop sums the edges of the part; leaves send
 their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the backend is exact. With a delay training
-uses what other parts sent passes before (:mod:`pygdist.backends.clones.delays`, Algorithm 4), or nothing of them (0c);
+uses what other parts sent passes before (:mod:`pygdist.backends.clones.flights`, Algorithm 4), or nothing of them (0c);
 evaluation is exact.
 """
 

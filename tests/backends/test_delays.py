@@ -13,8 +13,8 @@ from torch_geometric import nn as pyg
 
 from pygdist import distribute, undistribute
 from pygdist.backends import DelayedBackend, Savings
-from pygdist.backends.clones.delays import DelayedSum, bin_of
 from pygdist.backends.clones.exchange import CloneExchange
+from pygdist.backends.clones.flights import DelayedSum, bin_of
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
