@@ -1,9 +1,9 @@
 """Replication by Libra and number of parts (DistGNN, Table 4), and the share of nodes that are split (Table 6).
 
     python -m experiments.distgnn.replication --data DATA --out figures
-    python -m experiments.distgnn.replication --graphs cornell5 --data DATA --dgl SITE
+    python -m experiments.distgnn.replication --graphs cornell5 --data DATA --libraries pygdist DGL --dgl SITE
 
-With ``--dgl``, the folder of an unpacked wheel of DGL, Libra as DGL has it cuts the same edges.
+With DGL among the libraries, Libra as DGL has it cuts the same edges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--scale", type=float, help="scale of generated graphs, in place of 0.1 and 0.2")
     cli.add_argument("--parts", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     cli.add_argument("--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS))
-    cli.add_argument("--dgl", type=Path, help="folder that a wheel of DGL 2.1 was unpacked into")
+    cli.add_argument("--libraries", nargs="+", choices=["pygdist", "DGL"], default=["pygdist"])
+    cli.add_argument("--dgl", type=Path, help="for DGL: folder that a wheel of DGL 2.1 was unpacked into")
     cli.add_argument("--out", type=Path, default=Path("figures"))
     return cli
 
@@ -99,11 +100,14 @@ def libra_of_dgl(site: Path, edges: np.ndarray, num_nodes: int, num_parts: int) 
 def main() -> int:
     """Run what the command line asks for."""
     options = parser().parse_args()
+    if "DGL" in options.libraries and options.dgl is None:
+        raise SystemExit("--libraries DGL: give --dgl, a folder that the wheel of dgl 2.1.0 was unpacked into")
     rows: list[dict[str, Any]] = []
     for name in options.graphs:
         stream, published = edges_of(name, options), GRAPHS[name][2]
         edges = np.concatenate(list(stream.chunks()), axis=1)
-        libraries = [*(("pygdist", bound) for bound in options.bounds), *([("DGL", "")] if options.dgl else [])]
+        bounds = {"pygdist": options.bounds, "DGL": ["none"]}
+        libraries = [(library, bound) for library in options.libraries for bound in bounds[library]]
         runs = [(parts, *library) for parts in options.parts for library in libraries]
         for parts, library, bound in track(runs, description=name):
             start, part = time.perf_counter(), np.empty(stream.num_edges, dtype=np.int32)
