@@ -8,7 +8,6 @@ python -m experiments.catgnn.accuracy --data DATA --graphs Cora --models GCN --p
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import logging
 import os
@@ -28,7 +27,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 from typing_extensions import override
 
-from experiments.catgnn.graphs import show, write
+from experiments.catgnn.graphs import rows_before, show, write
 from pygdist import GraphDataModule, NodeClassifier
 from pygdist.backends import ReplicaBackend
 from pygdist.graph import degree_corrected_sbm, load_graph, prepare
@@ -186,14 +185,6 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield case
 
 
-def rows_before(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return the rows of an earlier run's table, by training."""
-    if not path.is_file():
-        return {}
-    with path.open(newline="") as file:
-        return {tuple(row[name] for name in CASE): row for row in csv.DictReader(file)}
-
-
 def main() -> int:
     """Run what the command line asks for."""
     options = parser().parse_args()
@@ -201,7 +192,7 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     path = options.out / f"{options.name}.csv"
-    rows = rows_before(path) if options.resume else {}
+    rows = rows_before(path, CASE) if options.resume else {}
     with tempfile.TemporaryDirectory() as work:
         for case in cases(options):
             key = tuple(str(case[name]) for name in CASE)

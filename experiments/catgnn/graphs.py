@@ -50,6 +50,14 @@ def communities(num_nodes: int, num_edges: int, num_communities: int, num_featur
     )
 
 
+def rows_before(path: Path, case: Sequence[str]) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return the rows of an earlier run's table, by the columns that identify a training."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {tuple(row[name] for name in case): row for row in csv.DictReader(file)}
+
+
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print a table."""
     table = Table(title=title)

@@ -6,7 +6,6 @@ python -m experiments.distgnn.accuracy --data DATA --graphs cornell5 --parts 4 -
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
-from experiments.catgnn.graphs import show, write
+from experiments.catgnn.graphs import rows_before, show, write
 from pygdist import distribute
 from pygdist.backends import DelayedBackend, Savings
 from pygdist.comm import Communicator
@@ -180,20 +179,12 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {name: case[name] for name in CASE}
 
 
-def rows_before(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return the rows of an earlier run's table, by training."""
-    if not path.is_file():
-        return {}
-    with path.open(newline="") as file:
-        return {tuple(row[name] for name in CASE): row for row in csv.DictReader(file)}
-
-
 def main() -> int:
     """Run what the command line asks for."""
     options = parser().parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     path = options.out / f"{options.name}.csv"
-    rows = rows_before(path) if options.resume else {}
+    rows = rows_before(path, CASE) if options.resume else {}
     with tempfile.TemporaryDirectory() as work, RankPool(max(options.parts), timeout_s=3600) as pool:
         for case in cases(options):
             key = tuple(str(case[name]) for name in CASE)

@@ -386,8 +386,8 @@ class DelayedBackend(Backend):
             here: Tensor = scatter(src, index, dim, dim_size, reduce)
             return here
         fold = self._fold or self._fold_of("scatter outside of a hop")
-        every = self._exchanged.all  # the ends may be sources
-        fold = replace(fold, of=every, to=every, edges=None, delays=None)
+        leaves = self._exchanged.all  # the ends may be sources
+        fold = replace(fold, of=leaves, to=leaves, edges=None, delays=None)
         return reduced(fold, src, index, None, dim_size, dim, reduce)
 
 

@@ -23,7 +23,7 @@ _MOST_CALLS = 8  # training passes before a backward pass, such as views of a gr
 
 @dataclass(frozen=True, kw_only=True)
 class DelayOptions:
-    """How late sums of other parts may be, and what becomes of them.
+    """Options of sums of other parts that may be late.
 
     Attributes:
         delay: Training passes between posting a sum and using it (*r*); 0 exchanges at once, ``"never"`` not at all.
@@ -53,7 +53,7 @@ class DelayOptions:
 
     @property
     def approximation(self) -> str:
-        """What is given up, in one clause; empty if nothing is."""
+        """The clause that says what is given up; empty if nothing is."""
         if self.delay == "never":
             return "in training, sums leave out the edges of other parts"
         return (
@@ -163,6 +163,8 @@ class Delays:
             ``z`` and the result are :math:`(m, *)`, ``share`` is :math:`(m)`.
         """
         name, label = f"{self._call}.{self._hop}.{self._number}", f"{label}, sum {self._number}"
+        # ranks whose passes are not of one number, or view, must not meet
+        label = f"{label}, training pass {self.epoch}, view {self._call}"
         self._number += 1
         forward, stale = self._sum(f"{name}.forward", of, to), self._options.gradients == "stale"
         backward = self._sum(f"{name}.backward", to, of) if stale or self.at_once else None

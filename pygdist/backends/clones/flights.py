@@ -202,8 +202,8 @@ class DelayedSum:
             remote[place] = remote[place] + rows
         told = served.to.plan.send_index
         answer, others = z[told], self._place[told]
-        known = others >= 0  # leaves of other roots send nothing
-        answer[known] = answer[known] + remote[others[known]]
+        summed = others >= 0  # leaves of other roots send nothing
+        answer[summed] = answer[summed] + remote[others[summed]]
         sent = served.own >= 0
         answer[sent] = answer[sent] - theirs[served.own[sent]]
         self._down[number] = self._post(served.to.plan, answer, f"{label}, down", up=False)

@@ -1,4 +1,4 @@
-"""Which arguments of a model hold a row per node, or per edge, of the rank's part.
+"""Kinds of a model's arguments: rows of nodes, rows of edges, and others.
 
 An argument's length must say so on all ranks: on one rank alone, class weights may happen to be as long as it has
 nodes.

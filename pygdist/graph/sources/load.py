@@ -147,8 +147,16 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
     )
 
 
-def _of_types(name: str, scale: float = 1.0, seed: int = 0, features: bool = True, reverse: bool = False) -> Data:
-    return as_homogeneous(load_hetero(name, scale=scale, seed=seed, features=features), reverse=reverse, name=name)
+def _of_types(
+    name: str,
+    scale: float = 1.0,
+    seed: int = 0,
+    features: bool = True,
+    wrong_labels: float = 0.0,
+    reverse: bool = False,
+) -> Data:
+    graph = load_hetero(name, scale=scale, seed=seed, features=features, wrong_labels=wrong_labels)
+    return as_homogeneous(graph, reverse=reverse, name=name)
 
 
 def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
