@@ -59,6 +59,7 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
     "tensor": ("--model.backend=tensor",),
     "replica": ("--model.backend=replica",),
     "averaging": ("--model.backend=replica", "--trainer.strategy=model_averaging"),
+    "delayed": ("--model.backend=delayed", "--model.backend.delay=2"),
 }
 LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables

@@ -104,6 +104,7 @@ COMMANDS = [
     Command("partition a file", "partition --input=INPUTS/graph --symmetrize=true --method=ldg --out=parts", "parts"),
     Command("partition by 2ps-l", "partition --dataset=INPUTS/graph --method=2ps-l --out=parts", "parts"),
     Command("partition replicas", "partition --dataset=INPUTS/graph --hops=2 --out=parts", "parts"),
+    Command("partition edges", "partition --dataset=INPUTS/graph --placement=edges --out=parts", "parts"),
     Command("fit", f"fit {_FIT}", "runs"),
     Command("fit, 2 forked ranks", f"fit {_TWO} --exchange.ranks=ranks.csv", "runs"),
     Command("fit, 2 ranks", f"fit {_FIT} --trainer.devices=2 --model.check=true", "runs", ranks=2),
@@ -111,6 +112,8 @@ COMMANDS = [
     Command("fit, few in memory", f"fit {_FIT} --trainer.devices=2 --model.backend=pygdist.backends.TensorBackend "
             "--model.backend.memory_gib=0.0001", "runs", ranks=2),
     Command("fit, hybrid", f"fit {_FIT} --model.backend=hybrid --trainer.devices=2", "runs", ranks=2),
+    Command("fit, delayed", f"fit {_FIT} --model.backend=delayed --model.backend.delay=1 --data.partitioner=libra "
+            "--trainer.devices=2", "runs", ranks=2),
     Command("validate", f"validate {_FIT} {_CHECKPOINT}", "runs"),
     Command("test", f"test {_FIT} {_CHECKPOINT} {_PARTS}", "runs"),
     Command("predict", f"predict {_FIT} {_CHECKPOINT} --predictions.output=logits", "predictions.npy"),

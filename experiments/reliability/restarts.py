@@ -12,8 +12,8 @@ seed, until the signal comes. Kinds of cases:
 - ``used up``: ``--max-restarts=1``, and two losses. torchrun ends with an exit code that is not 0, and nothing is left.
 - ``machines``: two agents of torchrun as two machines, with one rank each and ``--nnodes=1:2``. The second is killed
   with its rank. The first goes on alone, on a graph that is cut anew, until the second is back. Both end with exit code
-  0, and the loss is within 1e-5 of the unbroken run's. What ``replica`` and ``averaging`` compute depends on the number
-  of ranks, so they are left out.
+  0, and the loss is within 1e-5 of the unbroken run's. What ``replica``, ``averaging`` and ``delayed`` compute depends
+  on the number of ranks, so they are left out.
 
 Prints a table, writes ``restarts.csv``, and exits with code 1 if a case is not as it must be.
 """
@@ -53,7 +53,7 @@ from experiments.reliability.campaign import (
 )
 
 TOLERANCE = 1e-5  # of the loss on another number of ranks
-_BY_RANKS = ("replica", "averaging")  # systems whose loss depends on the number of ranks
+_BY_RANKS = ("replica", "averaging", "delayed")  # systems whose loss depends on the number of ranks
 _GATES = "RESTARTS_GATES"  # environment variable
 _JOIN_S = 20  # a machine that joins later than others by this starts the ranks of all again
 _EARLY, _LATE = ("import", "setup", "step 0"), ("step", "checkpoint", "validation")
