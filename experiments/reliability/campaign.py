@@ -26,6 +26,7 @@ must be.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import random
@@ -59,7 +60,7 @@ SYSTEMS: Mapping[str, Sequence[str]] = {
     "tensor": ("--model.backend=tensor",),
     "replica": ("--model.backend=replica",),
     "averaging": ("--model.backend=replica", "--trainer.strategy=model_averaging"),
-    "delayed": ("--model.backend=delayed", "--model.backend.delay=2"),
+    "delayed": ("--model.backend=DelayedBackend", "--model.backend.delay=2"),
 }
 LOST_AFTER_S, EPOCHS = 20.0, 8
 MARKS, _RUN = "CAMPAIGN_MARKS", "CAMPAIGN_RUN"  # environment variables
@@ -260,7 +261,8 @@ class Run:
             time.sleep(0.01)
         while self.case.signal == "SIGSTOP" and len(self.pids()) < self.case.ranks and time.monotonic() < deadline:
             time.sleep(0.01)  # a process that is stopped alone can be told of by nobody
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, as the outcome will show
+            os.kill(pid, number)
 
     def wait(self, limit_s: float) -> tuple[float, int, int]:
         """Return the seconds until all processes are gone, the exit code, and how many had to be killed."""

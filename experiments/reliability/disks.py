@@ -112,8 +112,8 @@ COMMANDS = [
     Command("fit, few in memory", f"fit {_FIT} --trainer.devices=2 --model.backend=pygdist.backends.TensorBackend "
             "--model.backend.memory_gib=0.0001", "runs", ranks=2),
     Command("fit, hybrid", f"fit {_FIT} --model.backend=hybrid --trainer.devices=2", "runs", ranks=2),
-    Command("fit, delayed", f"fit {_FIT} --model.backend=delayed --model.backend.delay=1 --data.partitioner=libra "
-            "--trainer.devices=2", "runs", ranks=2),
+    Command("fit, delayed", f"fit {_FIT} --model.backend=DelayedBackend --model.backend.delay=1 --trainer.devices=2 "
+            "--data.partitioner=libra", "runs", ranks=2),
     Command("validate", f"validate {_FIT} {_CHECKPOINT}", "runs"),
     Command("test", f"test {_FIT} {_CHECKPOINT} {_PARTS}", "runs"),
     Command("predict", f"predict {_FIT} {_CHECKPOINT} --predictions.output=logits", "predictions.npy"),

@@ -29,6 +29,7 @@ _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"^Given value: (.*)$")
+_OF_A_NAME = re.compile(r"^NestedArg\(key='(.*)', val='(.*)'\)$")  # as if a word had options
 _NO_PATH = re.compile(r"^Expected a (?:path but (\S+) either not accessible.*|dot import path string: (\S+))$")
 # headings of the tree, and lines that repeat what the lines below or beside them say
 _HEADINGS = re.compile(
@@ -176,6 +177,9 @@ def shorten(message: str) -> str:
             got = got or expected[2] or ""
         elif text and not _HEADINGS.match(text) and text not in reasons:
             reasons.append(text)
+    if of_name := _OF_A_NAME.match(got):
+        name, key, text = option.removesuffix(": "), *of_name.groups()
+        reasons = [f"a name takes no options; give the class, as in {name}=CLASS {name}.{key}={text}"]
     # options of a class are parsed by a parser of their own, whose message passes through here first
     return one_line(_NESTED.sub(r"--\1.\2\3", option + _explain(reasons, types, got, missing)))
 

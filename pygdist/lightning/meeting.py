@@ -27,8 +27,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
-from pygdist.errors import InputError, LostRankError
-from pygdist.signals import exit_now, name_of, parent, siblings, signal_of
+from pygdist.comm.watchdog import Watchdog
+from pygdist.errors import InputError, LostRankError, SignalError
+from pygdist.signals import exit_now, name_of, parent, received, siblings, signal_of
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,19 @@ def _join(address: str, port: int, rank: int, lost_after_s: float, timeout: date
         exit_now(1)  # a thread still waits
     store.set_timeout(timeout)
     return store
+
+
+def why_not_joined(error: Exception, rank: int, watchdog: Watchdog | None) -> SignalError | LostRankError:
+    """Return the error that says why a rank that has met the others could not join them.
+
+    A store that goes with its rank ends their connections before anybody else can tell.
+    """
+    said = first_line(str(error))
+    if isinstance(error, dist.DistError) and watchdog is not None:
+        said = watchdog.diagnose()
+        if watchdog.signum and not received():
+            return SignalError(watchdog.signalled_by, watchdog.signum)
+    return LostRankError(f"rank {rank}: the ranks cannot join: {said}")
 
 
 def agent() -> str:

@@ -27,10 +27,10 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, first_line
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
-from pygdist.lightning import ending, optimizer_states
+from pygdist.lightning import ending, meeting, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
 from pygdist.lightning.checks import overflow_in, read_only_folder, unusable_name
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
@@ -165,8 +165,7 @@ class GraphDDPStrategy(DDPStrategy):
             try:
                 super().setup_distributed()
             except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
-                said = first_line(str(error))
-                raise LostRankError(f"rank {self.global_rank}: the ranks cannot join: {said}") from error
+                raise meeting.why_not_joined(error, self.global_rank, self._watchdog) from error
 
     def _meet(self) -> None:
         """Begin a run: heartbeats from now on, until all ranks have begun the same one."""

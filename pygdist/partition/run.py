@@ -199,7 +199,8 @@ class _Job:
         else:
             assignment = self.partitioner.run(edges, num_parts)
         seconds = time.perf_counter() - start
-        log.info("%s assigned %d nodes to %d parts in %.2f s", name, edges.num_nodes, num_parts, seconds)
+        items = f"{edges.num_edges} edges" if self.placement.splits_nodes else f"{edges.num_nodes} nodes"
+        log.info("%s assigned %s to %d parts in %.2f s", name, items, num_parts, seconds)
         part = check_part(assignment.part, edges.num_nodes, num_parts)
         return dataclasses.replace(assignment, part=part), seconds
 

@@ -158,6 +158,10 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_lacking_arguments_are_named_by_their_long_option() -> None:
+    of_a_name = "Parser key \"model.backend\":\n  Expected a <class 'str'>. Got value: NestedArg(key='delay', val='2')"
+    assert shorten(of_a_name) == (
+        "--model.backend: a name takes no options; give the class, as in --model.backend=CLASS --model.backend.delay=2"
+    )
     assert shorten("the following arguments are required: -o/--out") == "--out is required"
     assert shorten("the following arguments are required: fit.model") == "--model is required"
 

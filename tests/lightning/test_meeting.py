@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pygdist.comm import Watchdog
 from pygdist.comm.places import busy_ticks
-from pygdist.errors import InputError, LostRankError
+from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import launcher, meeting
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -73,6 +73,23 @@ def test_a_rank_that_has_left_the_run_is_not_waited_for() -> None:
     with pytest.raises(LostRankError, match=r"rank 1 has left fit \(KeyError: 'x'\)"):
         ranks[0].meet(60)
     for watchdog in ranks:
+        watchdog.close()
+
+
+def test_ranks_whose_store_went_with_rank_zero_tell_of_the_signal_that_ended_it() -> None:
+    store, broken = dist.HashStore(), dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed")
+    first, second = (Watchdog(store, rank, 2, beat_s=0.05) for rank in range(2))
+    for watchdog in (first, second):
+        watchdog.begin("fit")
+    other = meeting.why_not_joined(RuntimeError("stoi"), 1, second)
+    assert (type(other), str(other)) == (LostRankError, "rank 1: the ranks cannot join: stoi")
+    said = meeting.why_not_joined(broken, 1, second)
+    assert str(said).startswith("rank 1: the ranks cannot join: rank 0 is at test_meeting.py")
+    first.signalled(signal.SIGINT)
+    said = meeting.why_not_joined(broken, 1, second)
+    assert isinstance(said, SignalError)
+    assert str(said).startswith("SIGINT reached rank 0")
+    for watchdog in (first, second):
         watchdog.close()
 
 
