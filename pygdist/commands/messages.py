@@ -178,8 +178,8 @@ def shorten(message: str) -> str:
         elif text and not _HEADINGS.match(text) and text not in reasons:
             reasons.append(text)
     if of_name := _OF_A_NAME.match(got):
-        name, key, text = option.removesuffix(": "), *of_name.groups()
-        reasons = [f"a name takes no options; give the class, as in {name}=CLASS {name}.{key}={text}"]
+        name = option.removesuffix(": ")
+        reasons = [f"a name takes no options; give the class, as in {name}=CLASS {name}.{of_name[1]}={of_name[2]}"]
     # options of a class are parsed by a parser of their own, whose message passes through here first
     return one_line(_NESTED.sub(r"--\1.\2\3", option + _explain(reasons, types, got, missing)))
 
