@@ -1,0 +1,243 @@
+"""Writes the tables of the experiments' READMEs from the CSVs beside them, and finds numbers that no CSV holds.
+
+    python -m experiments.readmes            # write the tables of all READMEs again
+    python -m experiments.readmes --check    # only tell what differs
+
+A comment above a table says how it is made; a comment ``<!-- end -->`` follows it::
+
+    <!-- figures: results/epochs.csv
+    rows:
+      cd-0: setting == "4 hosts, cd-0"
+      cd-5: setting == "4 hosts, cd-5"
+    columns:
+      seconds per epoch: "{epoch_s:.2f} ({epoch_s_min:.2f} to {epoch_s_max:.2f})"
+      MB sent: "{sent_bytes / 1e6:.0f}"
+    bold: {lowest: [seconds per epoch]}
+    also:
+      - "{of('epoch_s', setting='4 hosts, cd-0') / of('epoch_s', setting='4 hosts, cd-5'):.1f}"
+    -->
+
+``rows`` chooses rows of the CSV by queries of pandas; with ``rows: [graph, parts]`` each combination of the columns'
+values gives one. Cells are f-strings of columns: a column that has one value in the chosen rows is that value, others
+are series, which ``mean``, ``median``, ``low``, ``high`` and ``std`` make one. A column may choose further, as in
+``{where: "parts == 2", cell: "{mean(test_acc):.1f}"}``; where no row is left its cell is empty. ``here(column,
+name=value, ...)`` reads from the chosen rows with such values, ``of(column, name=value, ...)`` from the whole CSV, and
+``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV. ``bold`` marks the lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away. ``also``
+lists numbers that the text says beside the table, as f-strings, or as they are where they are settings that no CSV has;
+a block without ``rows`` makes no table.
+
+Each number in the text with a point, a per cent sign or a unit must be in a table or in ``also`` of its section (or of
+any, in a section that has no block), or be a setting: a whole number or a part of a text in the CSVs. Numbers in
+brackets or sentences that name a paper or the virtual machine, in code, and in headings are not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from pandas.api.types import is_integer_dtype, is_numeric_dtype
+
+HERE = Path(__file__).parent
+_BLOCK = re.compile(r"^<!-- figures: (\S+)\n(.*?)^-->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_CLEAR = 1.03  # cells are as good as the best one within this factor
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "mean": lambda values: pd.Series(values).mean(),
+    "median": lambda values: pd.Series(values).median(),
+    "low": lambda values: pd.Series(values).min(),
+    "high": lambda values: pd.Series(values).max(),
+    "std": lambda values: pd.Series(values).std(),
+}
+
+
+class FigureError(Exception):
+    """A block, or a number, of a README is not as its CSVs say; the message names the README and the place."""
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def written(text: str, folder: Path) -> str:
+    """Return a README with the tables of all its blocks made again from the CSVs in ``folder``."""
+
+    def block(found: re.Match[str]) -> str:
+        table = "\n".join(_lines(*_read(found, folder))) + "\n"
+        return f"<!-- figures: {found[1]}\n{found[2]}-->\n{table}<!-- end -->"
+
+    return _BLOCK.sub(block, text)
+
+
+def _read(found: re.Match[str], folder: Path) -> tuple[Mapping[str, Any], pd.DataFrame, Path]:
+    try:
+        return yaml.safe_load(found[2]), _table(folder / found[1]), folder
+    except (OSError, yaml.YAMLError) as error:
+        raise FigureError(f"{found[1]}: {error}") from error
+
+
+def _table(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"seeds": str, "commit": str}, keep_default_na=True)
+
+
+def _lines(block: Mapping[str, Any], table: pd.DataFrame, folder: Path) -> list[str]:
+    """Return the lines of a block's table, as Markdown with empty lines around it; none without ``rows``."""
+    if "rows" not in block:
+        return []
+    columns = block["columns"]
+    grid = [[_cell(rows, one, table, folder) for one in columns.values()] for _, rows in _rows(block, table)]
+    for kind, names in block.get("bold", {}).items():
+        if kind != "down":
+            places = [list(columns).index(name) for name in names]
+            _embolden(grid, places, lowest=kind == "lowest", down=block["bold"].get("down", False))
+    labels = [label for label, _ in _rows(block, table)]
+    head = block.get("head", [""] * len(labels[0]))
+    lines = [[*map(str, head), *columns], ["---"] * (len(head) + len(columns))]
+    lines += [[*label, *cells] for label, cells in zip(labels, grid, strict=True)]
+    return ["", *(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines), ""]
+
+
+def _rows(block: Mapping[str, Any], table: pd.DataFrame) -> Iterator[tuple[Sequence[str], pd.DataFrame]]:
+    """Yield the label, in one or more cells, and the CSV's rows of each row."""
+    if "where" in block:
+        table = table.query(block["where"])
+    if isinstance(block["rows"], list):
+        for values, rows in table.groupby(block["rows"], sort=False, dropna=False):
+            yield [str(value) for value in values], rows
+        return
+    for label, query in block["rows"].items():
+        yield [str(label)], table.query(query)
+
+
+def _cell(rows: pd.DataFrame, column: Any, table: pd.DataFrame, folder: Path) -> str:
+    cell = column
+    if isinstance(column, dict):
+        rows, cell = rows.query(column["where"]), column["cell"]
+    return _evaluated(cell, rows, table, folder) if len(rows) else ""
+
+
+def _evaluated(cell: str, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> str:
+    """Return an f-string's value over chosen rows; see the module."""
+    names: dict[str, Any] = {str(name): _one(rows[name]) for name in rows.columns}
+    names |= {**_FUNCTIONS, "here": _reader(rows), "of": _reader(table), "count": lambda query: len(table.query(query))}
+    names["other"] = lambda path: _reader(_table(folder / path))
+    try:
+        return str(eval(f"f{cell!r}", {"__builtins__": {"abs": abs, "len": len, "round": round}}, names))
+    except Exception as error:  # whatever an expression raises
+        raise FigureError(f"{cell}: {error}") from error
+
+
+def _one(values: pd.Series) -> Any:
+    """Return the value of a series if it has one, or the series."""
+    return values.iloc[0] if values.nunique(dropna=False) == 1 else values
+
+
+def _reader(table: pd.DataFrame) -> Callable[..., Any]:
+    def of(column: str, **equal: Any) -> Any:
+        chosen = table
+        for name, value in equal.items():
+            chosen = chosen[chosen[name] == value]
+        if chosen.empty:
+            raise KeyError(f"no row has {equal}")
+        return _one(chosen[column])
+
+    return of
+
+
+def _embolden(grid: list[list[str]], places: Sequence[int], *, lowest: bool, down: bool) -> None:
+    """Mark the best of some cells in each row, or of each of some columns, if the others are clearly worse."""
+    places_of = [[(row, place) for row in range(len(grid))] for place in places]
+    for group in places_of if down else [[(row, place) for place in places] for row in range(len(grid))]:
+        values = {at: float(found[0]) for at in group if (found := re.search(r"[\d.]*\d", grid[at[0]][at[1]]))}
+        if len(values) < 2:
+            continue
+        best = min(values.values()) if lowest else max(values.values())
+        near = [at for at, value in values.items() if (value / best if lowest else best / max(value, 1e-300)) < _CLEAR]
+        for row, place in near if len(near) < len(values) else []:
+            grid[row][place] = re.sub(r"[\d.]*\d", lambda number: f"**{number[0]}**", grid[row][place], count=1)
+
+
+# -- numbers of the text -----------------------------------------------------------------------------------------------
+
+_UNITS = r"s|ms|minutes|hours|MB|GB|KB|kB|MiB|GiB|KiB|times|points|nodes/s|edges/s"
+_NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?![\d.]*\d)(\s?%|\s(?:{_UNITS})\b)?")
+_NOT_OURS = r"\bpapers?\b|\bpublished\b|\bSec\. |\bEq\. |\bvirtual machines?\b"  # the machine is a column of each CSV
+_IN_TEXT = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def strays(text: str, folder: Path) -> list[str]:
+    """Return the numbers of a README that neither a table beside them nor a setting of its CSVs holds."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    known_in_all = set[str]().union(*(_known(block, folder) for block in _BLOCK.finditer(text)))
+    found = []
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        known = set[str]().union(*(_known(block, folder) for block in _BLOCK.finditer(section))) or known_in_all
+        heading = section.partition("\n")[0].strip("# ")
+        found += [f"{heading}: {said}" for number, said in _said(section) if number not in known]
+    return found
+
+
+def _known(block: re.Match[str], folder: Path) -> set[str]:
+    """Return the numbers that a block's table, its list ``also``, and the settings in its CSV hold."""
+    read, table, _ = _read(block, folder)
+    also = (_evaluated(one, table, table, folder) for one in read.get("also", []))
+    said = "\n".join([*_lines(read, table, folder), *also])
+    numbers = {one.replace(",", "") for one in _IN_TEXT.findall(said)}
+    for name in table.columns:
+        values = table[name].dropna().unique()
+        whole_or_text = is_integer_dtype(table[name]) or not is_numeric_dtype(table[name])
+        if whole_or_text and name not in ("cpu", "date", "commit"):
+            numbers |= {one.replace(",", "") for value in values for one in _IN_TEXT.findall(str(value))}
+    return numbers
+
+
+def _said(section: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers of a section's text that are figures, each with the words before it."""
+    text = _BLOCK.sub("", section)
+    text = re.sub(r"^#.*?$|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(rf"\([^()]*({_NOT_OURS})[^()]*\)", "", text)
+    for sentence in re.split(r"(?<=[.:;])\s|\n", text):
+        if not re.search(_NOT_OURS, sentence):
+            for number in _NUMBER.finditer(sentence):
+                if "." in number[1] or number[2]:
+                    yield number[1].replace(",", ""), sentence[max(0, number.start() - 60) : number.end()]
+
+
+# -- all READMEs -------------------------------------------------------------------------------------------------------
+
+
+def readmes() -> list[Path]:
+    """Return the READMEs of all experiments."""
+    return sorted(HERE.glob("**/README.md"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the tables, and tell of numbers that no CSV holds; the exit code is 1 if there are any."""
+    cli = argparse.ArgumentParser(description="Write the tables of the experiments' READMEs from their CSVs.")
+    cli.add_argument("--check", action="store_true", help="only tell what differs")
+    cli.add_argument("readme", type=Path, nargs="*", help="README files (default: all)")
+    options, wrong = cli.parse_args(argv), False
+    for path in options.readme or readmes():
+        text = path.read_text(encoding="utf-8")
+        try:
+            made, stray = written(text, path.parent), strays(text, path.parent)
+        except FigureError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            wrong = True
+            continue
+        if made != text and options.check:
+            print(f"{path}: tables differ from the CSVs: python -m experiments.readmes", file=sys.stderr)
+        elif made != text:
+            path.write_text(made, encoding="utf-8")
+        for one in stray:
+            print(f"{path}: no CSV holds: {one}", file=sys.stderr)
+        wrong = wrong or bool(stray) or (options.check and made != text)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""READMEs of experiments: their tables are what the CSVs beside them give, and no number is anybody's guess."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import readmes
+
+ROOT = Path(__file__).parents[1]
+TABLES = sorted(ROOT.glob("experiments/**/results/*.csv"))
+
+SMALL = """\
+# Epochs
+
+`comm` takes 0.50 s with 2 hosts, which is 2.5 times as long (the paper: 3.1 times).
+
+<!-- figures: results/epochs.csv
+rows:
+  comm: backend == "comm"
+  tensor: backend == "tensor"
+columns:
+  2 hosts: {where: hosts == 2, cell: "{epoch_s:.2f}"}
+  4 hosts: {where: hosts == 4, cell: "{median(epoch_s):.2f} s"}
+bold: {lowest: [2 hosts], down: true}
+also:
+  - "{of('epoch_s', backend='comm', hosts=2) / of('epoch_s', backend='tensor', hosts=2):.1f}"
+-->
+<!-- end -->
+"""
+CSV = "backend,hosts,epoch_s\ncomm,2,0.5\ntensor,2,0.2\ncomm,4,1\ncomm,4,3\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "epochs.csv").write_text(CSV)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", readmes.readmes(), ids=lambda path: path.parent.name)
+def test_a_readme_says_what_its_csvs_hold(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert readmes.written(text, path.parent) == text, "python -m experiments.readmes writes its tables again"
+    assert not readmes.strays(text, path.parent)
+
+
+@pytest.mark.parametrize("path", readmes.readmes(), ids=lambda path: path.parent.name)
+def test_a_readme_notices_that_a_csv_has_changed(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("*.traces", "*.py", "*.ranks.csv"))
+    text, named = path.read_text(encoding="utf-8"), re.findall(r"^<!-- figures: (\S+)$", path.read_text(), re.MULTILINE)
+    for name in sorted(set(named)):
+        table = tmp_path / "copy" / name
+        rows = pd.read_csv(table)
+        numbers = rows.select_dtypes("float").columns
+        kept = table.read_bytes()
+        rows[numbers] = rows[numbers] * 1.07
+        rows.to_csv(table, index=False)
+        assert readmes.written(text, tmp_path / "copy") != text or readmes.strays(text, tmp_path / "copy"), name
+        table.write_bytes(kept)
+
+
+def test_tables_are_made_from_rows_and_columns(folder: Path) -> None:
+    made = readmes.written(SMALL, folder)
+    assert made.endswith(
+        "-->\n\n| | 2 hosts | 4 hosts |\n| --- | --- | --- |\n"
+        "| comm | 0.50 | 2.00 s |\n| tensor | **0.20** | |\n\n<!-- end -->\n"
+    )
+    assert readmes.written(made, folder) == made
+
+
+def test_numbers_that_no_csv_holds_are_found(folder: Path) -> None:
+    made = readmes.written(SMALL, folder)
+    assert readmes.strays(made, folder) == []
+    for there, changed in (
+        ("0.50 s with", "0.51 s with"),
+        ("2.5 times", "2.4 times"),
+        ("2 hosts, which", "40 % of, which"),
+    ):
+        assert len(readmes.strays(made.replace(there, changed, 1), folder)) == 1
+    (folder / "results" / "epochs.csv").write_text(CSV.replace("comm,2,0.5", "comm,2,0.55"))
+    assert readmes.written(made, folder) != made
+    assert len(readmes.strays(made, folder)) == 2
+
+
+@pytest.mark.parametrize("wrong", ["epoch_seconds:.2f", "epoch_s:.2q", "of('epoch_s', hosts=3)"])
+def test_a_cell_that_cannot_be_made_is_named(folder: Path, wrong: str) -> None:
+    with pytest.raises(readmes.FigureError, match=re.escape(wrong)):
+        readmes.written(SMALL.replace("epoch_s:.2f", wrong, 1), folder)
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs the history")
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parents[1].name}/{path.name}")
+def test_rows_name_commits_that_are_there(path: Path) -> None:
+    if path.name.endswith(".ranks.csv"):
+        pytest.skip("its rows belong to the table beside it")
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if shallow.stdout.strip() == "true":
+        pytest.skip("the history is cut")
+    for commit in pd.read_csv(path, dtype=str)["commit"].unique():
+        name = commit.removeprefix("just before ")  # a commit that holds what was measured, and its table
+        ancestor = subprocess.run(["git", "merge-base", "--is-ancestor", name, "HEAD"], cwd=ROOT, capture_output=True)
+        assert ancestor.returncode == 0, f"{commit} is no commit before this one"
