@@ -22,9 +22,10 @@ values gives one. Cells are f-strings of columns: a column that has one value in
 are series, which ``mean``, ``median``, ``low``, ``high`` and ``std`` make one. A column may choose further, as in
 ``{where: "parts == 2", cell: "{mean(test_acc):.1f}"}``; where no row is left its cell is empty. ``here(column,
 name=value, ...)`` reads from the chosen rows with such values, ``of(column, name=value, ...)`` from the whole CSV, and
-``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV. ``bold`` marks the lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away. ``also``
-lists numbers that the text says beside the table, as f-strings, or as they are where they are settings that no CSV has;
-a block without ``rows`` makes no table.
+``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV. ``bold`` marks the
+lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away. ``also`` lists numbers
+that the text says beside the table, as f-strings, or as they are where they are settings that no CSV has; a block
+without ``rows`` makes no table.
 
 Each number in the text with a point, a per cent sign or a unit must be in a table or in ``also`` of its section (or of
 any, in a section that has no block), or be a setting: a whole number or a part of a text in the CSVs. Numbers in
