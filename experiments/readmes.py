@@ -76,12 +76,13 @@ def written(text: str, folder: Path) -> str:
 
 def _read(found: re.Match[str], folder: Path) -> tuple[Mapping[str, Any], pd.DataFrame, Path]:
     try:
-        return yaml.safe_load(found[2]), _table(folder / found[1]), folder
+        return yaml.safe_load(found[2]), read_table(folder / found[1]), folder
     except (OSError, yaml.YAMLError) as error:
         raise FigureError(f"{found[1]}: {error}") from error
 
 
-def _table(path: Path) -> pd.DataFrame:
+def read_table(path: Path) -> pd.DataFrame:
+    """Read a CSV; lists of seeds and commits stay texts."""
     return pd.read_csv(path, dtype={"seeds": str, "commit": str}, keep_default_na=True)
 
 
@@ -99,7 +100,7 @@ def _lines(block: Mapping[str, Any], table: pd.DataFrame, folder: Path) -> list[
     head = block.get("head", [""] * len(labels[0]))
     lines = [[*map(str, head), *columns], ["---"] * (len(head) + len(columns))]
     lines += [[*label, *cells] for label, cells in zip(labels, grid, strict=True)]
-    return ["", *(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines), ""]
+    return ["", *(re.sub(r"(?<=\|) +(?=\|)", " ", f"| {' | '.join(line)} |") for line in lines), ""]
 
 
 def _rows(block: Mapping[str, Any], table: pd.DataFrame) -> Iterator[tuple[Sequence[str], pd.DataFrame]]:
@@ -118,16 +119,16 @@ def _cell(rows: pd.DataFrame, column: Any, table: pd.DataFrame, folder: Path) ->
     cell = column
     if isinstance(column, dict):
         rows, cell = rows.query(column["where"]), column["cell"]
-    return _evaluated(cell, rows, table, folder) if len(rows) else ""
+    return evaluated(cell, rows, table, folder) if len(rows) else ""
 
 
-def _evaluated(cell: str, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> str:
+def evaluated(cell: str, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> str:
     """Return an f-string's value over chosen rows; see the module."""
     names: dict[str, Any] = {str(name): _one(rows[name]) for name in rows.columns}
     names |= {**_FUNCTIONS, "here": _reader(rows), "of": _reader(table), "count": lambda query: len(table.query(query))}
-    names["other"] = lambda path: _reader(_table(folder / path))
+    names["other"] = lambda path: _reader(read_table(folder / path))
     try:
-        return str(eval(f"f{cell!r}", {"__builtins__": {"abs": abs, "len": len, "round": round}}, names))
+        return str(eval(f"f'''{cell}'''", {"__builtins__": {"abs": abs, "len": len, "round": round}}, names))
     except Exception as error:  # whatever an expression raises
         raise FigureError(f"{cell}: {error}") from error
 
@@ -185,7 +186,7 @@ def strays(text: str, folder: Path) -> list[str]:
 def _known(block: re.Match[str], folder: Path) -> set[str]:
     """Return the numbers that a block's table, its list ``also``, and the settings in its CSV hold."""
     read, table, _ = _read(block, folder)
-    also = (_evaluated(one, table, table, folder) for one in read.get("also", []))
+    also = (evaluated(one, table, table, folder) for one in read.get("also", []))
     said = "\n".join([*_lines(read, table, folder), *also])
     numbers = {one.replace(",", "") for one in _IN_TEXT.findall(said)}
     for name in table.columns:

@@ -42,6 +42,11 @@ class NodeDirectory:
             entry = entries_of_rank[:, 0] // size
             self._owner[entry], self._row[entry] = rank, entries_of_rank[:, 1]
 
+    @property
+    def device(self) -> torch.device:
+        """Global ids must be on it."""
+        return self._owner.device
+
     def plan(self, ids: Tensor) -> tuple[ExchangePlan, Tensor]:
         """Plan to fetch the rows of nodes, each once.
 
@@ -66,6 +71,21 @@ class NodeDirectory:
         send_counts = tuple(rows.numel() for rows in sent)
         plan = ExchangePlan(send_index=torch.cat(sent), send_counts=send_counts, recv_counts=tuple(counts))
         return plan, position[inverse]
+
+    def send(self, ids: Tensor, values: Tensor) -> Tensor:
+        """Send numbers to the owners of nodes; every rank makes the call.
+
+        Args:
+            ids: Global ids of nodes, ``(n,)`` int64, in any order; an id may come several times.
+            values: The numbers, ``(n, k)`` int64.
+
+        Returns:
+            What came for this rank's nodes, ``(m, 1 + k)`` int64: the node's row among this rank's, and the numbers.
+        """
+        owner, row = self._look_up(ids)
+        entries = torch.cat([row[:, None], values], dim=1)[owner.argsort(stable=True)]
+        counts = _counts(owner, self._communicator.world_size)
+        return torch.cat(self._communicator.all_to_all(list(entries.split(counts)), label="numbers of nodes"))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the owner of each node, and its row there."""

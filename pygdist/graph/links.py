@@ -79,8 +79,13 @@ def known_pairs(shard: Shard) -> Tensor:
     pairs = [torch.stack([csr.index.long(), csr.row_index().long()]), owned.expand(2, -1)]
     pairs += [held[:2] for held in (shard.val_edges, shard.test_edges) if held is not None]
     source, target = torch.cat(pairs, dim=1)
-    pairs_in_order: Tensor = (target * shard.num_nodes + shard.n_id[source]).sort().values
-    return pairs_in_order
+    return in_order(target, shard.n_id[source], shard.num_nodes)
+
+
+def in_order(target: Tensor, source: Tensor, num_nodes: int) -> Tensor:
+    """Return pairs of local targets and global sources as :func:`known_pairs` does."""
+    pairs: Tensor = (target * num_nodes + source).sort().values
+    return pairs
 
 
 def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Tensor, seed: int, epoch: int) -> Tensor:

@@ -16,11 +16,12 @@ from pygdist.backends import Backend, Savings
 from pygdist.backends.base import names_of
 from pygdist.comm import NodeDirectory
 from pygdist.errors import InputError
-from pygdist.graph import Shard, corrupted_sources, known_pairs, supervised
+from pygdist.graph import Shard, corrupted_sources
 from pygdist.graph.links import drawn
 from pygdist.kernels import CSR, sddmm
 from pygdist.kernels.csr import pointers
 from pygdist.lightning.checks import check_model
+from pygdist.lightning.link_pairs import LinkPairs, Pairs
 from pygdist.lightning.module import GraphModule, Mean
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -72,7 +73,7 @@ class LinkPredictor(GraphModule):
     It is drawn from the seed, the epoch and the edge's id, so the pairs are the same on any number of ranks. The loss
     is the mean binary cross-entropy over edges and negative pairs. Held-out edges (``GraphDataModule(edge_split=...)``)
     are compared with the same negative pairs in every evaluation. To recognise edges, a rank holds 8 more bytes for
-    each of its edges.
+    each of its edges, or 32 if the backend splits nodes (``delayed``).
 
     Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on all ranks.
 
@@ -126,11 +127,6 @@ class LinkPredictor(GraphModule):
                 f"backend '{self.backend.name}' trains parts by themselves, but a pair has nodes in two parts; use "
                 f"backend {names_of(lambda abilities: not abilities.trains_parts)}"
             )
-        if self.backend.splits_nodes:
-            raise InputError(
-                f"backend '{self.backend.name}' has the in-edges of a node in several parts, so no rank knows which "
-                "pairs are none; use backend comm, cache, hybrid or tensor"
-            )
         if decoder is not None:
             check_model(decoder, "decoder")
         self.decoder = decoder
@@ -138,7 +134,7 @@ class LinkPredictor(GraphModule):
             raise InputError(f"seed is {seed}, expected 0 to 2**62 - 1")
         self.train_share, self.hits_at, self.seed = train_share, hits_at, seed
         self._directory: NodeDirectory | None = None
-        self._edges: tuple[Shard, Tensor] | None = None  # a shard and its pairs that are edges
+        self._pairs: tuple[Shard, LinkPairs] | None = None  # a shard and its pairs
 
     @override
     def setup(self, stage: str) -> None:
@@ -147,7 +143,7 @@ class LinkPredictor(GraphModule):
             if stage == "fit" and self.communicator.world_size > 1:
                 _refuse_norms(self.decoder)
             self.trainer.precision_plugin.convert_module(self.decoder)
-        shard, self._edges = self.shard, None
+        shard, self._pairs = self.shard, None
         with torch.inference_mode(False):
             owned_id = shard.owned_id.to(self.communicator.device)
             self._directory = NodeDirectory(owned_id, shard.num_nodes, self.communicator)
@@ -162,35 +158,41 @@ class LinkPredictor(GraphModule):
 
     @override
     def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
-        chosen = supervised(shard)
+        pairs = self._pairs_of(shard).train
         if self.train_share < 1:
-            bits = drawn(self.seed + 1, torch.full_like(shard.e_id, self.current_epoch), shard.e_id)
-            chosen &= ((bits >> 11) & (2**53 - 1)).double() / 2.0**53 < self.train_share
-        csr = shard.adjacency.csr()
-        edges = torch.stack([csr.index[chosen].long(), csr.row_index()[chosen].long(), shard.e_id[chosen]])
-        total, count = self._evaluate(shard, edges, "train")
-        return self.scaled(total, count, 2 * edges.size(1))
+            bits = drawn(self.seed + 1, torch.full_like(pairs.e_id, self.current_epoch), pairs.e_id)
+            pairs = pairs.where(((bits >> 11) & (2**53 - 1)).double() / 2.0**53 < self.train_share)
+        total, count = self._evaluate(shard, pairs, "train")
+        return self.scaled(total, count, 2 * pairs.target.numel())
 
     @override
     def validation_step(self, shard: Shard, batch_idx: int) -> None:
-        self._evaluate(shard, shard.val_edges, "val")
+        self._evaluate(shard, self._pairs_of(shard).val, "val")
 
     @override
     def test_step(self, shard: Shard, batch_idx: int) -> None:
-        self._evaluate(shard, shard.test_edges, "test")
+        self._evaluate(shard, self._pairs_of(shard).test, "test")
 
     @override
     def predict_step(self, shard: Shard, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Return the global ids of the owned nodes and the model's rows for them."""
         return shard.owned_id, self(shard)
 
-    def _evaluate(self, shard: Shard, edges: Tensor | None, stage: Stage) -> tuple[Tensor, int]:
+    def _pairs_of(self, shard: Shard) -> LinkPairs:
+        """Return the pairs of a shard, which are made once."""
+        if self._pairs is None or self._pairs[0] is not shard:
+            assert self._directory is not None, "setup made it"
+            splits = self.backend.splits_nodes
+            self._pairs = shard, LinkPairs.of(shard, self._directory, splits_nodes=splits)
+        return self._pairs[1]
+
+    def _evaluate(self, shard: Shard, pairs: Pairs | None, stage: Stage) -> tuple[Tensor, int]:
         """Return the summed loss over this rank's pairs, and the number of all ranks' pairs; update and log metrics."""
-        if edges is None:
+        if pairs is None:
             raise InputError(f"no edges are held out for stage '{stage}': GraphDataModule(edge_split=(0.05, 0.1))")
-        positive, negative = self._scores(shard, edges, _STAGE_EPOCHS.get(stage, self.current_epoch))
+        positive, negative = self._scores(shard, pairs, _STAGE_EPOCHS.get(stage, self.current_epoch))
         total = functional.softplus(-positive).sum() + functional.softplus(negative).sum()
-        count_here = 2 * edges.size(1)
+        count_here = 2 * pairs.target.numel()
         count = int(self.communicator.gather([float(count_here)]).sum())
         if count == 0:
             raise InputError(_NO_EDGES[stage])
@@ -208,22 +210,20 @@ class LinkPredictor(GraphModule):
             self.log(f"{stage}_hits", hits, **options)
         return total, count
 
-    def _scores(self, shard: Shard, edges: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+    def _scores(self, shard: Shard, pairs: Pairs, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the scores of edges, and of as many negative pairs."""
         communicator, directory = self.communicator, self._directory
         assert directory is not None, "setup made it"
-        source, target, e_id = edges
-        rows = self(shard)
-        if self._edges is None or self._edges[0] is not shard:
-            self._edges = shard, known_pairs(shard)
-        edges = self._edges[1]
-        negatives = corrupted_sources(target, e_id, shard.num_nodes, known=edges, seed=self.seed, epoch=epoch)
+        rows, known = self(shard), self._pairs_of(shard).known
+        negatives = corrupted_sources(
+            pairs.target, pairs.e_id, shard.num_nodes, known=known, seed=self.seed, epoch=epoch
+        )
         plan, position = directory.plan(negatives.to(communicator.device))
-        halo = communicator.exchange_rows(rows, shard.plan, label="rows of sources")
+        halo = communicator.exchange_rows(rows, pairs.plan.to(rows.device), label="rows of sources")
         drawn_rows = communicator.exchange_rows(rows, plan.to(rows.device), label="rows of other sources")
         return (
-            self._decoded(torch.cat([rows, halo]), source, rows, target),
-            self._decoded(torch.cat([rows, drawn_rows]), position.to(rows.device), rows, target),
+            self._decoded(torch.cat([rows, halo]), pairs.source, rows, pairs.target),
+            self._decoded(torch.cat([rows, drawn_rows]), position.to(rows.device), rows, pairs.target),
         )
 
     def _decoded(self, sources: Tensor, source: Tensor, targets: Tensor, target: Tensor) -> Tensor:

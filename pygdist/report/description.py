@@ -73,6 +73,7 @@ class Experiment:
 
     Attributes:
         paper: Section of the page: a paper, or a part of the project.
+        first: Its section opens the page; others follow by name.
         figure: Figure or table of the paper.
         claim: Claim of the paper or of the design.
         differs: Differences between the paper's setup and ours.
@@ -86,6 +87,7 @@ class Experiment:
     path: Path
     title: str
     paper: str
+    first: bool = False
     figure: str = ""
     claim: str = ""
     differs: str = ""
@@ -105,6 +107,7 @@ def read_description(path: Path) -> Experiment:
     """
     readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(("title", "paper", "figure", "claim", "differs", "again"), _text),
+        "first": lambda value, place: _one_of(value, place, (True, False)),
         "table": _texts,
         "mean": _mean,
         "plots": lambda value, place: tuple(_plot(one, f"{place}[{i}]") for i, one in enumerate(_list(value, place))),
@@ -194,7 +197,7 @@ def _cells(value: Any, place: str) -> tuple[str, ...]:
 
 def _one_of(value: Any, place: str, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
-        raise InputError(f"{place}: expected {' or '.join(choices)}, got {value!r}")
+        raise InputError(f"{place}: expected {' or '.join(map(str, choices))}, got {value!r}")
     return value
 
 

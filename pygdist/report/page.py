@@ -128,7 +128,9 @@ def make_report(results: Path, *, title: str = _TITLE) -> Report:
     content = find_results(results)
     figures: list[Figure] = []
     sections: dict[str, list[_Entry]] = {}
-    for outcome in sorted(content.experiments, key=lambda one: one.experiment.paper.lower()):
+    for outcome in sorted(
+        content.experiments, key=lambda one: (not one.experiment.first, one.experiment.paper.lower())
+    ):
         sections.setdefault(outcome.experiment.paper, []).append(_entry(outcome, content, figures))
     for path, columns, rows in content.others:
         name = str(path.relative_to(content.folder))
