@@ -53,6 +53,7 @@ class Abilities:
         reruns_layers: Runs layers that are called outside a forward pass of the model, and any of them again in the
             backward pass (activation checkpointing).
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
+        late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
     """
 
     exact: bool = True
@@ -66,6 +67,7 @@ class Abilities:
     mixes_columns: bool = True
     reruns_layers: bool = True
     stateful: bool = False
+    late_gradients: bool = False
 
 
 class Backend(ABC):

@@ -114,8 +114,9 @@ class DelayedBackend(Backend):
         self.delays = DelayOptions(delay=delay, keep=keep, gradients=gradients, warm_up=warm_up)
         given_up = [self.delays.approximation, narrowed(wire_dtype)]
         if text := " and ".join(filter(None, given_up)):
-            late = self.delays.is_late
-            self.abilities = replace(self.abilities, exact=False, approximation=text, stateful=late)
+            late, stale = self.delays.is_late, gradients == "stale"
+            ours = replace(self.abilities, exact=False, approximation=text, stateful=late, late_gradients=stale)
+            self.abilities = ours
 
     @override
     def exact_case(self, num_hops: int) -> DelayedBackend | None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -52,6 +53,15 @@ def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
         f"accumulate_grad_batches={max(numbers)}: a full-graph epoch is one step, so there is nothing to accumulate, "
         "and Lightning would only divide the loss; leave it at 1"
     )
+
+
+def check_precision(precision: Precision, backend: Backend) -> None:
+    """Refuse a loss whose scale changes from step to step where gradients of earlier steps are added."""
+    if backend.abilities.late_gradients and getattr(precision, "scaler", None) is not None:
+        raise InputError(
+            f"trainer.precision={precision.precision}: the loss is scaled by a number that changes, but backend "
+            f"'{backend.name}' adds gradients of earlier steps; use bf16-mixed, or gradients='local'"
+        )
 
 
 def check_strategy(

@@ -20,7 +20,14 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.graph.store.structure import check_values
 from pygdist.lightning import backend_states
-from pygdist.lightning.checks import LARGEST_RATE, check_accumulation, check_model, check_sizes, check_strategy
+from pygdist.lightning.checks import (
+    LARGEST_RATE,
+    check_accumulation,
+    check_model,
+    check_precision,
+    check_sizes,
+    check_strategy,
+)
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch
@@ -102,6 +109,7 @@ class GraphModule(pl.LightningModule):
         """Refuse what would not train what it seems to."""
         num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
         check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)
+        check_precision(self.trainer.precision_plugin, self.backend)
         check_strategy(
             type(self.trainer.strategy).__name__, self.backend, self.model,
             averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,

@@ -33,7 +33,7 @@ from pygdist.testing.exactness import Step, distributed_step, largest_difference
 from pygdist.testing.graphs import GRAPHS, random_graph
 from tests.backends.vertex_cuts import write_random_cut
 
-HIDDEN, CLASSES = 6, 3
+HIDDEN, HEADS, CLASSES = 6, 2, 3
 
 
 def _bound(store: str, rank: int, **arguments: Any) -> tuple[Shard, DelayedBackend]:
@@ -155,8 +155,15 @@ def _check_bytes(rank: int, world_size: int, store: str, name: str, wire_dtype: 
         layers = [pyg.EdgeConv(nn.Linear(width, HIDDEN), aggr="add") for width in widths]
         model: nn.Module = pyg.Sequential("x, e", [(layer, "x, e -> x") for layer in layers])
         hops = 2
+    elif name == "GAT":
+        widths = [shard.x.size(1), HIDDEN]
+        layers = [pyg.GATConv(width, HIDDEN // HEADS, heads=HEADS) for width in widths]
+        model = pyg.Sequential("x, e", [(layer, "x, e -> x") for layer in layers])
+        hops = 2
     else:
-        model = {"GCN": pyg.GCN, "SAGE": pyg.GraphSAGE}[name](shard.x.size(1), HIDDEN, 3, HIDDEN)
+        kind, _, aggr = name.partition("-")
+        options = {"aggr": aggr} if aggr else {}
+        model = {"GCN": pyg.GCN, "SAGE": pyg.GraphSAGE}[kind](shard.x.size(1), HIDDEN, 3, HIDDEN, **options)
         hops = 2  # what the first one sums is kept
     distribute(model.double(), backend=backend, check=False)
     meter = backend.communicator.meter
@@ -169,8 +176,21 @@ def _check_bytes(rank: int, world_size: int, store: str, name: str, wire_dtype: 
     backend.communicator.compare_calls()
     return {
         "up": clones.up.num_received, "down": clones.down.num_received, "leaves": shard.num_halo, "sent": of_hops,
-        "hops": hops,
+        "hops": hops, "features": shard.x.size(1),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SAGE-max", "GAT"])
+def test_bytes_of_maxima_and_attention_are_those_of_leaves(name: str, tmp_path: Path, pool: RankPool) -> None:
+    answers = pool.run(_check_bytes, 3, write_random_cut(tmp_path, "power-law", 3), name, None)
+    up, down, leaves = (sum(answer[kind] for answer in answers) for kind in ("up", "down", "leaves"))
+    first = 0
+    if name == "SAGE-max":  # ties are counted, in int32; maxima of features are not kept, and have no gradient
+        of_hop = 2 * (up + down) * HIDDEN * 8 + up * HIDDEN * 4
+        first = (up + down) * answers[0]["features"] * 8 + up * answers[0]["features"] * 4
+    else:  # the largest scores have no gradient; the sums of exponentials have one
+        of_hop = 2 * (up + leaves) * HIDDEN * 8 + (2 + 4) * up * HEADS * 8
+    assert sum(answer["sent"] for answer in answers) == first + answers[0]["hops"] * of_hop
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------

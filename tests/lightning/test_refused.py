@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch_geometric.nn import GCN
 
 from experiments.reliability.malformed.stores import forge
 from pygdist import GraphDataModule, GraphDDPStrategy, InputError
-from pygdist.backends import ReplicaBackend
+from pygdist.backends import DelayedBackend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
+from pygdist.lightning.checks import check_precision
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -174,6 +176,14 @@ def test_a_width_of_0_is_refused(sizes: tuple[int, ...], tmp_path: Path) -> None
     data = GraphDataModule(runs.graph(), cache_dir=tmp_path)
     with pytest.raises(InputError, match=r"model: .* shape \(.*a width is 0"):
         runs.trainer(0, 1, str(tmp_path)).fit(NodeClassifier(GCN(*sizes)), datamodule=data)
+
+
+def test_a_loss_whose_scale_changes_is_refused_where_gradients_come_late() -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    check_precision(scaled, DelayedBackend(delay=2))
+    check_precision(Precision(), DelayedBackend(delay=2, gradients="stale"))
+    with pytest.raises(InputError, match="precision=16-mixed: the loss is scaled by a number that changes"):
+        check_precision(scaled, DelayedBackend(delay=2, gradients="stale"))
 
 
 def test_edges_are_not_held_out_for_nodes(tmp_path: Path) -> None:
