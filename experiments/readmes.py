@@ -19,13 +19,13 @@ A comment above a table says how it is made; a comment ``<!-- end -->`` follows 
 
 ``rows`` chooses rows of the CSV by queries of pandas; with ``rows: [graph, parts]`` each combination of the columns'
 values gives one. Cells are f-strings of columns: a column that has one value in the chosen rows is that value, others
-are series, which ``mean``, ``median``, ``low``, ``high`` and ``std`` make one. A column may choose further, as in
-``{where: "parts == 2", cell: "{mean(test_acc):.1f}"}``; where no row is left its cell is empty. ``here(column,
-name=value, ...)`` reads from the chosen rows with such values, ``of(column, name=value, ...)`` from the whole CSV, and
-``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV. ``bold`` marks the
-lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away. ``also`` lists numbers
-that the text says beside the table, as f-strings, or as they are where they are settings that no CSV has; a block
-without ``rows`` makes no table.
+are series, which ``mean``, ``median``, ``low``, ``high``, ``total`` and ``std`` make one; ``n`` counts the rows. A
+column may choose further, as in ``{where: "parts == 2", cell: "{mean(test_acc):.1f}"}``; where no row is left its cell
+is empty. ``here(column, name=value, ...)`` reads from the chosen rows with such values, ``of(column, ...)`` from the
+whole CSV, and ``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV.
+``bold`` marks the lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away.
+``also`` lists numbers that the text says beside the table, as f-strings, or as they are where they are settings that no
+CSV has; a block without ``rows`` makes no table.
 
 Each number in the text with a point, a per cent sign or a unit must be in a table or in ``also`` of its section (or of
 any, in a section that has no block), or be a setting: a whole number or a part of a text in the CSVs. Numbers in
@@ -35,6 +35,7 @@ brackets or sentences that name a paper or the virtual machine, in code, and in 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "median": lambda values: pd.Series(values).median(),
     "low": lambda values: pd.Series(values).min(),
     "high": lambda values: pd.Series(values).max(),
-    "std": lambda values: pd.Series(values).std(),
+    "total": lambda values: pd.Series(values).sum(),
+    "std": lambda values: values.std() if isinstance(values, pd.Series) else 0.0,  # of equal values
 }
 
 
@@ -83,7 +85,12 @@ def _read(found: re.Match[str], folder: Path) -> tuple[Mapping[str, Any], pd.Dat
 
 def read_table(path: Path) -> pd.DataFrame:
     """Read a CSV; lists of seeds and commits stay texts."""
-    return pd.read_csv(path, dtype={"seeds": str, "commit": str}, keep_default_na=True)
+    return _read_once(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_once(path: Path, _changed: int) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"seeds": str, "commit": str})
 
 
 def _lines(block: Mapping[str, Any], table: pd.DataFrame, folder: Path) -> list[str]:
@@ -124,13 +131,24 @@ def _cell(rows: pd.DataFrame, column: Any, table: pd.DataFrame, folder: Path) ->
 
 def evaluated(cell: str, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> str:
     """Return an f-string's value over chosen rows; see the module."""
-    names: dict[str, Any] = {str(name): _one(rows[name]) for name in rows.columns}
-    names |= {**_FUNCTIONS, "here": _reader(rows), "of": _reader(table), "count": lambda query: len(table.query(query))}
-    names["other"] = lambda path: _reader(read_table(folder / path))
     try:
-        return str(eval(f"f'''{cell}'''", {"__builtins__": {"abs": abs, "len": len, "round": round}}, names))
+        return str(eval(f"f'''{cell}'''", {"__builtins__": {}}, _Names(rows, table, folder)))
     except Exception as error:  # whatever an expression raises
         raise FigureError(f"{cell}: {error}") from error
+
+
+class _Names(dict[str, Any]):
+    """The names that an f-string may use: functions, and columns of the chosen rows, which are looked up when used."""
+
+    def __init__(self, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> None:
+        super().__init__(_FUNCTIONS, n=len(rows), abs=abs, len=len, round=round)
+        self._rows = rows
+        self["here"], self["of"] = _reader(rows), _reader(table)
+        self["other"] = lambda path: _reader(read_table(folder / path))
+        self["count"] = lambda query: len(table.query(query))
+
+    def __missing__(self, name: str) -> Any:
+        return _one(self._rows[name])
 
 
 def _one(values: pd.Series) -> Any:
