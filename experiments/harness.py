@@ -17,6 +17,7 @@ import csv
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import re
 import shutil
@@ -42,6 +43,7 @@ __all__ = ["Setting", "measure", "settings_of"]
 
 WARM_UP = 2  # epochs that do not count: they compute degrees, transposes and kept results, and allocate memory
 TRACED = 3  # epochs recorded for the timeline, after those that count
+_OF_TIMELINE = {"aggregate_s": ("aggregate",), "pack_s": ("pack", "unpack")}  # figures, and the spans they sum
 RANK_FIGURES = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
 _GIB = 2**30
 _KILLED = (-9, 137)
@@ -272,8 +274,8 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
-        "expected_epoch_s": None, "planning_s": None, "aggregate_s": [], "part_edges": [], "timeline": "",
-        **provenance(setting.threads),
+        "expected_epoch_s": None, "planning_s": None, "part_edges": [], "timeline": "",
+        **{figure: [] for figure in _OF_TIMELINE}, **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
         try:
@@ -415,11 +417,12 @@ def _read(run: dict[str, Any], folder: Path) -> None:
                         if figure == "val_acc":
                             run["scores"].append([int(row["epoch"]), float(value)])
     if (folder / "timeline.json").is_file():
-        run["aggregate_s"] = _aggregating(json.loads((folder / "timeline.json").read_text()))
+        trace = json.loads((folder / "timeline.json").read_text())
+        run |= {figure: _busy(trace, kinds) for figure, kinds in _OF_TIMELINE.items()}
 
 
-def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
-    """Return processor seconds of aggregation by rank, then recorded epoch; empty if the timeline has none."""
+def _busy(trace: Mapping[str, Any], kinds: Sequence[str]) -> list[list[float]]:
+    """Return processor seconds of some activities by rank, then recorded epoch; empty if the timeline has none."""
     by_rank: dict[int, list[float]] = {}
     epoch_of: dict[int, str] = {}
     for event in trace["traceEvents"]:
@@ -427,7 +430,7 @@ def _aggregating(trace: Mapping[str, Any]) -> list[list[float]]:
         if event["name"] == "compute" and epoch_of.get(rank) != event["args"]["of"]:  # the first event of an epoch
             epoch_of[rank] = event["args"]["of"]
             by_rank.setdefault(rank, []).append(0.0)
-        elif event["name"] == "aggregate":
+        elif event["name"] in kinds:
             by_rank[rank][-1] += event["tdur"] / 1e6  # not "dur": ranks share cores, and wait for them
     seconds = [by_rank[rank] for rank in sorted(by_rank)]
     return seconds if any(map(any, seconds)) else []
@@ -492,10 +495,10 @@ def row_of(
         for best, which in ((max, "max"), (min, "min")):
             values = [best(rank[figure] for rank in ranks) for ranks in counted]
             row[f"{figure}_{which}"] = _of(statistics.median, values)
-    for best, which in ((max, "max"), (min, "min")):
+    for figure, (best, which) in itertools.product(_OF_TIMELINE, ((max, "max"), (min, "min"))):
         # medians over epochs first: the spread of ranks counts, not that of epochs
-        usual = [best(map(statistics.median, run["aggregate_s"])) for run in good if run.get("aggregate_s")]
-        row[f"aggregate_s_{which}"] = _of(statistics.median, usual)
+        usual = [best(map(statistics.median, run[figure])) for run in good if run.get(figure)]
+        row[f"{figure}_{which}"] = _of(statistics.median, usual)
     for best, which in ((max, "max"), (min, "min")):
         row[f"part_edges_{which}"] = best(last["part_edges"]) if last.get("part_edges") else None
     for figure in ("sent_bytes", "sent_messages"):

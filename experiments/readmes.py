@@ -22,7 +22,9 @@ values gives one. Cells are f-strings of columns: a column that has one value in
 are series, which ``mean``, ``median``, ``low``, ``high``, ``total`` and ``std`` make one; ``n`` counts the rows. A
 column may choose further, as in ``{where: "parts == 2", cell: "{mean(test_acc):.1f}"}``; where no row is left its cell
 is empty. ``here(column, name=value, ...)`` reads from the chosen rows with such values, ``of(column, ...)`` from the
-whole CSV, and ``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV.
+whole CSV, and ``other("results/NAME.csv")(column, ...)`` from another one; ``count(query)`` counts rows of the CSV, and
+``ratios(column, query, other query, [columns])`` divides rows that have the same values in the columns.
+
 ``bold`` marks the lowest or highest cell of a row or, with ``down: true``, of a column, if the others are 3 % away.
 ``also`` lists numbers that the text says beside the table, as f-strings, or as they are where they are settings that no
 CSV has; a block without ``rows`` makes no table.
@@ -126,26 +128,32 @@ def _cell(rows: pd.DataFrame, column: Any, table: pd.DataFrame, folder: Path) ->
     cell = column
     if isinstance(column, dict):
         rows, cell = rows.query(column["where"]), column["cell"]
-    return evaluated(cell, rows, table, folder) if len(rows) else ""
+    return filled(cell, Names(rows, table, folder)) if len(rows) else ""
 
 
-def evaluated(cell: str, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> str:
-    """Return an f-string's value over chosen rows; see the module."""
+def filled(cell: str, names: Names) -> str:
+    """Return the value of an f-string."""
+    return str(expression(f"f'''{cell}'''", names))
+
+
+def expression(source: str, names: Names) -> Any:
+    """Return the value of an expression over the chosen rows; see the module."""
     try:
-        return str(eval(f"f'''{cell}'''", {"__builtins__": {}}, _Names(rows, table, folder)))
+        return eval(source, names, names)  # generators look names up as if they were global
     except Exception as error:  # whatever an expression raises
-        raise FigureError(f"{cell}: {error}") from error
+        raise FigureError(f"{source}: {error}") from error
 
 
-class _Names(dict[str, Any]):
-    """The names that an f-string may use: functions, and columns of the chosen rows, which are looked up when used."""
+class Names(dict[str, Any]):
+    """The names that an expression may use: functions, and columns of the chosen rows, looked up when they are used."""
 
     def __init__(self, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> None:
-        super().__init__(_FUNCTIONS, n=len(rows), abs=abs, len=len, round=round)
+        super().__init__(_FUNCTIONS, n=len(rows), abs=abs, all=all, any=any, len=len, round=round, __builtins__={})
         self._rows = rows
         self["here"], self["of"] = _reader(rows), _reader(table)
         self["other"] = lambda path: _reader(read_table(folder / path))
         self["count"] = lambda query: len(table.query(query))
+        self["ratios"] = functools.partial(_ratios, table)
 
     def __missing__(self, name: str) -> Any:
         return _one(self._rows[name])
@@ -166,6 +174,13 @@ def _reader(table: pd.DataFrame) -> Callable[..., Any]:
         return _one(chosen[column])
 
     return of
+
+
+def _ratios(table: pd.DataFrame, column: str, over: str, under: str, by: Sequence[str]) -> pd.Series:
+    """Divide a column of the rows that a query chooses by that of others with the same values in the columns ``by``."""
+    one, other = (table.query(query).groupby(list(by), dropna=False)[column].median() for query in (over, under))
+    ratios: pd.Series = (one / other).dropna()
+    return ratios
 
 
 def _embolden(grid: list[list[str]], places: Sequence[int], *, lowest: bool, down: bool) -> None:
@@ -204,7 +219,8 @@ def strays(text: str, folder: Path) -> list[str]:
 def _known(block: re.Match[str], folder: Path) -> set[str]:
     """Return the numbers that a block's table, its list ``also``, and the settings in its CSV hold."""
     read, table, _ = _read(block, folder)
-    also = (evaluated(one, table, table, folder) for one in read.get("also", []))
+    names = Names(table, table, folder)
+    also = (filled(one, names) for one in read.get("also", []))
     said = "\n".join([*_lines(read, table, folder), *also])
     numbers = {one.replace(",", "") for one in _IN_TEXT.findall(said)}
     for name in table.columns:

@@ -87,7 +87,7 @@ def _run(seed: int, seconds: list[tuple[float, float]], **fields: Any) -> dict[s
     made = {
         "setting": "A", "seed": seed, "note": "", "network": "1000 Mbit/s", "link_bytes": 7, "epochs": epochs,
         "val_acc": 0.5 + seed / 10, "test_acc": None, "gradient_bytes": 3.0, "timeline": f"{seed}.json", "seconds": 9.0,
-        "scores": [], "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "part_edges": [4, 9],
+        "scores": [], "pack_s": [], "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "part_edges": [4, 9],
     }  # fmt: skip
     return {**made, **fields}
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
-from experiments import readmes
+from experiments import readmes, scoreboard
 
 ROOT = Path(__file__).parents[1]
 TABLES = sorted(ROOT.glob("experiments/**/results/*.csv"))
@@ -92,6 +93,37 @@ def test_numbers_that_no_csv_holds_are_found(folder: Path) -> None:
 def test_a_cell_that_cannot_be_made_is_named(folder: Path, wrong: str) -> None:
     with pytest.raises(readmes.FigureError, match=re.escape(wrong)):
         readmes.written(SMALL.replace("epoch_s:.2f", wrong, 1), folder)
+
+
+def test_the_scoreboard_is_what_the_csvs_say_of_each_claim() -> None:
+    rows = scoreboard.scoreboard()
+    assert {row["paper"] for row in rows} == set(scoreboard.PAPERS)
+    assert all((row["verdict"] == scoreboard.MISSING) == (not row["table"]) for row in rows)
+    committed = (readmes.HERE / "results" / "scoreboard.csv").read_text(encoding="utf-8")
+    assert scoreboard.text_of(rows) == committed, "python -m experiments.scoreboard"
+
+
+@pytest.mark.parametrize(
+    ("holds", "verdict"), [("r > 2", "holds"), ("r > 9", "does not hold"), ("'in part'", "holds in part")]
+)
+def test_a_verdict_is_computed(holds: str, verdict: str, folder: Path) -> None:
+    claim = {
+        "where": "Figure 1", "claim": "One is faster.", "published": "3 times", "table": "results/epochs.csv",
+        "let": {"r": "of('epoch_s', backend='comm', hosts=2) / of('epoch_s', backend='tensor', hosts=2)"},
+        "ours": "{r:.1f} times", "holds": holds,
+    }  # fmt: skip
+    missing = {name: claim[name] for name in ("where", "claim", "published")}
+    listed = {paper: [claim if paper == "P3" else missing] for paper in scoreboard.PAPERS}
+    (folder / "claims.yaml").write_text(yaml.safe_dump(listed))
+    rows = scoreboard.scoreboard(folder / "claims.yaml")
+    assert [row["verdict"] for row in rows] == [scoreboard.MISSING] * 4 + [verdict]
+    assert rows[-1]["ours"] == "2.5 times"
+
+
+def test_rows_of_one_setting_are_divided(folder: Path) -> None:
+    names = readmes.Names(table := readmes.read_table(folder / "results" / "epochs.csv"), table, folder)
+    ratios = readmes.expression("""ratios('epoch_s', "backend == 'comm'", "backend == 'tensor'", ['hosts'])""", names)
+    assert ratios.to_dict() == {2: 2.5}
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs the history")

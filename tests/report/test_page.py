@@ -50,6 +50,13 @@ def test_a_whole_folder(results: Path) -> None:
     assert "seed_everything" not in report.html
 
 
+def test_an_experiment_may_open_the_page(write: Write) -> None:
+    write("a", ROWS, **DESCRIPTION)
+    folder = write("z", ROWS, **{**DESCRIPTION, "paper": "Scoreboard", "first": True})
+    text = _text(make_report(folder).html)
+    assert text.index(">Scoreboard<") < text.index(">NeutronStar<")
+
+
 def test_our_points_and_the_papers(results: Path) -> None:
     paper, ours, paper_lines, lines, *_ = _figures(make_report(results).html)
     assert _points(paper) == {"comm": [("Reddit", 5.5)], "cache": [("Reddit", 7.25)]}

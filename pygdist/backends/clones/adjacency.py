@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from pygdist.backends.clones.fold import HopFold, extremum_of_messages
 from pygdist.comm.derivatives import once_differentiable
+from pygdist.comm.recorder import recorded
 from pygdist.graph.adjacency import Adjacency, Reduce
 from pygdist.hops.routed_edges import RoutedAdjacency
 from pygdist.kernels import spmm
@@ -33,7 +34,8 @@ class SplitAdjacency(RoutedAdjacency[HopFold]):
         dim = 1 if other.dim() == 3 else 0  # layers that stack features have their nodes in the second place
         if reduce == "max" or reduce == "min":
             return self._extremum(other.movedim(dim, 0), value, reduce).movedim(0, dim)
-        z = self.origin.with_value(value).matmul(other, reduce="sum").movedim(dim, 0)
+        with recorded(self.way.exchange.communicator.recorder, "aggregate", self.way.label):
+            z = self.origin.with_value(value).matmul(other, reduce="sum").movedim(dim, 0)
         return (self.way.mean(z) if reduce == "mean" else self.way.sum(z)).movedim(0, dim)
 
     def _extremum(self, rows: Tensor, value: Tensor | None, reduce: Literal["max", "min"]) -> Tensor:

@@ -19,6 +19,7 @@ leaves are *2r* passes old. If rows keep what arrived until more arrives, all of
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from pygdist.backends.clones.exchange import CloneExchange, Leaves
 from pygdist.comm import Communicator, ExchangePlan, Transfer, describe_rows
 from pygdist.comm.derivatives import once_differentiable
+from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph.links import drawn
 
@@ -176,42 +178,61 @@ class DelayedSum:
         if not self._keep:
             self.has.zero_()
         if at_once:
-            for number, served in enumerate(self._bins):
-                self._up[number] = self._post(served.of.plan, z[served.of.rows], f"{label}, up", up=True)
+            for number in range(len(self._bins)):
+                self._post_up(number, z, label)
             for number in range(len(self._bins)):
                 self._serve_root(number, z, label)
-                self._serve_leaf(self._bins[number], self._down.pop(number))
+                self._serve_leaf(self._bins[number], self._down.pop(number), label)
         elif epoch > 0:
             number = epoch % len(self._bins)
-            served, posted = self._bins[number], self._down.pop(number, None)
+            posted = self._down.pop(number, None)
             if number in self._up:
                 self._serve_root(number, z, label)
             if posted is not None:
-                self._serve_leaf(served, posted)
-            self._up[number] = self._post(served.of.plan, z[served.of.rows], f"{label}, up", up=True)
+                self._serve_leaf(self._bins[number], posted, label)
+            self._post_up(number, z, label)
+
+    def _post_up(self, number: int, z: Tensor, label: str) -> None:
+        served = self._bins[number]
+        with self._recorded("pack", f"{label}, up"):
+            rows = z[served.of.rows]
+        self._up[number] = self._post(served.of.plan, rows, f"{label}, up", up=True)
 
     def _serve_root(self, number: int, z: Tensor, label: str) -> None:
         """Take the sums of leaves, add them up in the order of ranks, and answer each leaf."""
         served, remote = self._bins[number], self.remote
         assert remote is not None
         plan, theirs = served.of.plan, self._up.pop(number).take().to(z.dtype)
-        places = self._place[plan.send_index]
-        remote[places], self.has[places] = 0, True
-        counts = list(plan.send_counts)
-        for place, rows in zip(places.split(counts), theirs.split(counts), strict=True):
-            remote[place] = remote[place] + rows
-        told = served.to.plan.send_index
-        answer, others = z[told], self._place[told]
-        summed = others >= 0  # leaves of other roots send nothing
-        answer[summed] = answer[summed] + remote[others[summed]]
-        sent = served.own >= 0
-        answer[sent] = answer[sent] - theirs[served.own[sent]]
+        with self._recorded("unpack", f"{label}, up"):
+            places = self._place[plan.send_index]
+            remote[places], self.has[places] = 0, True
+            counts = list(plan.send_counts)
+            for place, rows in zip(places.split(counts), theirs.split(counts), strict=True):
+                remote[place] = remote[place] + rows
+        with self._recorded("pack", f"{label}, down"):
+            told = served.to.plan.send_index
+            answer, others = z[told], self._place[told]
+            summed = others >= 0  # leaves of other roots send nothing
+            answer[summed] = answer[summed] + remote[others[summed]]
+            sent = served.own >= 0
+            answer[sent] = answer[sent] - theirs[served.own[sent]]
         self._down[number] = self._post(served.to.plan, answer, f"{label}, down", up=False)
 
-    def _serve_leaf(self, served: Bin, posted: Flight) -> None:
+    def _serve_leaf(self, served: Bin, posted: Flight, label: str) -> None:
         assert self.remote is not None
-        places = self._place[served.to.rows]
-        self.remote[places], self.has[places] = posted.take().to(self.remote.dtype), True
+        theirs = posted.take().to(self.remote.dtype)
+        with self._recorded("unpack", f"{label}, down"):
+            places = self._place[served.to.rows]
+            self.remote[places], self.has[places] = theirs, True
+
+    def plus(self, out: Tensor, label: str) -> Tensor:
+        """Add to each row what has arrived for it, in place."""
+        assert self.remote is not None
+        with self._recorded("unpack", label):
+            return out.index_add_(0, self.rows[self.has], self.remote[self.has])
+
+    def _recorded(self, kind: str, label: str) -> contextlib.AbstractContextManager[None]:
+        return recorded(self._communicator.recorder, kind, label)
 
     def _post(self, plan: ExchangePlan, rows: Tensor, label: str, *, up: bool) -> Flight:
         self._communicator.note(label)
@@ -297,7 +318,7 @@ class _Delayed(torch.autograd.Function):
         scale = 1 / share
         scale[forward.rows[forward.has]] = 1
         ctx.save_for_backward(scale, unread)
-        return _plus(z.detach() * scale, forward).index_fill_(0, unread, 1)
+        return forward.plus(z.detach() * scale, f"{now.label}, forward").index_fill_(0, unread, 1)
 
     @staticmethod
     @once_differentiable
@@ -308,11 +329,5 @@ class _Delayed(torch.autograd.Function):
         if stale is not None:
             now = ctx.now
             stale.step(grad, now.epoch, f"{now.label}, backward", at_once=now.at_once)
-            out = _plus(out, stale)
+            out = stale.plus(out, f"{now.label}, backward")
         return out, *[None] * 5
-
-
-def _plus(out: Tensor, sums: DelayedSum) -> Tensor:
-    """Add to each row what has arrived for it, in place."""
-    assert sums.remote is not None
-    return out.index_add_(0, sums.rows[sums.has], sums.remote[sums.has])

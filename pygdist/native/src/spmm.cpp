@@ -61,7 +61,7 @@ inline V combine(const V& best, const V& value) {
   }
 }
 
-// A narrow row adds its entries to several sums in turns: an addition need not wait for the one before.
+// A narrow row adds its entries to several sums, or several extrema, in turns: one need not wait for the one before.
 constexpr int kAdditions = 4;
 // Rows of up to so many bytes are not prefetched if columns have 16 bits: 65,536 of them are in a near cache.
 constexpr int kNarrow = 64;
@@ -84,7 +84,7 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
     for_each_tile<T, kWidths>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
       using V = typename Tile::V;
-      constexpr int kApart = kSum ? kAdditions / Tile::Count : 0;
+      constexpr int kApart = kAdditions / Tile::Count;
       constexpr bool kAsk = sizeof(I) > 2 || Tile::Count * Tile::Lanes * sizeof(T) > kNarrow;
       const Value* const values = Op == PYGDIST_COPY ? nullptr : view.weight + head;
       V total[Tile::Count];
@@ -104,11 +104,14 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
       int64_t e = begin + 1;
       if constexpr (kApart > 1) {
         V apart[kApart][Tile::Count] = {};
-        for (; e + kApart <= end; e += kApart) {
-          for (int sum = 0; sum < kApart; ++sum) take(e + sum, apart[sum]);
+        for (int part = 0; part < kApart; ++part) {
+          for (int k = 0; k < Tile::Count; ++k) apart[part][k] = kSum ? V{} : total[k];
         }
-        for (int sum = 0; sum < kApart; ++sum) {
-          for (int k = 0; k < Tile::Count; ++k) total[k] += apart[sum][k];
+        for (; e + kApart <= end; e += kApart) {
+          for (int part = 0; part < kApart; ++part) take(e + part, apart[part]);
+        }
+        for (int part = 0; part < kApart; ++part) {
+          for (int k = 0; k < Tile::Count; ++k) total[k] = combine<Reduce>(total[k], apart[part][k]);
         }
       }
       for (; e < end; ++e) take(e, total);
