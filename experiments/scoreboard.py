@@ -1,10 +1,11 @@
 """Writes the scoreboard: each claim of the five papers, the paper's figure, ours, and if the claim holds here.
 
-    python -m experiments.scoreboard             # results/scoreboard.csv, with which `pygdist report` opens its page
+    python -m experiments.scoreboard --out experiments/results
 
 ``claims.yaml`` lists the claims. ``let`` names values, one after the other; ``ours`` is an f-string over the CSV
 ``table`` and these; ``holds`` an expression that is true, false, or the words ``in part``. All are written as in
-:mod:`experiments.readmes`. A claim without a table is *missing*: nothing has been measured yet.
+:mod:`experiments.readmes`. A claim without a table is *missing*: nothing has been measured yet. ``pygdist report``
+opens its page with ``scoreboard.csv``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ MISSING = "missing"
 _VERDICTS = {"True": "holds", "False": "does not hold", "in part": "holds in part"}
 
 
-def scoreboard(claims: Path = HERE / "claims.yaml") -> list[dict[str, str]]:
+def scoreboard(claims: Path = HERE / "claims.yaml", papers: Sequence[str] = PAPERS) -> list[dict[str, str]]:
     """Return a row for each claim, paper by paper."""
     listed = yaml.safe_load(claims.read_text(encoding="utf-8"))
-    return [_row(paper, claim, claims.parent) for paper in PAPERS for claim in listed[paper]]
+    return [_row(paper, claim, claims.parent) for paper in papers for claim in listed[paper]]
 
 
 def _row(paper: str, claim: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -57,12 +58,20 @@ def text_of(rows: Sequence[Mapping[str, str]]) -> str:
         return file.getvalue()
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    cli = argparse.ArgumentParser(description="Write the scoreboard of the papers' claims.")
+    cli.add_argument("--papers", nargs="+", choices=PAPERS, default=PAPERS, help="default: all")
+    cli.add_argument("--out", type=Path, default=Path("figures"), help="folder for scoreboard.csv")
+    return cli
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the scoreboard, and print it."""
-    cli = argparse.ArgumentParser(description="Write the scoreboard of the papers' claims.")
-    cli.add_argument("--out", type=Path, default=HERE / "results" / "scoreboard.csv", help="the file to write")
-    out, rows = cli.parse_args(argv).out, scoreboard()
-    out.write_text(text_of(rows), encoding="utf-8", newline="")
+    options = parser().parse_args(argv)
+    rows = scoreboard(papers=options.papers)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "scoreboard.csv").write_text(text_of(rows), encoding="utf-8", newline="")
     table = Table("paper", "claim", "published", "ours", "verdict")
     for row in rows:
         table.add_row(*(row[name] for name in ("paper", "claim", "published", "ours", "verdict")))

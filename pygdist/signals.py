@@ -422,6 +422,7 @@ def _watch_parent(starter: int, stop: threading.Event) -> None:
             return
     if not stop.wait(_ORPHAN_S):
         _leave_alone("has ended", starter)
+    sys.stderr.write(f"pygdist: process {starter}, which started {_who()}, had ended before the run did\n")
 
 
 def _leave_alone(fate: str, starter: int) -> NoReturn:

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import functools
 import importlib
+import re
 import shlex
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import pyg_examples, run
+from experiments import pyg_examples, run, scoreboard
 from experiments.harness import Setting, settings_of
 from experiments.machine import SOME_FAILED
 from experiments.pyg_cases import Case
 from experiments.reliability import disks
 from pygdist.native import load
-from pygdist.report import read_description
+from pygdist.report import make_report, read_description
+from pygdist.report.description import is_description
 from pygdist.report.tables import rerun_command
 from pygdist.testing import RankPool
 from tests.server import script
@@ -269,7 +271,7 @@ def test_examples_need_a_checkout(tmp_path: Path) -> None:
     assert f"error: there is no examples/gcn.py in {tmp_path}; give --checkout" in outcome.err
 
 
-DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if "results" not in path.parts]
+DESCRIBED = [path for path in sorted(EXPERIMENTS.rglob("*.yaml")) if is_description(path)]
 TABLES = [path for path in sorted(EXPERIMENTS.rglob("results/*.csv")) if not path.stem.endswith(".ranks")]
 
 
@@ -321,7 +323,15 @@ def _read(path: Path) -> run.Experiment:
     return run.read(ROOT / path)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_the_report_of_what_is_committed_opens_with_the_scoreboard() -> None:
+    html = make_report(EXPERIMENTS).html
+    sections = re.findall(r"<h2[^>]*>([^<]+)</h2>", html)
+    assert sections[0] == "Scoreboard"
+    assert set(scoreboard.PAPERS[:4]) < set(sections)
+    assert scoreboard.MISSING in html
+
+
+@pytest.mark.parametrize("table", [one for one in TABLES if one.stem != "scoreboard"], ids=lambda path: path.stem)
 def test_rows_say_what_they_were_measured_on(table: Path) -> None:
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))

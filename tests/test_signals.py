@@ -149,10 +149,18 @@ def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> No
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_rank_ends_with_the_process_that_started_it(waits: bool, tmp_path: Path) -> None:
-    child = "import time, pygdist; " + ("" if waits else "from pygdist import signals; signals.outlive_parent(); ")
-    child += f"open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(9); open({str(tmp_path / 'went on')!r}, 'w')"
+@pytest.mark.parametrize(
+    ("outlives", "said"),
+    [("never", "error: process {}, which started rank 1 (process "), ("from the first on", ""),
+     ("after it", "process {}, which started rank 1 (process ")],
+)  # fmt: skip
+def test_a_rank_ends_with_the_process_that_started_it(outlives: str, said: str, tmp_path: Path) -> None:
+    outlive = "pygdist.signals.outlive_parent(); "
+    child = f"import os, time, pygdist; {outlive if outlives == 'from the first on' else ''}"
+    child += f"started = os.getppid(); open({str(tmp_path / 'began')!r}, 'w').close(); "
+    if outlives == "after it":  # the run ends by itself
+        child += f"[time.sleep(0.1) for _ in range(300) if os.getppid() == started]; time.sleep(2); {outlive}"
+    child += f"time.sleep(9); open({str(tmp_path / 'went on')!r}, 'w')"
     code = f"""
 import os, subprocess, sys, time
 os.environ["PYGDIST_PARENT"], os.environ["LOCAL_RANK"] = str(os.getpid()), "1"
@@ -166,9 +174,9 @@ time.sleep(60)
         time.sleep(0.05)
     process.kill()
     _, errors = process.communicate(timeout=30)  # until the child has closed its end, too
-    said = f"pygdist: error: process {process.pid}, which started rank 1 (process "
-    assert errors.startswith(said) if waits else errors == ""
-    assert (tmp_path / "went on").exists() is not waits
+    assert errors.startswith(f"pygdist: {said.format(process.pid)}") if said else errors == ""
+    assert errors.endswith("had ended before the run did\n") is (outlives == "after it")
+    assert (tmp_path / "went on").exists() is (outlives != "never")
 
 
 def test_a_rank_ends_if_the_process_that_started_it_is_stopped(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def what_is_wrong(case: Case, outcome: Outcome, errors: str, limit_s: float, las
     if "terminate called" in errors:
         faults.append("a process aborted")
     if re.search(r'File "[^"]*/pygdist/' if case.launcher == "torchrun" else "Traceback", errors):
-        faults.append("a traceback")
+        faults.append(f"a traceback: {errors[errors.find('Traceback') :][-2000:]}")
     lines = [line for line in errors.splitlines() if "pygdist: error: " in line]
     to_rank_of_torchrun = case.launcher == "torchrun" and case.signal == "SIGKILL" and case.who.isdigit()
     one = case.signal in ("SIGTERM", "SIGINT") or to_rank_of_torchrun  # after others, each rank may tell of the loss

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from pygdist.errors import LostRankError, UnequalRanksError
 
@@ -200,6 +201,13 @@ def apart(places: Sequence[str], whence: Sequence[str]) -> str:
         told.setdefault(f"{place or 'outside of it'}{more}", []).append(str(rank))
     clauses = (f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in told.items())
     return f"{APART}: {'; '.join(clauses)}. {_ALIKE}"
+
+
+def is_of_connection(error: BaseException) -> bool:
+    """Tell if an error of torch or of a library above it says that a call among ranks failed."""
+    words = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
 def failure(found: str, said: str) -> RuntimeError:

@@ -26,7 +26,7 @@ import psutil
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-from pygdist.comm.places import first_line, is_stopped, kill_stopped, machine
+from pygdist.comm.places import first_line, is_of_connection, is_stopped, kill_stopped, machine
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.signals import exit_now, name_of, parent, received, siblings, signal_of
@@ -123,7 +123,7 @@ def why_not_joined(error: Exception, rank: int, watchdog: Watchdog | None) -> Si
     A store that goes with its rank ends their connections before anybody else can tell.
     """
     said = first_line(str(error))
-    if isinstance(error, dist.DistError) and watchdog is not None:
+    if watchdog is not None and is_of_connection(error):
         said = watchdog.diagnose()
         if watchdog.signum and not received():
             return SignalError(watchdog.signalled_by, watchdog.signum)

@@ -27,7 +27,7 @@ from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
 from pygdist.comm.groups import break_groups
-from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure
+from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, is_of_connection
 from pygdist.comm.process import leave, watch
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import ending, meeting, optimizer_states
@@ -44,7 +44,6 @@ from pygdist.memory.machine import keep_freed_memory
 log = logging.getLogger(__name__)
 
 # from messages of gloo and nccl when the other end is gone or silent
-_CONNECTION_ERRORS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _OVERFLOW = "without overflow"  # from torch's message on a number that a tensor's type cannot hold
@@ -352,11 +351,11 @@ class GraphDDPStrategy(DDPStrategy):
         if (watchdog := self._watchdog) is None:
             return exception
         names_rank = isinstance(exception, LostRankError)
-        of_connection = not names_rank and any(words in text.lower() for words in _CONNECTION_ERRORS)
-        place, diagnosis = self._place, watchdog.diagnose() if of_connection and not watchdog.signum else ""
+        broken = not names_rank and (is_of_connection(exception) or bool(watchdog.verdict))
+        place, diagnosis = self._place, watchdog.diagnose() if broken and not watchdog.signum else ""
         if watchdog.signum:  # of another rank, which broke the groups
             return SignalError(watchdog.signalled_by, watchdog.signum)
-        if of_connection:
+        if broken:
             return failure(diagnosis, f"{place}: a collective call failed; {diagnosis}")
         return exception
 
