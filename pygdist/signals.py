@@ -30,6 +30,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _LEAVE_S = 15.0  # the main thread has this long to end the process
 _AGAIN_S = 1.0  # a signal that comes later than this after the first one ends the process at once
 _POLL_S = 0.5
+_SOON_S = 0.05
 _FROZEN_S = 20.0  # for which the starter is stopped, if nobody says otherwise
 _ORPHAN_S = 5.0  # within which a rank whose starter died finds by itself that the exchange fails, and says more
 
@@ -254,8 +255,31 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         before(signum, frame)  # the user's
     if not first or _state.defer_s:
         return
+    if _in_destructor(frame):
+        _interrupt_again(_state, signum)
+        return
     _state.raised = True
     raise SignalError(reason(), signum)
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    """Tell if an error would be lost: Python prints what a destructor raises, and goes on."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _interrupt_again(state: _Handling, signum: int) -> None:
+    """Send the signal to the main thread once more, in a moment."""
+
+    def send() -> None:
+        if not state.left.wait(_SOON_S):
+            state.expected += 1
+            signal.pthread_kill(threading.main_thread().ident or 0, signum)
+
+    threading.Thread(target=send, daemon=True, name="pygdist-again").start()
 
 
 def _read(state: _Handling, fd: int) -> None:

@@ -116,6 +116,22 @@ def test_whoever_defers_is_interrupted_in_the_end() -> None:
     assert (process.returncode, out, errors) == (143, "noted 15 15\n", f"SIGTERM reached process {process.pid}\n")
 
 
+def test_a_signal_that_comes_while_an_object_is_removed_is_not_lost() -> None:
+    """Python prints what a destructor raises, and goes on."""
+    work = """
+        class Removed:
+            def __del__(self):
+                for _ in range(20):
+                    time.sleep(0.05)
+        Removed()
+        time.sleep(60)"""
+    process = _begin(COMMAND.format(work=work))
+    time.sleep(0.3)
+    process.terminate()
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (143, f"SIGTERM reached process {process.pid}\n")
+
+
 def test_a_forked_process_has_signals_of_its_own() -> None:
     work = """
         child = os.fork()

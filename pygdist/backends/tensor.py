@@ -123,8 +123,8 @@ class TensorBackend(Backend):
         device: str | None = None,
     ) -> None:
         super().__init__()
-        if num_chunks is not None and num_chunks < 1:
-            raise InputError(f"num_chunks is {num_chunks}, expected at least 1")
+        if num_chunks is not None and not 1 <= num_chunks < 1 << 31:
+            raise InputError(f"num_chunks is {num_chunks}, expected 1 to {(1 << 31) - 1}")
         if memory_gib is not None and not 0 < memory_gib < math.inf:
             raise InputError(f"memory_gib is {memory_gib}, expected a positive number")
         self.num_chunks, self.overlap, self.memory_gib, self.device = num_chunks, overlap, memory_gib, device

@@ -47,6 +47,9 @@ def check_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     Raises:
         InputError: Names the option.
     """
+    for section in ("trainer", "data", "checkpoint", "exchange", "predictions"):
+        if not hasattr(value := config.get(section, {}), "items"):
+            raise InputError(f"--{section}: expected options and their values, got {str(value)[:60]!r}")
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed < 1 << 32:
         raise InputError(f"--seed_everything is {str(seed)[:40]}, expected 0 to 2**32 - 1")

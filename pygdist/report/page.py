@@ -111,6 +111,8 @@ def write_report(results: Path, out: Path, *, title: str = _TITLE) -> Path:
         InputError: If the folder has no results, a file cannot be read, ``out`` cannot be written, or plotly or jinja2
             are not installed.
     """
+    if not out.name:
+        raise InputError(f"{out}: is a folder; name the file to write, such as report.html")
     report = make_report(results, title=title)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

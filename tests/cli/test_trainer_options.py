@@ -66,6 +66,8 @@ def test_options_that_do_not_go_together() -> None:
             check_settings({"seed_everything": seed}, {})
     with pytest.raises(InputError, match="--lr_scheduler: init_args are given without a class_path"):
         check_settings({"lr_scheduler": {"init_args": {}}}, {})
+    with pytest.raises(InputError, match="--trainer: expected options and their values, got '3'"):
+        check_settings({"trainer": 3}, {})
 
 
 def test_options_that_others_leave_without_effect() -> None:
