@@ -29,36 +29,33 @@ whole CSV, and ``other("results/NAME.csv")(column, ...)`` from another one; ``co
 ``also`` lists numbers that the text says beside the table, as f-strings, or as they are where they are settings that no
 CSV has; a block without ``rows`` makes no table.
 
-Each number in the text with a point, a per cent sign or a unit must be in a table or in ``also`` of its section (or of
-any, in a section that has no block), or be a setting: a whole number or a part of a text in the CSVs. Numbers in
-brackets or sentences that name a paper or the virtual machine, in code, and in headings are not looked at.
+Each number in the text with a per cent sign or a unit (``s``, ``times``, ``points``, ``MB``, ...) must be in a table or
+in ``also`` of its section, or of any, in a section that has no block. One with a point and no unit may also be a
+setting: a part of a text in the CSVs. Code is not looked at, nor are brackets that begin with *the paper*, sentences
+that begin with *In the paper* or *The paper*, or name the virtual machine, and numbers of sections, figures, versions.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
-from pandas.api.types import is_integer_dtype, is_numeric_dtype
+from pandas.api.types import is_numeric_dtype
 
 HERE = Path(__file__).parent
+_BEGIN = re.compile(r"^<!-- figures:", re.MULTILINE)
 _BLOCK = re.compile(r"^<!-- figures: (\S+)\n(.*?)^-->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
-_CLEAR = 1.03  # cells are as good as the best one within this factor
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "mean": lambda values: pd.Series(values).mean(),
-    "median": lambda values: pd.Series(values).median(),
-    "low": lambda values: pd.Series(values).min(),
-    "high": lambda values: pd.Series(values).max(),
-    "total": lambda values: pd.Series(values).sum(),
-    "std": lambda values: values.std() if isinstance(values, pd.Series) else 0.0,  # of equal values
-}
+_CLEAR = 0.03  # cells are as good as the best one within this share of it
+_FIRST = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
 class FigureError(Exception):
@@ -72,9 +69,16 @@ def written(text: str, folder: Path) -> str:
     """Return a README with the tables of all its blocks made again from the CSVs in ``folder``."""
 
     def block(found: re.Match[str]) -> str:
-        table = "\n".join(_lines(*_read(found, folder))) + "\n"
+        try:
+            table = "\n".join(_lines(*_read(found, folder))) + "\n"
+        except FigureError:
+            raise
+        except Exception as error:  # of a query, or of a key that is missing
+            raise FigureError(f"{found[1]}: {type(error).__name__}: {error}") from error
         return f"<!-- figures: {found[1]}\n{found[2]}-->\n{table}<!-- end -->"
 
+    if len(_BEGIN.findall(text)) != len(_BLOCK.findall(text)):
+        raise FigureError("a comment <!-- figures: ... --> is not closed, or no <!-- end --> follows it")
     return _BLOCK.sub(block, text)
 
 
@@ -99,17 +103,25 @@ def _lines(block: Mapping[str, Any], table: pd.DataFrame, folder: Path) -> list[
     """Return the lines of a block's table, as Markdown with empty lines around it; none without ``rows``."""
     if "rows" not in block:
         return []
+    labels, grid = _cells(block, table, folder)
+    head = block.get("head", [""] * len(labels[0]))
+    lines = [[*map(str, head), *block["columns"]], ["---"] * (len(head) + len(block["columns"]))]
+    lines += [[*label, *cells] for label, cells in zip(labels, grid, strict=True)]
+    return ["", *(re.sub(r"(?<=\|) +(?=\|)", " ", f"| {' | '.join(line)} |") for line in lines), ""]
+
+
+def _cells(block: Mapping[str, Any], table: pd.DataFrame, folder: Path) -> tuple[list[Sequence[str]], list[list[str]]]:
+    """Return the labels and the cells of each row of a block's table."""
+    if "rows" not in block:
+        return [], []
+    labels, chosen = zip(*_rows(block, table), strict=True)
     columns = block["columns"]
-    grid = [[_cell(rows, one, table, folder) for one in columns.values()] for _, rows in _rows(block, table)]
+    grid = [[_cell(rows, one, table, folder) for one in columns.values()] for rows in chosen]
     for kind, names in block.get("bold", {}).items():
         if kind != "down":
             places = [list(columns).index(name) for name in names]
             _embolden(grid, places, lowest=kind == "lowest", down=block["bold"].get("down", False))
-    labels = [label for label, _ in _rows(block, table)]
-    head = block.get("head", [""] * len(labels[0]))
-    lines = [[*map(str, head), *columns], ["---"] * (len(head) + len(columns))]
-    lines += [[*label, *cells] for label, cells in zip(labels, grid, strict=True)]
-    return ["", *(re.sub(r"(?<=\|) +(?=\|)", " ", f"| {' | '.join(line)} |") for line in lines), ""]
+    return list(labels), grid
 
 
 def _rows(block: Mapping[str, Any], table: pd.DataFrame) -> Iterator[tuple[Sequence[str], pd.DataFrame]]:
@@ -121,13 +133,17 @@ def _rows(block: Mapping[str, Any], table: pd.DataFrame) -> Iterator[tuple[Seque
             yield [str(value) for value in values], rows
         return
     for label, query in block["rows"].items():
-        yield [str(label)], table.query(query)
+        if (rows := table.query(query)).empty:
+            raise FigureError(f"{query}: no row of the CSV")
+        yield [str(label)], rows
 
 
 def _cell(rows: pd.DataFrame, column: Any, table: pd.DataFrame, folder: Path) -> str:
     cell = column
     if isinstance(column, dict):
         rows, cell = rows.query(column["where"]), column["cell"]
+    if "{" not in cell:
+        raise FigureError(f"{cell}: a cell without an expression in braces")
     return filled(cell, Names(rows, table, folder)) if len(rows) else ""
 
 
@@ -148,12 +164,21 @@ class Names(dict[str, Any]):
     """The names that an expression may use: functions, and columns of the chosen rows, looked up when they are used."""
 
     def __init__(self, rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> None:
-        super().__init__(_FUNCTIONS, n=len(rows), abs=abs, all=all, any=any, len=len, round=round, __builtins__={})
+        def of_all(function: str) -> Callable[[Any], Any]:
+            def reduce(values: Any) -> Any:
+                repeated = np.isscalar(values)  # a column of equal values is one value to expressions
+                return getattr(pd.Series(values, range(len(rows)) if repeated else None), function)()
+
+            return reduce
+
+        reductions = {"mean": "mean", "median": "median", "low": "min", "high": "max", "total": "sum", "std": "std"}
+        super().__init__({name: of_all(function) for name, function in reductions.items()})
+        self |= {"n": len(rows), "abs": abs, "all": all, "any": any, "len": len, "__builtins__": {}}
+        self |= {"here": _reader(rows), "of": _reader(table), "count": lambda query: len(table.query(query))}
+        self |= {"other": lambda path: _reader(read_table(folder / path)), "ratios": functools.partial(_ratios, table)}
         self._rows = rows
-        self["here"], self["of"] = _reader(rows), _reader(table)
-        self["other"] = lambda path: _reader(read_table(folder / path))
-        self["count"] = lambda query: len(table.query(query))
-        self["ratios"] = functools.partial(_ratios, table)
+        if clash := self.keys() & set(table.columns):
+            raise FigureError(f"columns of the CSV are called as functions are: {', '.join(sorted(clash))}")
 
     def __missing__(self, name: str) -> Any:
         return _one(self._rows[name])
@@ -178,8 +203,12 @@ def _reader(table: pd.DataFrame) -> Callable[..., Any]:
 
 def _ratios(table: pd.DataFrame, column: str, over: str, under: str, by: Sequence[str]) -> pd.Series:
     """Divide a column of the rows that a query chooses by that of others with the same values in the columns ``by``."""
-    one, other = (table.query(query).groupby(list(by), dropna=False)[column].median() for query in (over, under))
+    one, other = (table.query(query).set_index(list(by))[column] for query in (over, under))
+    if not (one.index.is_unique and other.index.is_unique):
+        raise ValueError(f"several rows have the same {', '.join(by)}")
     ratios: pd.Series = (one / other).dropna()
+    if ratios.empty:
+        raise ValueError("there are no two rows to compare")
     return ratios
 
 
@@ -187,60 +216,72 @@ def _embolden(grid: list[list[str]], places: Sequence[int], *, lowest: bool, dow
     """Mark the best of some cells in each row, or of each of some columns, if the others are clearly worse."""
     places_of = [[(row, place) for row in range(len(grid))] for place in places]
     for group in places_of if down else [[(row, place) for place in places] for row in range(len(grid))]:
-        values = {at: float(found[0]) for at in group if (found := re.search(r"[\d.]*\d", grid[at[0]][at[1]]))}
+        found = {at: _FIRST.search(grid[at[0]][at[1]]) for at in group}
+        values = {at: float(number[0].replace(",", "")) for at, number in found.items() if number}
         if len(values) < 2:
             continue
         best = min(values.values()) if lowest else max(values.values())
-        near = [at for at, value in values.items() if (value / best if lowest else best / max(value, 1e-300)) < _CLEAR]
+        near = [at for at, value in values.items() if abs(value - best) <= _CLEAR * abs(best)]
         for row, place in near if len(near) < len(values) else []:
-            grid[row][place] = re.sub(r"[\d.]*\d", lambda number: f"**{number[0]}**", grid[row][place], count=1)
+            grid[row][place] = _FIRST.sub(lambda number: f"**{number[0]}**", grid[row][place], count=1)
 
 
 # -- numbers of the text -----------------------------------------------------------------------------------------------
 
 _UNITS = r"s|ms|minutes|hours|MB|GB|KB|kB|MiB|GiB|KiB|times|points|nodes/s|edges/s"
-_NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?![\d.]*\d)(\s?%|\s(?:{_UNITS})\b)?")
-_NOT_OURS = r"\bpapers?\b|\bpublished\b|\bSec\. |\bEq\. |\bvirtual machines?\b"  # the machine is a column of each CSV
+_NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?![\d.]*\d)(\s?%|x\b|\s(?:{_UNITS})\b)?")
 _IN_TEXT = re.compile(r"\d[\d,]*(?:\.\d+)?")
+_OF_PAPERS = re.compile(
+    r"\((?:in )?(?:the )?paper\b[^()]*\)|\bthe paper \([^()]*\)|(?:(?<=[.:;]\s)|^)(?:in )?the paper\b.*?(?:[.:;]\s|$)",
+    re.MULTILINE | re.IGNORECASE,
+)
+_MACHINE = re.compile(r"[^.\n]*\bvirtual machine\b.*$", re.MULTILINE)  # which is a column of each CSV
+_PLACE = re.compile(
+    r"\b(?:Sec\.|Sections?|Figures?|Tables?|Eq\.|torch|PyG|DGL|dgl|Python)\s\d[\d.]*(?:(?:,| and| to)\s\d[\d.]*)*"
+)
+_REMARKS = ("note", "said", "line", "reason", "wrong", "failed", "commit", "date", "cpu", "python", "torch", "pyg",
+            "lightning", "torch_sparse")  # fmt: skip
 
 
 def strays(text: str, folder: Path) -> list[str]:
     """Return the numbers of a README that neither a table beside them nor a setting of its CSVs holds."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    known_in_all = set[str]().union(*(_known(block, folder) for block in _BLOCK.finditer(text)))
+    text = re.sub(r"^```.*?^```[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    sections = re.split(r"^(?=#+ )", text, flags=re.MULTILINE)
+    known_of = [[_known(block, folder) for block in _BLOCK.finditer(section)] for section in sections]
     found = []
-    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
-        known = set[str]().union(*(_known(block, folder) for block in _BLOCK.finditer(section))) or known_in_all
-        heading = section.partition("\n")[0].strip("# ")
-        found += [f"{heading}: {said}" for number, said in _said(section) if number not in known]
+    for section, known in zip(sections, known_of, strict=True):
+        figures, settings = (
+            set[str]().union(*sets) for sets in zip(*(known or itertools.chain(*known_of)), strict=True)
+        )
+        for number, said, measured in _said(section):
+            if number not in figures and (measured or number not in settings):
+                found.append(f"{section.partition(chr(10))[0].strip('# ')}: {said}")
     return found
 
 
-def _known(block: re.Match[str], folder: Path) -> set[str]:
-    """Return the numbers that a block's table, its list ``also``, and the settings in its CSV hold."""
+def _known(block: re.Match[str], folder: Path) -> tuple[set[str], set[str]]:
+    """Return the numbers in a block's cells and its list ``also``, and those in its labels and in texts of its CSV."""
     read, table, _ = _read(block, folder)
     names = Names(table, table, folder)
-    also = (filled(one, names) for one in read.get("also", []))
-    said = "\n".join([*_lines(read, table, folder), *also])
-    numbers = {one.replace(",", "") for one in _IN_TEXT.findall(said)}
-    for name in table.columns:
-        values = table[name].dropna().unique()
-        whole_or_text = is_integer_dtype(table[name]) or not is_numeric_dtype(table[name])
-        if whole_or_text and name not in ("cpu", "date", "commit"):
-            numbers |= {one.replace(",", "") for value in values for one in _IN_TEXT.findall(str(value))}
-    return numbers
+    labels, grid = _cells(read, table, folder)
+    said = [*itertools.chain(*grid), *(filled(one, names) for one in read.get("also", []))]
+    texts = [name for name in table.columns if name not in _REMARKS and not is_numeric_dtype(table[name])]
+    settings = (str(value) for name in texts for value in table[name].dropna().unique())
+    return _numbers_in(said), _numbers_in([*settings, *itertools.chain(*labels)])
 
 
-def _said(section: str) -> Iterator[tuple[str, str]]:
-    """Yield the numbers of a section's text that are figures, each with the words before it."""
-    text = _BLOCK.sub("", section)
-    text = re.sub(r"^#.*?$|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(rf"\([^()]*({_NOT_OURS})[^()]*\)", "", text)
-    for sentence in re.split(r"(?<=[.:;])\s|\n", text):
-        if not re.search(_NOT_OURS, sentence):
-            for number in _NUMBER.finditer(sentence):
-                if "." in number[1] or number[2]:
-                    yield number[1].replace(",", ""), sentence[max(0, number.start() - 60) : number.end()]
+def _numbers_in(texts: Iterable[str]) -> set[str]:
+    return {number.replace(",", "") for text in texts for number in _IN_TEXT.findall(text)}
+
+
+def _said(section: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield the numbers of a section's text that are figures, each with the words before it, and if it has a unit."""
+    text = re.sub(r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", "", _BLOCK.sub("", section), flags=re.DOTALL)
+    for pattern in (_OF_PAPERS, _MACHINE, _PLACE):
+        text = pattern.sub("", text)
+    for number in _NUMBER.finditer(text):
+        if "." in number[1] or number[2]:
+            yield number[1].replace(",", ""), text[max(0, number.start() - 60) : number.end()], bool(number[2])
 
 
 # -- all READMEs -------------------------------------------------------------------------------------------------------

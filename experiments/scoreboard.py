@@ -19,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from experiments.readmes import HERE, Names, expression, filled, read_table
+from experiments.readmes import HERE, FigureError, Names, expression, filled, read_table
 
 PAPERS = ("NeutronStar", "NeutronTP", "CATGNN", "DistGNN", "P3")
 COLUMNS = ("paper", "where", "claim", "published", "ours", "verdict", "table")
@@ -44,7 +45,9 @@ def _row(paper: str, claim: Mapping[str, Any], folder: Path) -> dict[str, str]:
     rows = read_table(folder / claim["table"])
     names = Names(rows, rows, folder)
     for name, value in claim.get("let", {}).items():
-        names[name] = expression(value, names)
+        names[name] = found = expression(value, names)
+        if bool(pd.isna(found).any() if isinstance(found, pd.Series) else isinstance(found, float) and pd.isna(found)):
+            raise FigureError(f"{claim['claim']}: {name}: there is no number")
     verdict = _VERDICTS[str(expression(claim["holds"], names))]
     return {**row, "ours": " ".join(filled(claim["ours"], names).split()), "verdict": verdict}
 

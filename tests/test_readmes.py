@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -34,7 +35,7 @@ also:
 -->
 <!-- end -->
 """
-CSV = "backend,hosts,epoch_s\ncomm,2,0.5\ntensor,2,0.2\ncomm,4,1\ncomm,4,3\n"
+CSV = "backend,hosts,epoch_s,note\ncomm,2,0.5,9.9\ntensor,2,0.2,\ncomm,4,1,\ncomm,4,3,\n"
 
 
 @pytest.fixture
@@ -52,18 +53,32 @@ def test_a_readme_says_what_its_csvs_hold(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", readmes.readmes(), ids=lambda path: path.parent.name)
-def test_a_readme_notices_that_a_csv_has_changed(path: Path, tmp_path: Path) -> None:
-    shutil.copytree(path.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("*.traces", "*.py", "*.ranks.csv"))
-    text, named = path.read_text(encoding="utf-8"), re.findall(r"^<!-- figures: (\S+)$", path.read_text(), re.MULTILINE)
-    for name in sorted(set(named)):
-        table = tmp_path / "copy" / name
-        rows = pd.read_csv(table)
-        numbers = rows.select_dtypes("float").columns
-        kept = table.read_bytes()
-        rows[numbers] = rows[numbers] * 1.07
-        rows.to_csv(table, index=False)
-        assert readmes.written(text, tmp_path / "copy") != text or readmes.strays(text, tmp_path / "copy"), name
-        table.write_bytes(kept)
+def test_a_readme_notices_that_a_column_has_changed(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(path.parent, copy, ignore=shutil.ignore_patterns("*.traces", "*.py", "*.ranks.csv"))
+    blocks = list(readmes._BLOCK.finditer(path.read_text(encoding="utf-8")))
+    for name in sorted({block[1] for block in blocks}):
+        table, mine = copy / name, [block for block in blocks if block[1] == name]
+        kept, rows = table.read_bytes(), pd.read_csv(table)
+        for column in rows.select_dtypes("float").columns:
+            using = [block for block in mine if _reads(block[2], column)]
+            before = [readmes._known(block, copy)[0] for block in using]
+            rows.assign(**{column: rows[column] * np.linspace(1.1, 2, len(rows))}).to_csv(table, index=False)
+            noticed = [_changed(block, copy, known) for block, known in zip(using, before, strict=True)]
+            table.write_bytes(kept)
+            assert any(noticed) or not using or not rows[column].any(), f"{name}: {column}"
+
+
+def _reads(block: str, column: str) -> bool:
+    expressions = re.sub(r"'[^']* [^']*'", "", " ".join(re.findall(r"{[^{}]*}", block)))  # without labels of settings
+    return re.search(rf"\b{column}\b", expressions) is not None
+
+
+def _changed(block: re.Match[str], folder: Path, known: set[str]) -> bool:
+    try:
+        return readmes._known(block, folder)[0] != known
+    except readmes.FigureError:  # rows that a query chooses are gone
+        return True
 
 
 def test_tables_are_made_from_rows_and_columns(folder: Path) -> None:
@@ -78,6 +93,11 @@ def test_tables_are_made_from_rows_and_columns(folder: Path) -> None:
 def test_numbers_that_no_csv_holds_are_found(folder: Path) -> None:
     made = readmes.written(SMALL, folder)
     assert readmes.strays(made, folder) == []
+    for there, changed in (  # also where another number of the section is the same, or a paper is named
+        ("is 2.5 times as long", "is 4 times as long"),
+        ("as long (the", "as long, and 9.9 times with 4 (the"),
+    ):
+        assert len(readmes.strays(made.replace(there, changed, 1), folder)) == 1
     for there, changed in (
         ("0.50 s with", "0.51 s with"),
         ("2.5 times", "2.4 times"),
@@ -87,6 +107,17 @@ def test_numbers_that_no_csv_holds_are_found(folder: Path) -> None:
     (folder / "results" / "epochs.csv").write_text(CSV.replace("comm,2,0.5", "comm,2,0.55"))
     assert readmes.written(made, folder) != made
     assert len(readmes.strays(made, folder)) == 2
+
+
+@pytest.mark.parametrize(
+    ("there", "changed", "said"),
+    [("<!-- end -->", "", "no <!-- end --> follows"), ('== "tensor"', '== "tensr"', "no row of the CSV"),
+     ("{epoch_s:.2f}", "0.50", "a cell without an expression"), ("hosts == 2,", "hots == 2,", "hots")],
+)  # fmt: skip
+def test_blocks_that_make_no_table_are_refused(there: str, changed: str, said: str, folder: Path) -> None:
+    assert there in SMALL
+    with pytest.raises(readmes.FigureError, match=said):
+        readmes.written(SMALL.replace(there, changed), folder)
 
 
 @pytest.mark.parametrize("wrong", ["epoch_seconds:.2f", "epoch_s:.2q", "of('epoch_s', hosts=3)"])
@@ -122,8 +153,20 @@ def test_a_verdict_is_computed(holds: str, verdict: str, folder: Path) -> None:
 
 def test_rows_of_one_setting_are_divided(folder: Path) -> None:
     names = readmes.Names(table := readmes.read_table(folder / "results" / "epochs.csv"), table, folder)
-    ratios = readmes.expression("""ratios('epoch_s', "backend == 'comm'", "backend == 'tensor'", ['hosts'])""", names)
+    ratios = readmes.expression(
+        """ratios('epoch_s', "backend == 'comm' and hosts == 2", "backend == 'tensor'", ['hosts'])""", names
+    )
     assert ratios.to_dict() == {2: 2.5}
+    with pytest.raises(readmes.FigureError, match="several rows have the same backend"):
+        readmes.expression("""ratios('epoch_s', "backend == 'comm'", "backend == 'tensor'", ['backend'])""", names)
+    with pytest.raises(readmes.FigureError, match="there are no two rows to compare"):
+        readmes.expression("""ratios('epoch_s', "hosts == 2", "hosts == 9", ['backend'])""", names)
+
+
+def test_equal_values_of_several_rows_are_all_counted(folder: Path) -> None:
+    table = readmes.read_table(folder / "results" / "epochs.csv")
+    names = readmes.Names(table.query("hosts == 4"), table, folder)
+    assert readmes.filled("{total(hosts)} {std(hosts)} {n} {total(epoch_s)}", names) == "8 0.0 2 4.0"
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs the history")

@@ -19,6 +19,8 @@ as ranks reach them. After the signal:
 - ``loss``: what ``pygdist fit --resume`` ends with; equal to the unbroken run's, bit for bit. Where the kill left a
   whole checkpoint, this run goes on from one, in the same folder. No temporary file is left, of either run.
 
+A run or a rank that had ended before the signal is no case that is survived: it is wrong.
+
 Prints a table of counts and writes ``campaign.csv``, a line for each case. Exits with code 1 if a case is not as it
 must be.
 """
@@ -26,7 +28,6 @@ must be.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import os
 import random
@@ -38,7 +39,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -248,21 +249,21 @@ class Run:
                 found["starter" if pid == self.process.pid else rank] = pid
         return found
 
-    def send(self) -> None:
-        """Send the case's signal."""
-        number, who = signal.Signals[self.case.signal], self.case.who
-        if who == "all":
-            os.killpg(self.process.pid, number)
-            return
+    def send(self) -> bool:
+        """Send the case's signal; ``False`` if the run or the rank had ended."""
+        number, who, ranks = signal.Signals[self.case.signal], self.case.who, self.case.ranks
         deadline = time.monotonic() + SLOW_S
-        while (pid := self.process.pid if who == "starter" else self.pids().get(who)) is None:
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                return
+        while self.process.poll() is None:  # one that nobody has waited for yet would take a signal
+            there = self.pids()
+            is_there = who in ("starter", "all") or who in there
+            alone = self.case.signal == "SIGSTOP" and len(there) < ranks  # it could be told of by nobody
+            if is_there and (not alone or time.monotonic() > deadline):
+                pid = self.process.pid if who in ("starter", "all") else there[who]
+                return delivered(os.killpg if who == "all" else os.kill, pid, number)
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
-        while self.case.signal == "SIGSTOP" and len(self.pids()) < self.case.ranks and time.monotonic() < deadline:
-            time.sleep(0.01)  # a process that is stopped alone can be told of by nobody
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, as the outcome will show
-            os.kill(pid, number)
+        return False
 
     def wait(self, limit_s: float) -> tuple[float, int, int]:
         """Return the seconds until all processes are gone, the exit code, and how many had to be killed."""
@@ -272,9 +273,17 @@ class Run:
             time.sleep(0.1)
         took_s = time.monotonic() - began
         for pid in self.pids().values():
-            left += 1
-            os.kill(pid, signal.SIGKILL)
+            left += delivered(os.kill, pid, signal.SIGKILL)
         return took_s, self.process.wait(), left
+
+
+def delivered(kill: Callable[[int, int], None], pid: int, number: int) -> bool:
+    """Send a signal to a process, or a group; ``False`` if there is none."""
+    try:
+        kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _like_a_terminal() -> None:
@@ -292,14 +301,15 @@ def attempt(case: Case, folder: Path) -> Outcome:
     rank = case.who if case.who.isdigit() else "0"
     reached = run.await_phase(case.phase, rank)
     time.sleep(case.later_s)
-    run.send()
+    sent = run.send()
     limit_s = LOST_AFTER_S + 15.0 if case.signal == "SIGSTOP" else 30.0
     gone_s, code, left = run.wait(limit_s + 60.0)
     outcome = Outcome(round(gone_s, 1), code, told(run.errors, case), left)
-    if reached:
+    if reached and sent:
         outcome = replace(outcome, wrong=what_is_wrong(case, outcome, run.errors, limit_s, run.last))
     else:
-        outcome = replace(outcome, wrong=f"'{case.phase}' was not reached: {run.errors[-500:]}")
+        missed = "the run had ended before the signal" if reached else f"'{case.phase}' was not reached"
+        outcome = replace(outcome, wrong=f"{missed}: {run.errors[-500:]}")
     if case.phase == "test" or outcome.wrong:
         return outcome
     whole, before = newest_checkpoint(folder / "runs"), _versions(folder)

@@ -29,11 +29,12 @@ from rich.table import Table
 
 from experiments.cluster import Cluster, why_unshaped
 from experiments.machine import SOME_FAILED, provenance
-from experiments.reliability.campaign import EPOCHS, LOST_AFTER_S, MARKS, arguments, last_loss, told
+from experiments.reliability.campaign import EPOCHS, LOST_AFTER_S, MARKS, Case, arguments, last_loss, told
 
 HOSTS, OUTAGE_S = 3, 8.0
 _LIMIT_S = 300.0
 _CUT = ("outage", "lost link", "lost host")
+_ANY_RANK = Case(0, "SIGKILL", "all", "training", 0.0, "ordinary", "comm", HOSTS)  # or the store, as lost
 
 
 def attempt(kind: str, host: int, folder: Path) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def attempt(kind: str, host: int, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {
         "kind": kind, "host": host, "codes": " ".join(str(one.code) for one in outcomes),
         "ended_s": round(ended - (cut_at[0] if cut_at else began), 1), "loss": last_loss(folder),
-        "said": next((line for one in survivors if (line := told(one.err))), ""),
+        "said": next((line for one in survivors if (line := told(one.err, _ANY_RANK))), ""),
         "cut": bool(cut_at), "waited": sum(one.waited for one in survivors),
     }  # fmt: skip
     return row

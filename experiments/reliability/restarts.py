@@ -48,6 +48,7 @@ from experiments.reliability.campaign import (
     SYSTEMS,
     Case,
     Run,
+    delivered,
     last_loss,
     unbroken_loss,
 )
@@ -177,7 +178,8 @@ def _lose_ranks(losses: Losses, case: Case, folder: Path) -> tuple[list[Run], li
     for gate in losses.losses:
         if not (pid := _held(run, gate)):
             return [run], [f"'{gate}' was not reached"]
-        os.kill(pid, signal.SIGKILL)
+        if not delivered(os.kill, pid, signal.SIGKILL):
+            return [run], [f"the rank at '{gate}' had ended before the signal"]
     return [run], []
 
 
@@ -199,7 +201,7 @@ def _lose_machine(losses: Losses, case: Case, folder: Path) -> tuple[list[Run], 
     if not _held(second, at_both):
         return [first, second], [f"'{at_both}' was not reached"]
     for pid in second.pids().values():
-        os.kill(pid, signal.SIGKILL)
+        delivered(os.kill, pid, signal.SIGKILL)  # a rank may have ended with its agent
     second.wait(SLOW_S)
     if not _held(first, alone):
         return [first], [f"'{alone}' was not reached"]
