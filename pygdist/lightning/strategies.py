@@ -163,7 +163,7 @@ class GraphDDPStrategy(DDPStrategy):
                 check_address(self.cluster_environment.main_address)
             try:
                 super().setup_distributed()
-            except (RuntimeError, ValueError) as error:  # of the store, or of what others wrote into it
+            except (RuntimeError, ValueError, OSError) as error:  # of the store, or of what others wrote into it
                 raise meeting.why_not_joined(error, self.global_rank, self._watchdog) from error
 
     def _meet(self) -> None:
@@ -351,7 +351,8 @@ class GraphDDPStrategy(DDPStrategy):
         if (watchdog := self._watchdog) is None:
             return exception
         names_rank = isinstance(exception, LostRankError)
-        broken = not names_rank and (is_of_connection(exception) or bool(watchdog.verdict))
+        of_torch = bool(text) and is_of_connection(exception)  # an OSError may be of the user's own code
+        broken = not names_rank and (of_torch or bool(watchdog.verdict))
         place, diagnosis = self._place, watchdog.diagnose() if broken and not watchdog.signum else ""
         if watchdog.signum:  # of another rank, which broke the groups
             return SignalError(watchdog.signalled_by, watchdog.signum)
@@ -363,7 +364,7 @@ class GraphDDPStrategy(DDPStrategy):
         """Leave the run for an error of this rank, or of all."""
         told = refusal_of(error) or error
         self._close(f"{type(told).__name__}: {told}")
-        if told is not error:
+        if isinstance(told, InputError) and told.of_one_rank:
             break_groups()  # the others find out now, and ask the store for the reason
             if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
                 time.sleep(_ASK_S)

@@ -77,6 +77,25 @@ def test_the_launcher_ends_all_ranks_after_a_mistake(damaged: Path) -> None:
     assert not (damaged / "runs").exists()
 
 
+REFUSES = """
+from lightning.pytorch import Callback
+from pygdist.errors import RefusedError
+
+class Refuse(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.global_rank == 0 and trainer.current_epoch == 1:
+            raise RefusedError("parts: could not be written (No space left on device)")
+"""
+
+
+def test_the_others_ask_rank_0_which_keeps_their_store_what_it_was_refused(folder: Path) -> None:
+    (folder / "refusing.py").write_text(REFUSES)
+    outcomes = torchrun(*FIT, "--trainer.callbacks+=refusing.Refuse", folder=folder)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    said = [line for outcome in outcomes for line in outcome.err.splitlines() if "pygdist: error:" in line]
+    assert said == ["pygdist: error: parts: could not be written (No space left on device)"]
+
+
 def test_the_launcher_trains(folder: Path) -> None:
     _check_run(folder, [_process("-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
 
