@@ -204,10 +204,11 @@ def apart(places: Sequence[str], whence: Sequence[str]) -> str:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Tell if an error of torch or of a library above it says that a call among ranks failed."""
+    """Tell if an error of torch, of a library above it or of the system says that a call among ranks failed."""
     words = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, dist.DistError) or any(word in text for word in words)
+    kinds = (dist.DistError, ConnectionError, TimeoutError)
+    return isinstance(error, kinds) or any(word in text for word in words)
 
 
 def failure(found: str, said: str) -> RuntimeError:

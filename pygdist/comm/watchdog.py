@@ -40,7 +40,9 @@ from pygdist.signals import ended_before, name_of, note_cause, parent
 
 log = logging.getLogger(__name__)
 
-_NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
+NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
+"""What is known of ranks once their store is gone."""
+
 _LEAVE_S = 5.0  # within which an exception ends a rank whose groups are broken
 _HISTORY = 16  # exchanges by which two ranks are compared
 _POLL_S = 0.05
@@ -139,8 +141,16 @@ class Watchdog:
         self._told.set()
         self._in_run, self._left = False, reason
         self.leave()
-        if self.verdict != _NO_STORE:
+        if self.verdict != NO_STORE:
             self._beat()
+
+    def see_others_leave(self, limit_s: float) -> None:
+        """Wait until all others have left the run too, as they ask the store that this process hosts for the reason."""
+        deadline = time.monotonic() + limit_s
+        while (reports := self._board.read()) is not None and time.monotonic() < deadline:
+            if all(report.left is not None for rank, report in reports.items() if rank != self.rank):
+                return
+            time.sleep(self.beat_s)
 
     def close(self, farewell: str = FINISHED) -> None:
         """Stop the heartbeat and tell the others that this rank left on its own account.
@@ -156,7 +166,7 @@ class Watchdog:
         await_break(ANSWER_S)
         if self.verdict is not None:
             self._kill_stopped()
-        if self.verdict == _NO_STORE:
+        if self.verdict == NO_STORE:
             return
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=ANSWER_S)
@@ -217,7 +227,7 @@ class Watchdog:
         if lost or self.verdict is not None:
             return "; ".join(lost) or str(self.verdict)
         reports = self._board.read()
-        return _NO_STORE if reports is None else "; ".join(reports[rank].described(rank) for rank in missing)
+        return NO_STORE if reports is None else "; ".join(reports[rank].described(rank) for rank in missing)
 
     # -- the other ranks -----------------------------------------------------------------------------------------------
 
@@ -241,7 +251,7 @@ class Watchdog:
         threading.Event().wait(3 * self.beat_s)
         after = self._board.read()
         if before is None or after is None:
-            return self.verdict or _NO_STORE
+            return self.verdict or NO_STORE
         if found := self.verdict or self._told_by(after):
             self.verdict = found
             return found
@@ -312,13 +322,13 @@ class Watchdog:
             if not self._cares:
                 self._board.answered = max(self._board.answered, time.monotonic() - self.lost_after_s / 2)
             elif time.monotonic() - self._board.answered > self.lost_after_s and self.on_lost is not None:
-                self._give_up(_NO_STORE)
+                self._give_up(NO_STORE)
                 return
 
     def _give_up(self, found: str) -> None:
         """Let the call fail that the main thread waits in; end the process if no exception does."""
         self.verdict = found
-        if found != _NO_STORE:  # for which the other thread waits
+        if found != NO_STORE:  # for which the other thread waits
             self._publish()
         if not self.place.waiting and not self.signum:  # an error of torch says that a connection is closed, no more
             log.error("rank %d: %s", self.rank, found)

@@ -25,6 +25,7 @@ from pygdist.graph import Shard
 from pygdist.hops.layer import own_class
 from pygdist.hops.user_code import in_one_line
 from pygdist.lightning import GraphDataModule
+from pygdist.memory.limits import writes_to
 from pygdist.nn.inputs import call_encoder, checked_columns, fill_in_sizes
 from pygdist.routing import distribute
 from pygdist.routing.causes import ELSEWHERE, reads_missing_rows
@@ -72,6 +73,7 @@ def verify(
     if data.num_parts not in (None, world_size):
         log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)
     data.num_parts, data.backend = world_size, backend
+    writes_to(data.cache_dir)
     data.prepare_data()
     whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
     model = _fitted(model.double() if double else model.float(), whole, data.meta)

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from pygdist.comm.places import first_line, is_of_connection, is_stopped, kill_stopped, machine
-from pygdist.comm.watchdog import Watchdog
-from pygdist.errors import InputError, LostRankError, SignalError
+from pygdist.comm.watchdog import NO_STORE, Watchdog
+from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
+from pygdist.memory.limits import refusal_of
 from pygdist.signals import exit_now, name_of, parent, received, siblings, signal_of
 
 log = logging.getLogger(__name__)
@@ -117,16 +118,21 @@ def _join(address: str, port: int, rank: int, lost_after_s: float, timeout: date
     return store
 
 
-def why_not_joined(error: Exception, rank: int, watchdog: Watchdog | None) -> SignalError | LostRankError:
+def why_not_joined(
+    error: Exception, rank: int, watchdog: Watchdog | None
+) -> SignalError | LostRankError | RefusedError:
     """Return the error that says why a rank that has met the others could not join them.
 
     A store that goes with its rank ends their connections before anybody else can tell.
     """
+    if (refusal := refusal_of(error)) is not None:
+        return refusal
     said = first_line(str(error))
     if watchdog is not None and is_of_connection(error):
-        said = watchdog.diagnose()
+        found = watchdog.diagnose()
         if watchdog.signum and not received():
             return SignalError(watchdog.signalled_by, watchdog.signum)
+        said = f"{found} ({said})" if found == NO_STORE else found
     return LostRankError(f"rank {rank}: the ranks cannot join: {said}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import time
 import traceback
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -38,7 +37,7 @@ from pygdist.lightning.meeting import Launched, check_address, connect, hosts_st
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
 from pygdist.lightning.to_rank_zero import broadcast_plain
-from pygdist.memory.limits import refusal_of, require_files
+from pygdist.memory.limits import refusal_of, require_for_ranks
 from pygdist.memory.machine import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in 
 _OVERFLOW = "without overflow"  # from torch's message on a number that a tensor's type cannot hold
 _LONGEST_S = 1e9  # torch and the system take seconds as whole numbers, in units down to nanoseconds
 _SHORTEST_S = 0.1
-_ASK_S = 5.0  # ranks that lose rank 0 have this long to ask its store why
 
 
 class GraphDDPStrategy(DDPStrategy):
@@ -144,7 +142,7 @@ class GraphDDPStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        require_files(self.num_processes * self.num_nodes)
+        require_for_ranks(self.num_processes * self.num_nodes)
         if self._start_method == "popen":
             assert self.cluster_environment is not None
             self._launcher = GraphLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -362,12 +360,12 @@ class GraphDDPStrategy(DDPStrategy):
 
     def _close_for(self, error: BaseException) -> None:
         """Leave the run for an error of this rank, or of all."""
-        told = refusal_of(error) or error
+        told, watchdog = refusal_of(error) or error, self._watchdog
         self._close(f"{type(told).__name__}: {told}")
-        if isinstance(told, InputError) and told.of_one_rank:
+        if watchdog is not None and isinstance(told, InputError) and told.of_one_rank:
             break_groups()  # the others find out now, and ask the store for the reason
             if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
-                time.sleep(_ASK_S)
+                watchdog.see_others_leave(self._lost_after_s)
 
     def _end_by_signal(self, error: SignalError) -> None:
         ending.lost_ranks()

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from pygdist.errors import InputError, LostRankError, RefusedError
 from pygdist.memory.scratch import is_scratch
 
@@ -37,9 +39,10 @@ _ADVICE = {
     errno.ELOOP: "choose another path",
 }
 _FILES, _FILES_PER_RANK, _MOST_FILES = 64, 8, 1 << 14
+_FOR_THREADS = 3 << 28  # bytes of addresses: stacks, and what the allocator sets aside for each thread
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _LITTLE = 1 << 20  # bytes
-_folders: dict[Path, None] = {}  # that this process writes to, in order
+_WRITTEN_TO = "PYGDIST_WRITES_TO"  # environment variable: folders that a command writes to, which its ranks inherit
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _WITHOUT_PATH = {errno.ENOMEM, errno.EAGAIN, errno.ENFILE}
 # libraries word it otherwise, or pass the system's words on
@@ -84,23 +87,26 @@ def refusal_of(error: BaseException) -> RefusedError | None:
     reason = _reason(code)
     asked = re.search(r"(?:tried to allocate|Unable to allocate) [\d.,]+ \w+", text, re.IGNORECASE)
     more = asked[0] if asked else text if isinstance(error, MemoryError) else ""
-    if file is None and code in _OF_DISKS and _folders:  # otherwise it may be standard output
+    if file is None and code in _OF_DISKS and _WRITTEN_TO in os.environ:  # otherwise it may be standard output
         return RefusedError(f"{os.strerror(code)}: one of {_where()}; {_ADVICE[code]}")
     return RefusedError(f"{file}: {reason}" if file else f"{reason} ({more})" if more else reason)
 
 
 def writes_to(*folders: str | Path) -> None:
-    """Note folders that this process writes to, which a refusal names if it does not say which file it is about."""
-    _folders.update(dict.fromkeys(Path(folder).absolute() for folder in folders if "://" not in str(folder)))
+    """Note folders that this process and its ranks write to, which a refusal names if it does not say which file."""
+    new = (str(Path(folder).absolute()) for folder in folders if "://" not in str(folder))
+    os.environ[_WRITTEN_TO] = os.pathsep.join(dict.fromkeys([*_written_to(), *new]))
+
+
+def _written_to() -> list[str]:
+    return list(filter(None, os.environ.get(_WRITTEN_TO, "").split(os.pathsep)))
 
 
 def _where() -> str:
-    """Name the folders that this process writes to, with their free bytes: those that are full, or else all."""
+    """Name the folders that are written to, with their free bytes: those that are full, or else all."""
     temporary = Path(tempfile.gettempdir())
-    free = {
-        folder: _free_in(folder)
-        for folder in (*_folders, temporary.parent if is_scratch(str(temporary)) else temporary)
-    }
+    temporary = temporary.parent if is_scratch(str(temporary)) else temporary
+    free = {folder: _free_in(folder) for folder in dict.fromkeys([*map(Path, _written_to()), temporary])}
     full = {folder: left for folder, left in free.items() if left < _LITTLE}
     return ", ".join(f"{folder} ({left} bytes free)" for folder, left in (full or free).items())
 
@@ -116,13 +122,14 @@ def told(error: Exception) -> str | None:
     return str(error) if isinstance(error, InputError) else None if (one := refusal_of(error)) is None else str(one)
 
 
-def require_files(num_ranks: int) -> None:
-    """Raise the limit on open files, within what the system allows; refuse one with which ranks cannot meet.
+def require_for_ranks(num_ranks: int) -> None:
+    """Raise the limit on open files, within what the system allows; refuse limits with which ranks cannot meet.
 
-    If a process has no descriptor left for a connection, it hangs for minutes or dies silently.
+    If a process has no descriptor left for a connection, it hangs for minutes or dies silently. If gloo cannot start a
+    thread, the process aborts.
 
     Raises:
-        RefusedError: If this process may open too few files.
+        RefusedError: If this process may open too few files, or has too little of its address space left.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _MOST_FILES and (hard == resource.RLIM_INFINITY or soft < hard):
@@ -131,6 +138,12 @@ def require_files(num_ranks: int) -> None:
     needed = _FILES + _FILES_PER_RANK * num_ranks
     if soft < needed:
         raise RefusedError(f"a process may open {soft} files, but ranks need about {needed}; {_ADVICE[errno.EMFILE]}")
+    most, used = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
+    if most != resource.RLIM_INFINITY and most - used < _FOR_THREADS:
+        raise RefusedError(
+            f"a process may have {most / 2**30:.2f} GiB of addresses and has {used / 2**30:.2f}, but the threads of a "
+            f"rank need about {_FOR_THREADS / 2**30:.2f} more; raise the limit (ulimit -v)"
+        )
 
 
 def reason_of(error: Exception) -> str:
@@ -150,6 +163,8 @@ def _code_of(error: BaseException, text: str) -> int | None:
         return error.errno if error.errno in _ADVICE and error.errno != errno.EAGAIN else None
     if not isinstance(error, (RuntimeError, OSError)):
         return None
+    if text == os.strerror(errno.EAGAIN):  # no more words: a thread could not be started
+        return errno.EAGAIN
     return next((code for words, code in _WORDS.items() if words in text), None)
 
 

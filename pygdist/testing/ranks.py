@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.errors import RefusedError
-from pygdist.memory.limits import refusal_of, require_files
+from pygdist.memory.limits import refusal_of, require_for_ranks
 from pygdist.memory.scratch import ScratchFolder
 
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
@@ -49,7 +49,7 @@ class RankPool:
     """
 
     def __init__(self, size: int, *, timeout_s: float = 300.0) -> None:
-        require_files(size)
+        require_for_ranks(size)
         self.size, self.timeout_s = size, timeout_s
         self._folder = ScratchFolder()
         self._calls = 0

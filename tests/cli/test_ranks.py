@@ -78,6 +78,7 @@ def test_the_launcher_ends_all_ranks_after_a_mistake(damaged: Path) -> None:
 
 
 REFUSES = """
+import time
 from lightning.pytorch import Callback
 from pygdist.errors import RefusedError
 
@@ -85,6 +86,8 @@ class Refuse(Callback):
     def on_train_epoch_start(self, trainer, module):
         if trainer.global_rank == 0 and trainer.current_epoch == 1:
             raise RefusedError("parts: could not be written (No space left on device)")
+        if trainer.current_epoch == 1:
+            time.sleep(8)  # as one that still imports, or reads its part
 """
 
 

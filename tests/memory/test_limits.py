@@ -124,31 +124,60 @@ def test_errors_that_name_their_file(code: int) -> None:
 def test_an_error_of_a_disk_without_a_file_names_the_folders(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_folders", {})
+    monkeypatch.delenv(limits._WRITTEN_TO, raising=False)
     writes_to(tmp_path / "runs" / "deep", "s3://bucket")
     error = OSError(code, os.strerror(code))
     pattern = rf"^{os.strerror(code)}: one of {tmp_path}/runs/deep \(\d+ bytes free\), .*free\); "
     assert re.match(pattern, str(refusal_of(error)))
     monkeypatch.setattr(limits, "_free_in", lambda folder: 4096 if folder.name == "deep" else 1 << 40)
     assert f"one of {tmp_path}/runs/deep (4096 bytes free); " in str(refusal_of(error)), "the full one alone"
+    code_of_rank = (
+        "import errno; from pygdist.memory.limits import refusal_of; print(refusal_of(OSError(errno.EIO, 'x')))"
+    )
+    rank = subprocess.run([sys.executable, "-c", code_of_rank], capture_output=True, text=True, check=True)
+    assert f"{tmp_path}/runs/deep (" in rank.stdout, "ranks know it too"
 
 
 def test_ranks_need_files() -> None:
     code = """
 import resource
 from pygdist.errors import RefusedError
-from pygdist.memory.limits import require_files
+from pygdist.memory.limits import require_for_ranks
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
-require_files(4)
+require_for_ranks(4)
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 try:
-    require_files(8)
+    require_for_ranks(8)
 except RefusedError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said = "a process may open 100 files, but ranks need about 128; raise the limit (ulimit -n)"
     assert done.stdout.splitlines() == ["(100, 100)", said]
+
+
+def test_ranks_need_addresses_for_threads() -> None:
+    """Gloo aborts the process, or waits for ever, if it cannot start one."""
+    code = """
+import psutil, resource
+from pygdist.errors import RefusedError
+from pygdist.memory.limits import require_for_ranks
+for more in (1 << 30, 1 << 28):
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, resource.RLIM_INFINITY))
+    try:
+        require_for_ranks(2)
+        print("enough")
+    except RefusedError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    enough, refused = done.stdout.splitlines()
+    assert enough == "enough"
+    assert re.fullmatch(
+        r"a process may have \d+\.\d\d GiB of addresses and has \d+\.\d\d, but the threads of a rank need about 0.75 "
+        r"more; raise the limit \(ulimit -v\)", refused
+    )  # fmt: skip
+    assert "close other programs" in str(refusal_of(RuntimeError(os.strerror(errno.EAGAIN))))
 
 
 def test_other_errors_are_faults() -> None:
