@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from experiments.reliability import campaign, links, restarts
-from experiments.reliability.campaign import Case, Outcome, attempt, draw, left_behind, what_is_wrong
+from experiments.reliability.campaign import Case, Outcome, Run, attempt, draw, left_behind, what_is_wrong
 
 SHORT = [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case.number)) for case in draw(20, 0)]
 ALWAYS = Case(0, "SIGKILL", "0", "training", 0.01, "torchrun", "comm", 2)
@@ -92,11 +94,60 @@ def test_what_a_run_says_is_judged(case: Case, errors: str, wrong: str) -> None:
     assert found.startswith(wrong) if wrong else found == "", found
 
 
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shell script that runs in place of pygdist; it is empty."""
+    script = tmp_path / "program"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return script
+
+
+@pytest.mark.parametrize("who", ["starter", "all", "1"])
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+def test_a_run_that_ends_before_the_signal_is_not_survived(who: str, program: Path, tmp_path: Path) -> None:
+    marks = f'echo test > "${campaign.MARKS}/0"; echo test > "${campaign.MARKS}/1"'
+    program.write_text(f"#!/bin/sh\n{marks}; sleep 0.3; echo '`Trainer.fit` stopped' >&2\n")
+    outcome = attempt(Case(0, "SIGTERM", who, "test", 0.8, "ordinary", "comm", 2), tmp_path)
+    assert outcome.code == 0
+    assert outcome.wrong == "the run had ended before the signal: `Trainer.fit` stopped\n"
+
+
+@pytest.mark.parametrize("who", ["starter", "all", "1"])
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+def test_a_signal_tells_if_it_was_delivered(who: str, program: Path, tmp_path: Path) -> None:
+    program.write_text("#!/bin/sh\nRANK=1 sleep 60 &\nwait\n")
+    run = Run(_case("SIGKILL", who=who), tmp_path, "fit")
+    assert run.send()
+    assert run.wait(0.5)[1] == (0 if who == "1" else -signal.SIGKILL)
+    assert not run.send()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
+def test_a_process_that_ends_before_it_is_killed_is_not_left(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Run(_case("SIGTERM"), tmp_path, "fit")
+    gone.process.wait()
+    monkeypatch.setattr(gone, "pids", lambda: {"1": gone.process.pid})
+    assert gone.wait(0.0)[1:] == (0, 0)
+
+
 def test_temporary_files_are_told_from_others(tmp_path: Path) -> None:
     left = ["cache/.ab.lock", "cache/.ab.tmp-0", "runs/.last.ckpt.0.partial", "tmp/pygdist-0"]
     for name in (*left, "cache/ab", "runs/last.ckpt", "tmp/torchinductor_0"):
         (tmp_path / name).mkdir(parents=True)
     assert left_behind(tmp_path) == left
+
+
+@pytest.mark.parametrize("said", ["rank 0: the exchange failed; rank 2 is lost (silent for 20 s)", STORE])
+def test_hosts_name_any_rank_or_the_store(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [mock.Mock(host=host, code=1, err=f"rank 0 waits\n{said}", waited=False) for host in range(links.HOSTS)]
+    cluster = mock.MagicMock()
+    cluster.__enter__.return_value.run.return_value = ends
+    monkeypatch.setattr(links, "Cluster", lambda *_, **__: cluster)
+    assert links.attempt("slow link", 0, tmp_path)["said"] == said
 
 
 @pytest.mark.parametrize(

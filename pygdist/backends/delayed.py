@@ -58,7 +58,8 @@ class DelayedBackend(Backend):
         keep: With a delay, rows use what arrived until more arrives, not in the pass in which it arrives alone. Safe
             where most of a sum is local.
         gradients: ``"local"`` keeps gradients in their part, ``"stale"`` sends them as sums, with the same delay: twice
-            the bytes.
+            the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a ``GradScaler`` of
+            your own is noticed by nobody.
         warm_up: The first pass sums what is here (``"local"``), or exchanges at once (``"exact"``).
         wire_dtype: ``"bfloat16"`` halves the bytes of sums and gradients (Sec. 7); the backend is then no longer exact.
 

@@ -45,3 +45,23 @@ def test_rows_are_found_wherever_they_are(world_size: int, pool: RankPool) -> No
         assert torch.equal(grad, times[own][:, None].expand(-1, WIDTH))
         elsewhere = set(_asked(rank).tolist()) - set(own.tolist())
         assert received == len(elsewhere)  # each once
+
+
+def _received(rank: int, world_size: int) -> torch.Tensor:
+    """Each number that this rank's nodes are sent: the node, the sender, and the place among what it sent."""
+    own = (_owner(world_size) == rank).nonzero().squeeze(1)
+    directory = NodeDirectory(own, NODES, Communicator(dist.new_group(), check_order=True))
+    ids = _asked(rank)
+    values = torch.stack([torch.full_like(ids, rank), torch.arange(ids.numel())], dim=1)
+    row, *rest = directory.send(ids, values).unbind(1)
+    return torch.stack([own[row], *rest], dim=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_numbers_come_to_the_owners_of_nodes(world_size: int, pool: RankPool) -> None:
+    owner, asked = _owner(world_size), [_asked(rank) for rank in range(world_size)]
+    assert all(ids.unique().numel() < ids.numel() or rank == 1 for rank, ids in enumerate(asked)), "some come twice"
+    sent = [(node, rank, place) for rank, ids in enumerate(asked) for place, node in enumerate(ids.tolist())]
+    for rank, came in enumerate(pool.run(_received, world_size)):
+        assert sorted(map(tuple, came.tolist())) == sorted(one for one in sent if owner[one[0]] == rank)
+    assert (world_size > 2) == (came.numel() == 0), "the last of three or more has no nodes"

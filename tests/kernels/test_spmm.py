@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -237,6 +238,39 @@ def test_nan_is_not_lost(reduce: str) -> None:
     csr = CSR(torch.tensor([0, 3, 6]), torch.tensor([0, 1, 2, 2, 1, 0]), 3)
     out = spmm(csr, torch.tensor([[1.0], [float("nan")], [3.0]]), None, reduce)
     assert out.isnan().all()
+
+
+def _extrema_of_rows(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
+    """What torch makes of rows of as many entries each, every one with a column of its own."""
+    messages = (x if weight is None else x * weight[:, None]).view(csr.num_rows, -1, x.size(1))
+    return messages.amax(dim=1) if reduce == "max" else messages.amin(dim=1)
+
+
+@needs_library
+@pytest.mark.parametrize("level", [Isa.PORTABLE, Isa.AVX2, Isa.AVX512], ids=lambda level: level.name.lower())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.usefixtures("restored_isa")
+def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.dtype, level: Isa) -> None:
+    # entries of narrow rows are taken in turn (spmm.cpp: kAdditions), and up to three are left over
+    if set_isa(level) != level:
+        pytest.skip(f"this machine lacks {level.name}")
+    torch.manual_seed(6)
+    for length, width, weighted in itertools.product((12, 13, 14, 15), (1, 8, 32), (False, True)):
+        csr = CSR(torch.arange(length + 1) * length, torch.arange(length**2, dtype=torch.int32), length**2)
+        weight = torch.randint(1, 3, (length**2,)).to(dtype) if weighted else None
+        sign, place = -1 if reduce == "max" else 1, torch.arange(length)  # all values are beyond 0
+        ties = (sign * torch.randint(1, 4, (length, length, width))).to(dtype)
+        best, nan = ties.clone(), ties.clone()
+        best[place, place] = sign * 0.25
+        nan[place, place, place % width] = torch.nan
+        for x in (ties.flatten(0, 1), best.flatten(0, 1)):
+            pairs = [values_and_gradients(one, csr, x, weight, reduce) for one in (spmm, _extrema_of_rows)]
+            assert torch.equal(pairs[0][0], pairs[1][0])
+            torch.testing.assert_close(pairs[0][1:], pairs[1][1:])
+        found, expected = (one(csr, nan.flatten(0, 1), weight, reduce) for one in (spmm, _extrema_of_rows))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert int(found.isnan().sum()) == length
 
 
 @pytest.mark.parametrize("reduce", REDUCES)

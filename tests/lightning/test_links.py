@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch_geometric.nn import GCN
 
 from pygdist import GraphDataModule, InputError
+from pygdist.backends import DelayedBackend
 from pygdist.graph import corrupted_sources, known_pairs
 from pygdist.lightning import HitsAtK, LinkPredictor
 from pygdist.testing import RankPool
@@ -43,7 +45,8 @@ def _fit(
     rank: int, world_size: int, folder: str, decoder: bool, settings: dict[str, Any]
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     history = runs.History()
-    partitioner = "libra" if settings.get("backend") == "delayed" else "hash"
+    backend = settings.get("backend")
+    partitioner = "libra" if backend == "delayed" or isinstance(backend, DelayedBackend) else "hash"
     data = GraphDataModule(
         runs.graph(), partitioner=partitioner, cache_dir=Path(folder) / "cache", edge_split=(0.1, 0.1), split_seed=2
     )
@@ -75,6 +78,18 @@ def test_any_number_of_ranks_learns_the_same(decoder: bool, pool: RankPool, tmp_
                     assert mine[name] == pytest.approx(value, rel=1e-6), (world_size, settings, name)
             for name, value in state.items():
                 assert torch.allclose(parameters[name], value, rtol=0, atol=1e-9), name
+
+
+def test_sums_that_come_late_learn_links_too(pool: RankPool, tmp_path: Path) -> None:
+    settings = {"backend": DelayedBackend(delay=1)}
+    (first, state), (second, other) = pool.run(_fit, 2, str(tmp_path), False, settings)
+    assert first == second
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    assert all(isfinite(value) for epoch in first for value in epoch.values())
+    assert first[-2]["train_loss"] < first[0]["train_loss"]
+    assert {"val_auc", "val_hits"} <= first[0].keys()
+    at_once, _ = pool.run(_fit, 2, str(tmp_path), False, {"backend": "delayed"})[0]
+    assert first[1]["train_loss"] != pytest.approx(at_once[1]["train_loss"], rel=1e-6)
 
 
 def _scores(rank: int, world_size: int, folder: str) -> dict[str, float]:

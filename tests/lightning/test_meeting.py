@@ -27,8 +27,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pygdist.comm import Watchdog
 from pygdist.comm.places import busy_ticks
+from pygdist.comm.watchdog import NO_STORE
 from pygdist.errors import InputError, LostRankError, SignalError
-from pygdist.lightning import launcher, meeting
+from pygdist.lightning import GraphDDPStrategy, launcher, meeting
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -91,6 +92,32 @@ def test_ranks_whose_store_went_with_rank_zero_tell_of_the_signal_that_ended_it(
     assert str(said).startswith("SIGINT reached rank 0")
     for watchdog in (first, second):
         watchdog.close()
+
+
+def test_ranks_whose_store_is_gone_are_told_so_and_what_torch_said() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=datetime.timedelta(seconds=20))
+    watchdogs = [Watchdog(store, 1, 2, beat_s=0.05) for _ in range(4)]
+    del server
+    with pytest.raises(dist.DistNetworkError) as caught:
+        store.get("anything")
+    first = str(caught.value).splitlines()[0]
+    assert watchdogs[0].diagnose() == NO_STORE
+    errors = (caught.value, ConnectionResetError(104, "reset"), TimeoutError("late"))
+    for error, said, watchdog in zip(errors, (first, "[Errno 104] reset", "late"), watchdogs[1:], strict=True):
+        told = meeting.why_not_joined(error, 1, watchdog)
+        assert str(told) == f"rank 1: the ranks cannot join: {NO_STORE} ({said})"
+    for watchdog in watchdogs:
+        watchdog.close()
+
+
+def test_an_error_of_a_connection_of_the_users_own_is_told_as_it_is() -> None:
+    strategy = GraphDDPStrategy()
+    strategy._watchdog = mock.Mock(verdict=None, signum=0, diagnose=lambda: "rank 1 is late")
+    for error in (ConnectionRefusedError("no server of logs"), TimeoutError("of a download")):
+        assert strategy._explained(error) is error
+    broken = dist.DistNetworkError("Connection was likely closed")
+    assert str(strategy._explained(broken)).endswith("a collective call failed; rank 1 is late")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")

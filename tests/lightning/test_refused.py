@@ -178,12 +178,15 @@ def test_a_width_of_0_is_refused(sizes: tuple[int, ...], tmp_path: Path) -> None
         runs.trainer(0, 1, str(tmp_path)).fit(NodeClassifier(GCN(*sizes)), datamodule=data)
 
 
-def test_a_loss_whose_scale_changes_is_refused_where_gradients_come_late() -> None:
+def test_a_loss_whose_scale_changes_is_refused_where_gradients_come_late(tmp_path: Path) -> None:
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     check_precision(scaled, DelayedBackend(delay=2))
     check_precision(Precision(), DelayedBackend(delay=2, gradients="stale"))
+    data = GraphDataModule(runs.graph(), partitioner="libra", cache_dir=tmp_path)
+    module = NodeClassifier(runs.model().float(), DelayedBackend(delay=2, gradients="stale"))
+    run = runs.trainer(0, 1, str(tmp_path), plugins=[runs.PoolEnvironment(0), scaled], precision=None)
     with pytest.raises(InputError, match="precision=16-mixed: the loss is scaled by a number that changes"):
-        check_precision(scaled, DelayedBackend(delay=2, gradients="stale"))
+        run.fit(module, datamodule=data)
 
 
 def test_edges_are_not_held_out_for_nodes(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ inline V combine(const V& best, const V& value) {
   }
 }
 
-// A narrow row adds its entries to several sums, or several extrema, in turns: one need not wait for the one before.
+// Entries of a narrow row go to several sums (or extrema) in turn, so that an addition need not wait for the last one.
 constexpr int kAdditions = 4;
 // Rows of up to so many bytes are not prefetched if columns have 16 bits: 65,536 of them are in a near cache.
 constexpr int kNarrow = 64;
@@ -103,7 +103,7 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
       };
       int64_t e = begin + 1;
       if constexpr (kApart > 1) {
-        V apart[kApart][Tile::Count] = {};
+        V apart[kApart][Tile::Count];
         for (int part = 0; part < kApart; ++part) {
           for (int k = 0; k < Tile::Count; ++k) apart[part][k] = kSum ? V{} : total[k];
         }
