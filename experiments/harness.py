@@ -418,11 +418,12 @@ def _read(run: dict[str, Any], folder: Path) -> None:
                             run["scores"].append([int(row["epoch"]), float(value)])
     if (folder / "timeline.json").is_file():
         trace = json.loads((folder / "timeline.json").read_text())
-        run |= {figure: _busy(trace, kinds) for figure, kinds in _OF_TIMELINE.items()}
+        busy = {figure: _busy(trace, kinds) for figure, kinds in _OF_TIMELINE.items()}
+        run |= busy if any(map(any, busy["aggregate_s"])) else {}
 
 
 def _busy(trace: Mapping[str, Any], kinds: Sequence[str]) -> list[list[float]]:
-    """Return processor seconds of some activities by rank, then recorded epoch; empty if the timeline has none."""
+    """Return processor seconds of some activities by rank, then recorded epoch."""
     by_rank: dict[int, list[float]] = {}
     epoch_of: dict[int, str] = {}
     for event in trace["traceEvents"]:
@@ -432,8 +433,7 @@ def _busy(trace: Mapping[str, Any], kinds: Sequence[str]) -> list[list[float]]:
             by_rank.setdefault(rank, []).append(0.0)
         elif event["name"] in kinds:
             by_rank[rank][-1] += event["tdur"] / 1e6  # not "dur": ranks share cores, and wait for them
-    seconds = [by_rank[rank] for rank in sorted(by_rank)]
-    return seconds if any(map(any, seconds)) else []
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def write_tables(

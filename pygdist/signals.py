@@ -59,7 +59,7 @@ class _Handling:
 
 
 _state = _Handling()
-_parent_watch: threading.Event | None = None  # set, it ends the thread that watches the parent
+_parent_watch: tuple[threading.Event, int] | None = None  # set, it ends the thread that watches this process
 _frozen_s = _FROZEN_S
 _last: list[Callable[[], object]] = []
 _siblings: dict[int, int] = {}  # processes that torchrun started beside this one, by rank
@@ -412,7 +412,8 @@ def follow_parent(lost_after_s: float = _FROZEN_S) -> None:
     global _parent_watch, _frozen_s
     starter, _frozen_s = parent(), lost_after_s
     if starter and (starter == os.getppid() or not _lives(starter)) and _parent_watch is None:
-        _parent_watch = stop = threading.Event()
+        stop = threading.Event()
+        _parent_watch = stop, starter
         threading.Thread(target=_watch_parent, args=(starter, stop), daemon=True, name="pygdist-parent").start()
 
 
@@ -420,7 +421,10 @@ def outlive_parent() -> None:
     """Go on although the process that started this rank may end: the rank's run has ended."""
     global _parent_watch
     if _parent_watch is not None:
-        _parent_watch.set()
+        stop, starter = _parent_watch
+        if os.getppid() != starter:
+            sys.stderr.write(f"pygdist: process {starter}, which started {_who()}, had ended before the run did\n")
+        stop.set()
         _parent_watch = None
 
 
@@ -446,7 +450,6 @@ def _watch_parent(starter: int, stop: threading.Event) -> None:
             return
     if not stop.wait(_ORPHAN_S):
         _leave_alone("has ended", starter)
-    sys.stderr.write(f"pygdist: process {starter}, which started {_who()}, had ended before the run did\n")
 
 
 def _leave_alone(fate: str, starter: int) -> NoReturn:

@@ -87,7 +87,8 @@ def _run(seed: int, seconds: list[tuple[float, float]], **fields: Any) -> dict[s
     made = {
         "setting": "A", "seed": seed, "note": "", "network": "1000 Mbit/s", "link_bytes": 7, "epochs": epochs,
         "val_acc": 0.5 + seed / 10, "test_acc": None, "gradient_bytes": 3.0, "timeline": f"{seed}.json", "seconds": 9.0,
-        "scores": [], "pack_s": [], "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "part_edges": [4, 9],
+        "scores": [], "part_edges": [4, 9],
+        "aggregate_s": [[0.25, 0.25, 0.75], [0.5, 0.625, 0.125]], "pack_s": [[0.0, 0.0, 0.0], [0.125, 0.25, 0.5]],
     }  # fmt: skip
     return {**made, **fields}
 
@@ -108,6 +109,7 @@ def test_a_row_is_the_median_over_epochs_that_count_of_the_slowest_rank(tmp_path
     assert (row["sent_bytes_max"], row["sent_bytes_min"]) == (20.0, 10.0)
     # by the third epoch alone the second rank would be the fastest
     assert (row["aggregate_s_max"], row["aggregate_s_min"]) == (0.5, 0.25)
+    assert (row["pack_s_max"], row["pack_s_min"]) == (0.25, 0.0)
     assert (row["part_edges_max"], row["part_edges_min"]) == (9, 4)
     assert row["gradient_bytes"] == 2 * 3.0  # of all ranks
     assert (row["peak_gib_max"], row["peak_gib_total"], row["first_epoch_s"]) == (1.5, 2.0, 9.0)
@@ -165,6 +167,7 @@ def test_real_trainings(tmp_path: Path) -> None:
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
     spent = [event["tdur"] for event in trace["traceEvents"] if event["name"] == "aggregate"]
     assert 0 < row["aggregate_s_min"] <= row["aggregate_s_max"] < sum(spent) / 1e6
+    assert 0 < row["pack_s_min"] <= row["pack_s_max"]
     assert row["part_edges_max"] >= row["part_edges_min"] > 0
 
     # one of them alone: what is known of the others stays, and a line that broke off counts for nothing

@@ -44,7 +44,7 @@ class NodeDirectory:
 
     @property
     def device(self) -> torch.device:
-        """Global ids must be on it."""
+        """The device of this rank's tables; the ids that methods take are on it too."""
         return self._owner.device
 
     def plan(self, ids: Tensor) -> tuple[ExchangePlan, Tensor]:

@@ -1,7 +1,7 @@
 """Pairs of nodes that a link predictor scores: edges whose targets a rank owns, and plans that fetch their sources.
 
 Parts of nodes hold all in-edges of their nodes. Where parts of edges split nodes, each edge is sent once to the owner
-of its target, which then knows all in-edges of its nodes, and so which pairs are none.
+of its target, which then knows all in-edges of its nodes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,25 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkPairs:
-    """The pairs of a shard: to learn from, to be evaluated on if edges are held out, and those that are not negative.
+    """The pairs of a shard: to learn from, to be evaluated on if edges are held out, and those that are edges.
 
     Attributes:
-        train, val, test: Pairs; ``val`` and ``test`` are ``None`` if no edges are held out.
+        shard: A rank's part of the graph.
+        came: The pairs to learn from that other ranks sent here; ``None`` if they are the edges of the shard.
+        val, test: Pairs; ``None`` if no edges are held out.
         known: See :func:`~pygdist.graph.known_pairs`.
     """
 
-    train: Pairs
+    shard: Shard
+    came: Pairs | None
     val: Pairs | None
     test: Pairs | None
     known: Tensor
+
+    @property
+    def train(self) -> Pairs:
+        """The pairs to learn from; made of the edges in each call, which costs less than memory for all of them."""
+        return _here(self.shard, _learned(self.shard)) if self.came is None else self.came
 
     @classmethod
     def of(cls, shard: Shard, directory: NodeDirectory, *, splits_nodes: bool) -> LinkPairs:
@@ -60,22 +68,22 @@ class LinkPairs:
             directory: Says who owns which node.
             splits_nodes: The in-edges of a node may lie in several parts.
         """
-        csr, mask = shard.adjacency.csr(), supervised(shard)
-        train = torch.stack([csr.index[mask].long(), csr.row_index()[mask].long(), shard.e_id[mask]])
-        edges = {"train": train, "val": shard.val_edges, "test": shard.test_edges}
-        if splits_nodes:
-            sent = {name: None if held is None else _sent(shard, held, directory) for name, held in edges.items()}
-            pairs = {name: None if held is None else _placed(held, directory) for name, held in sent.items()}
-            owned = torch.arange(shard.num_owned, device=shard.n_id.device)
-            ends = [torch.stack([owned, shard.owned_id]), *(held[:2] for held in sent.values() if held is not None)]
-            target, source = torch.cat(ends, dim=1)
-            known = in_order(target, source, shard.num_nodes)
-        else:
-            pairs = {name: None if held is None else _here(shard, held) for name, held in edges.items()}
-            known = known_pairs(shard)
-        learned = pairs["train"]
-        assert learned is not None
-        return cls(train=learned, val=pairs["val"], test=pairs["test"], known=known)
+        held = (shard.val_edges, shard.test_edges)
+        if not splits_nodes:
+            val, test = (None if edges is None else _here(shard, edges) for edges in held)
+            return cls(shard=shard, came=None, val=val, test=test, known=known_pairs(shard))
+        sent = [None if edges is None else _sent(shard, edges, directory) for edges in (_learned(shard), *held)]
+        came, val, test = (None if edges is None else _placed(edges, directory) for edges in sent)
+        owned = torch.arange(shard.num_owned, device=shard.n_id.device)
+        ends = [torch.stack([owned, shard.owned_id]), *(edges[:2] for edges in sent if edges is not None)]
+        target, source = torch.cat(ends, dim=1)
+        return cls(shard=shard, came=came, val=val, test=test, known=in_order(target, source, shard.num_nodes))
+
+
+def _learned(shard: Shard) -> Tensor:
+    """Return the edges to learn from, ``(3, k)``: local source and target, and id."""
+    csr, mask = shard.adjacency.csr(), supervised(shard)
+    return torch.stack([csr.index[mask].long(), csr.row_index()[mask].long(), shard.e_id[mask]])
 
 
 def _here(shard: Shard, edges: Tensor) -> Pairs:
@@ -98,4 +106,4 @@ def _sent(shard: Shard, edges: Tensor, directory: NodeDirectory) -> Tensor:
 def _placed(edges: Tensor, directory: NodeDirectory) -> Pairs:
     target, source, e_id = edges
     plan, position = directory.plan(source.to(directory.device))
-    return Pairs(source=position.to(source.device), target=target, e_id=e_id, plan=plan)
+    return Pairs(source=position.to(source.device), target=target.clone(), e_id=e_id.clone(), plan=plan)

@@ -153,6 +153,15 @@ class LinkPredictor(GraphModule):
             self.metrics.update({f"{name}_loss": Mean(), **scores})
 
     @override
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self._pairs = self._directory = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_pairs": None, "_directory": None}
+
+    @override
     def forward(self, shard: Shard) -> Tensor:
         return call_encoder(self.network, shard, shard.adjacency)
 
@@ -183,7 +192,8 @@ class LinkPredictor(GraphModule):
         if self._pairs is None or self._pairs[0] is not shard:
             assert self._directory is not None, "setup made it"
             splits = self.backend.splits_nodes
-            self._pairs = shard, LinkPairs.of(shard, self._directory, splits_nodes=splits)
+            with torch.inference_mode(False):  # training uses what an evaluation may ask for first
+                self._pairs = shard, LinkPairs.of(shard, self._directory, splits_nodes=splits)
         return self._pairs[1]
 
     def _evaluate(self, shard: Shard, pairs: Pairs | None, stage: Stage) -> tuple[Tensor, int]:

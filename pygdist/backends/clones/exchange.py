@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pygdist.comm import Communicator, ExchangePlan, describe_rows
 from pygdist.comm.derivatives import once_differentiable
+from pygdist.comm.recorder import recorded
 from pygdist.graph import Shard
 from pygdist.hops.folds import better_of, share_of_ties
 from pygdist.kernels.spmm import Reduce
@@ -68,7 +69,9 @@ class CloneExchange:
         """The same rows, as if no node were split: all are roots, and nothing is exchanged."""
         index, num_rows = self.all.rows[:0], self.num_owned + self.all.rows.numel()
         nobody = Leaves(ExchangePlan(send_index=index, send_counts=(0,), recv_counts=(0,)), index)
-        return replace(self, communicator=Communicator(), num_owned=num_rows, up=nobody, down=nobody, all=nobody)
+        alone = Communicator()
+        alone.recorder = self.communicator.recorder
+        return replace(self, communicator=alone, num_owned=num_rows, up=nobody, down=nobody, all=nobody)
 
     def sent_down(self, x: Tensor, to: Leaves, label: str) -> Tensor:
         """Send rows of roots to leaves; return those of this rank's leaves. No gradient."""
@@ -82,7 +85,8 @@ class CloneExchange:
             ``x`` is :math:`(m, *)`, one row for each of the part; the result :math:`(n, *)`.
         """
         label = f"{label}, {describe_rows(x)}"
-        rows = x.detach().index_select(0, of.rows)
+        with recorded(self.communicator.recorder, "pack", label):
+            rows = x.detach().index_select(0, of.rows)
         n, wire = self.num_owned, self.wire_of(x)
         total = self.communicator.return_rows(rows, of.plan, num_owned=n, label=label, wire=wire)
         return total.add_(x.detach()[:n])
@@ -134,8 +138,9 @@ class _Sum(torch.autograd.Function):
         ctx.exchange, ctx.of, ctx.to, ctx.label = exchange, of, to, label
         total = exchange.summed_up(z, of, f"{label}, forward, up")
         arrived = exchange.sent_down(total, to, f"{label}, forward, down")
-        unread = torch.ones_like(z[exchange.num_owned :])  # of which a root, a logarithm and their like are finite
-        return torch.cat([total, unread]).index_copy_(0, to.rows, arrived)
+        with recorded(exchange.communicator.recorder, "unpack", label):
+            unread = torch.ones_like(z[exchange.num_owned :])  # of which a root, a logarithm and their like are finite
+            return torch.cat([total, unread]).index_copy_(0, to.rows, arrived)
 
     @staticmethod
     @once_differentiable
@@ -143,8 +148,9 @@ class _Sum(torch.autograd.Function):
         exchange, of, to, label = ctx.exchange, ctx.of, ctx.to, ctx.label
         total = exchange.summed_up(grad, to, f"{label}, backward, up")
         arrived = exchange.sent_down(total, of, f"{label}, backward, down")
-        out = torch.cat([total, torch.zeros_like(grad[exchange.num_owned :])])
-        return out.index_copy_(0, of.rows, arrived), None, None, None, None
+        with recorded(exchange.communicator.recorder, "unpack", label):
+            out = torch.cat([total, torch.zeros_like(grad[exchange.num_owned :])])
+            return out.index_copy_(0, of.rows, arrived), None, None, None, None
 
 
 def highest(x: Tensor, exchange: CloneExchange, *, label: str) -> Tensor:
