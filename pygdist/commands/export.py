@@ -52,10 +52,14 @@ def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:
         torch.save(model, path)
     else:
         try:
+            from safetensors import SafetensorError
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
             raise InputError("writing .safetensors needs a package: pip install safetensors") from error
-        save_file({name: value.contiguous() for name, value in model.items()}, path)
+        try:
+            save_file({name: value.contiguous() for name, value in model.items()}, path)
+        except SafetensorError as error:  # no kind of error that others raise
+            raise OSError(str(error)) from error
 
 
 def run(command: str, arguments: list[str]) -> int:

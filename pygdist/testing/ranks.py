@@ -167,13 +167,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def _serve(pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)  # ranks share the cores of one machine
-    # the parent closes its end, or has ended and its folder is gone
-    with contextlib.suppress(EOFError, FileNotFoundError), open(f"{folder}/{os.getpid()}", "w") as stacks:
-        faulthandler.enable(file=stacks)
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR1, file=stacks)
-        while True:
-            pipe.send_bytes(_answer(pipe.recv_bytes()))
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the disk is full, or the parent has ended and its folder is gone
+            stacks = stack.enter_context(open(f"{folder}/{os.getpid()}", "w"))
+            faulthandler.enable(file=stacks)
+            if hasattr(faulthandler, "register"):
+                faulthandler.register(signal.SIGUSR1, file=stacks)
+        with contextlib.suppress(EOFError):  # the parent closes its end
+            while True:
+                pipe.send_bytes(_answer(pipe.recv_bytes()))
 
 
 class _Refused(str):

@@ -47,6 +47,7 @@ LIMITS = {
     "parts": ("RLIMIT_FSIZE", 3000, "partition --dataset=sbm --out=parts", ["parts: could not", "File too large"]),
     "replicas": ("RLIMIT_FSIZE", 9000, "partition --dataset=sbm --hops=2 --out=parts", ["parts: could", "too large"]),
     "weights": ("RLIMIT_FSIZE", 2000, "export LAST model.pt", ["model.pt: could not be written"]),
+    "safetensors": ("RLIMIT_FSIZE", 500, "export LAST m.safetensors", ["m.safetensors: could not", "File too large"]),
     "files": ("RLIMIT_NOFILE", 20, FIT, ["a process may open", "ranks need about 72; raise the limit (ulimit -n)"]),
     "memory": (
         "RLIMIT_NOFILE", 0, f"{FIT} --model.model.hidden_channels=1000000000000000", ["Cannot allocate memory; use"],
