@@ -178,6 +178,10 @@ def test_rows_name_commits_that_are_there(path: Path) -> None:
     if shallow.stdout.strip() == "true":
         pytest.skip("the history is cut")
     for commit in pd.read_csv(path, dtype=str)["commit"].unique():
-        name = commit.removeprefix("just before ")  # a commit that holds what was measured, and its table
+        name = commit.removeprefix("just before ")
         ancestor = subprocess.run(["git", "merge-base", "--is-ancestor", name, "HEAD"], cwd=ROOT, capture_output=True)
         assert ancestor.returncode == 0, f"{commit} is no commit before this one"
+        if name != commit:  # its changes were measured before they were committed, together with the table
+            show = ["git", "show", "--name-only", "--format=", name]
+            changed = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+            assert str(path.relative_to(ROOT)) in changed, f"{name} does not bring this table"
