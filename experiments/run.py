@@ -42,6 +42,7 @@ from experiments.machine import SOME_FAILED
 from pygdist.errors import InputError
 from pygdist.report import read_description, rerun_command
 
+CLAIMS = "claims.yaml"  # what the papers claim, no experiment
 HERE = Path(__file__).resolve().parent
 _NEEDS = {
     "data": "needs real graphs: give --data, a folder with Planetoid/ and LINKXDataset/ as PyG has them",
@@ -98,7 +99,8 @@ def read(path: Path) -> Experiment:
 
 def known() -> list[Path]:
     """Return the paths of all experiments in this folder."""
-    return sorted(path for path in HERE.rglob("*.yaml") if "results" not in path.relative_to(HERE).parts)
+    paths = (path for path in HERE.rglob("*.yaml") if "results" not in path.relative_to(HERE).parts)
+    return sorted(path for path in paths if path.name != CLAIMS)
 
 
 def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:

@@ -148,6 +148,7 @@ def test_a_forked_process_has_signals_of_its_own() -> None:
 def test_the_handlers_of_before_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     signals.uninstall()  # after a test whose trainer failed
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # after one of notebooks, where Ctrl-C stops a cell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning may have kept ours in another test
     before = signal.getsignal(signal.SIGINT)
     with signals.command():
         ours = signal.getsignal(signal.SIGINT)

@@ -177,7 +177,7 @@ def shorten(message: str) -> str:
             got = got or expected[2] or ""
         elif text and not _HEADINGS.match(text) and text not in reasons:
             reasons.append(text)
-    if of_name := _OF_A_NAME.match(got):
+    if not reasons and (of_name := _OF_A_NAME.match(got)):
         name = option.removesuffix(": ")
         reasons = [f"a name takes no options; give the class, as in {name}=CLASS {name}.{of_name[1]}={of_name[2]}"]
     # options of a class are parsed by a parser of their own, whose message passes through here first
