@@ -184,6 +184,7 @@ def install() -> bool:
             signal.signal(number, _on_signal)
             if before is not _on_signal:
                 _state.before[number] = before
+    forget_siblings()  # of another run in this process
     siblings()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
