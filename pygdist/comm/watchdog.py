@@ -41,7 +41,7 @@ from pygdist.signals import ended_before, name_of, note_cause, parent
 log = logging.getLogger(__name__)
 
 NO_STORE = "the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"
-"""What is known of ranks once their store is gone."""
+"""The finding about the other ranks once their store is gone."""
 
 _LEAVE_S = 5.0  # within which an exception ends a rank whose groups are broken
 _HISTORY = 16  # exchanges by which two ranks are compared

@@ -129,10 +129,10 @@ def why_not_joined(
         return refusal
     said = first_line(str(error))
     if watchdog is not None and is_of_connection(error):
-        found = watchdog.diagnose()
+        diagnosis = watchdog.diagnose()
         if watchdog.signum and not received():
             return SignalError(watchdog.signalled_by, watchdog.signum)
-        said = f"{found} ({said})" if found == NO_STORE else found
+        said = f"{diagnosis} ({said})" if diagnosis == NO_STORE else diagnosis
     return LostRankError(f"rank {rank}: the ranks cannot join: {said}")
 
 
