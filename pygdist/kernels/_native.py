@@ -18,6 +18,7 @@ from pygdist.kernels.csr import CSR
 from pygdist.native import Status, library
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_OFTEN = 16  # entries of a row on average from which keeping the places of extrema pays
 _ONTO = 4
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
@@ -31,6 +32,24 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
     op = "copy" if weight is None else "mul"
     _call("pygdist_spmm", csr, weight, x, _ONTO if onto else _REDUCE_CODES["sum"], x, out, op=op)
+
+
+def keeps_places(num_rows: int, num_cols: int, num_entries: int) -> bool:
+    return max(num_cols, num_entries) < 2**31 and num_entries >= _OFTEN * num_rows
+
+
+def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(csr.num_rows, x.shape[1])
+    _call("pygdist_extremum", csr, weight, x, _REDUCE_CODES[reduce], x, out, places if places.numel() else None, op=op)
+    return out, places
+
+
+def extremum_scatter(
+    csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, places: Tensor, grad: Tensor
+) -> Tensor:
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _call("pygdist_extremum_scatter", csr, weight, x, x, out, places, grad, grad_x, op=op)
+    return grad_x
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:

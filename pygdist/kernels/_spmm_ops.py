@@ -1,18 +1,15 @@
-"""The torch operators behind :func:`pygdist.kernels.spmm` and :func:`pygdist.kernels.sddmm`: shapes and gradients.
+"""The torch operators of sums and means, behind :func:`pygdist.kernels.spmm` and :func:`pygdist.kernels.sddmm`.
 
 Dense tensors are two-dimensional and edge values are ``(E, H)``; the callers see to that. A sparse matrix is passed as
 its tensors, since operators take no objects; ``perm`` holds the position of each entry's value.
 
-================================  ==============================================  =======================
-operator                          result                                          gradient
-================================  ==============================================  =======================
-``pygdist::spmm``                 ``(N, F)``                                      by the operators below
-``pygdist::spmm_into``            none, it writes into ``(N, F)``                 none
-``pygdist::sddmm``                ``(E, H)``, also the gradient of edge values    two ``pygdist::spmm``
-``pygdist::share_ties``           ``(N, F)``, max and min only                    none
-``pygdist::extremum_grad``        ``(M, F)``, gradient of ``x`` for max and min   none
-``pygdist::extremum_value_grad``  ``(E, H)``, gradient of edge values             none
-================================  ==============================================  =======================
+========================  ============================  ===========================================
+operator                  result                        gradient
+========================  ============================  ===========================================
+``pygdist::spmm``         ``(N, F)``                    two ``pygdist::spmm``, ``pygdist::sddmm``
+``pygdist::spmm_into``    none, writes into ``(N, F)``  none
+``pygdist::sddmm``        ``(E, H)``                    two ``pygdist::spmm``
+========================  ============================  ===========================================
 """
 
 from __future__ import annotations
@@ -25,9 +22,6 @@ from torch import Tensor
 from pygdist.kernels._operator import MATRIX, TRANSPOSED, kernels_for, operator
 from pygdist.kernels.csr import CSR
 from pygdist.kernels.transpose import transposed_from
-
-_EXTREMUM = "Tensor x, Tensor? weight, Tensor? perm, str op, Tensor out, Tensor grad"
-
 
 # only the gradient of x uses the transpose, and makes it if it is not given
 spmm_op = operator(
@@ -56,86 +50,59 @@ sddmm_op = operator(
     ),
 )
 
-share_ties_op = operator(
-    f"share_ties({MATRIX}, {_EXTREMUM}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, grad: kernels_for(x).share_ties(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
-    ),
-    fake=lambda *args: torch.empty_like(args[-1], memory_format=torch.contiguous_format),
-)
-
-# the matrix is the transpose
-extremum_grad_op = operator(
-    f"extremum_grad({MATRIX}, {_EXTREMUM}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_grad(
-        CSR(indptr, index, out.shape[0], perm), x, weight, op, out, share
-    ),
-    fake=lambda indptr, index, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-
-extremum_value_grad_op = operator(
-    f"extremum_value_grad({MATRIX}, {_EXTREMUM}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_value_grad(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share
-    ),
-    fake=lambda indptr, index, x, weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
-)
-
 
 def _setup_spmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     indptr, index, x, weight, perm, ctx.op, ctx.reduce, *transposed = inputs
-    extremum = ctx.reduce in ("max", "min")
     # A plain sum of rows does not need the rows again: they may be freed.
     weight_needs_x = weight is not None and weight.requires_grad and ctx.op == "mul"
-    saved_x = x if extremum or weight_needs_x else None
-    ctx.save_for_backward(indptr, index, saved_x, weight, perm, output if extremum else None, *transposed)
-    ctx.num_cols, ctx.width = x.shape
+    ctx.save_for_backward(indptr, index, x if weight_needs_x else None, weight, perm, *transposed)
+    ctx.num_cols = x.shape[0]
 
 
 def _spmm_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    indptr, index, x, weight, perm, out, *transposed = ctx.saved_tensors
+    indptr, index, x, weight, perm, *transposed = ctx.saved_tensors
     csr = CSR(indptr, index, ctx.num_cols, perm)
     _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
     if ctx.reduce == "mean":
         grad_out = grad_out / indptr.diff().clamp(min=1).unsqueeze(-1)
-    elif out is not None:
-        grad_out = share_ties_op(indptr, index, x, weight, perm, ctx.op, out, grad_out)
-    grad_x = _grad_x(ctx.op, csr, x, weight, out, grad_out, transposed) if needs_x else None
-    grad_weight = _grad_weight(ctx.op, csr, x, weight, out, grad_out) if needs_weight else None
+    grad_x = _grad_x(ctx.op, csr, weight, grad_out, transposed) if needs_x else None
+    grad_weight = _grad_weight(ctx.op, csr, x, weight, grad_out) if needs_weight else None
     return None, None, grad_x, grad_weight, *[None] * 7
 
 
-def _grad_x(
-    op: str, csr: CSR, x: Tensor | None, weight: Tensor | None, out: Tensor | None, grad: Tensor, transposed: list[Any]
-) -> Tensor:
+def _grad_x(op: str, csr: CSR, weight: Tensor | None, grad: Tensor, transposed: list[Any]) -> Tensor:
     """Carry the gradient of each row back to the columns that it was made of."""
+    back, weight = back_to_columns(csr, weight, transposed)
+    values = (weight, back.perm, op) if op == "mul" else (None, None, "copy")
+    result: Tensor = spmm_op(back.indptr, back.index, grad, *values, "sum")
+    return result
+
+
+def back_to_columns(csr: CSR, weight: Tensor | None, transposed: list[Any]) -> tuple[CSR, Tensor | None]:
+    """Return the transposed matrix and the edge values that its ``perm`` points into.
+
+    Args:
+        csr: The matrix.
+        weight: Its edge values.
+        transposed: Offsets, columns, positions and edge values of the transpose, each as far as it is known.
+    """
     *tensors, permuted_weight = transposed
     back = transposed_from(csr, tensors)
-    indptr, index, perm = back.indptr, back.index, back.perm
+    perm = back.perm
     if weight is not None and permuted_weight is not None:
         weight, perm = permuted_weight, None
     elif csr.perm is not None and perm is not None:
         perm = csr.perm.index_select(0, perm)
-    if out is not None:
-        result: Tensor = extremum_grad_op(indptr, index, x, weight, perm, op, out, grad)
-    elif op == "mul":
-        result = spmm_op(indptr, index, grad, weight, perm, op, "sum")
-    else:
-        result = spmm_op(indptr, index, grad, None, None, "copy", "sum")
-    return result
+    return CSR(back.indptr, back.index, csr.num_rows, perm), weight
 
 
-def _grad_weight(op: str, csr: CSR, x: Tensor, weight: Tensor, out: Tensor | None, grad: Tensor) -> Tensor:
-    if out is not None:
-        result: Tensor = extremum_value_grad_op(csr.indptr, csr.index, x, weight, csr.perm, op, out, grad)
-    elif op == "mul":
-        result = sddmm_op(csr.indptr, csr.index, x, grad, csr.perm, weight.shape[1]).to(weight.dtype)
-    else:
-        by_row = grad.reshape(grad.shape[0], weight.shape[1], grad.shape[1] // weight.shape[1]).sum(dim=2)
-        result = by_row.index_select(0, csr.row_index()).to(weight.dtype)
-        if csr.perm is not None:
-            result = torch.empty_like(result).index_copy(0, csr.perm.long(), result)
-    return result
+def _grad_weight(op: str, csr: CSR, x: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    if op == "mul":
+        result: Tensor = sddmm_op(csr.indptr, csr.index, x, grad, csr.perm, weight.shape[1]).to(weight.dtype)
+        return result
+    by_row = grad.reshape(grad.shape[0], weight.shape[1], grad.shape[1] // weight.shape[1]).sum(dim=2)
+    result = by_row.index_select(0, csr.row_index()).to(weight.dtype)
+    return result if csr.perm is None else torch.empty_like(result).index_copy(0, csr.perm.long(), result)
 
 
 def _setup_sddmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,7 +115,7 @@ def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, _, needs_x, needs_y, *_ = ctx.needs_input_grad
     grad_x = grad_y = None
     if needs_x:
-        grad_x = _grad_x("mul", CSR(indptr, index, x.shape[0], perm), None, grad, None, y, [*transposed, None])
+        grad_x = _grad_x("mul", CSR(indptr, index, x.shape[0], perm), grad, y, [*transposed, None])
     if needs_y:
         grad_y = spmm_op(indptr, index, x, grad, perm, "mul", "sum")
     return None, None, grad_x, grad_y, *[None] * 5

@@ -20,14 +20,9 @@ _BLOCK_VALUES = 2**25  # values copied to edges at a time
 
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
-    """Reduce the messages of the entries of each row."""
+    """Compute the sum or mean of the messages of each row."""
     if x.dtype == torch.bfloat16:
         return spmm(csr, x.float(), weight, op, reduce).bfloat16()
-    if reduce in ("max", "min"):
-        out = x.new_zeros(csr.num_rows, x.shape[1])
-        row = csr.row_index().long().unsqueeze(-1).expand(-1, x.shape[1])
-        messages = _messages(csr, x.index_select(0, csr.index), weight, op)
-        return out.scatter_reduce_(0, row, messages, f"a{reduce}", include_self=False)
     if weight is None:
         out = _product(csr, x, None)
     elif op == "add":
@@ -44,6 +39,19 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
     """Write the sums of the messages of each row into ``out``, or add them to it."""
     sums = spmm(csr, x, weight, "copy" if weight is None else "mul", "sum")
     _ = out.add_(sums) if onto else out.copy_(sums)
+
+
+def keeps_places(num_rows: int, num_cols: int, num_entries: int) -> bool:
+    """Return true if :func:`extremum` fills ``places``, and :func:`extremum_scatter` exists."""
+    return False
+
+
+def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the maximum or minimum of the messages of each row, and the places if there is room for them."""
+    out = x.new_zeros(csr.num_rows, x.shape[1])
+    row = csr.row_index().long().unsqueeze(-1).expand(-1, x.shape[1])
+    messages = _messages(csr, x.index_select(0, csr.index), weight, op)
+    return out.scatter_reduce_(0, row, messages, f"a{reduce}", include_self=False), places
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:

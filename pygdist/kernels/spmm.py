@@ -1,7 +1,8 @@
 r"""The sparse-dense product of message passing, ``out[i] = reduce over edges (j -> i) of w_ij * x[j]``, and its like.
 
 The functions here check arguments, bring features and weights to one dtype and shape, and call the torch operators of
-:mod:`pygdist.kernels._spmm_ops`, which know the gradients. Values and gradients are those of PyG's ``scatter``:
+:mod:`pygdist.kernels._spmm_ops` and :mod:`pygdist.kernels._extremum_ops`, which know the gradients. Values and
+gradients are those of PyG's ``scatter``:
 
 - a row without entries is 0, whatever the reduction
 - ``"mean"`` divides by the number of entries, not by the sum of weights
@@ -10,7 +11,8 @@ The functions here check arguments, bring features and weights to one dtype and 
 
 On the CPU, results are the same bit for bit for any number of threads. Sums and means can be differentiated twice,
 maxima and minima once. Memory: the result and, for gradients, the transposed structure; with the native library nothing
-of size :math:`E \times F`.
+of size :math:`E \times F`. Maxima and minima over rows of many entries also keep an int32 for each value of the result,
+for the gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from pygdist.kernels._extremum_ops import extremum_op
 from pygdist.kernels._spmm_ops import sddmm_op, spmm_op
 from pygdist.kernels.csr import CSR
 
@@ -78,7 +81,13 @@ def spmm(
     backward_weight = None if backward[0] is None else transposed_weight
     code, *values = _edge_values(weight, op, torch.promote_types(work_dtype, torch.float32), backward_weight)
     features = x.reshape(csr.num_cols, x.shape[1:].numel()).to(work_dtype)
-    out: Tensor = spmm_op(csr.indptr, csr.index, features, values[0], None, code, reduce, *backward, values[1])
+    arguments = csr.indptr, csr.index, features, values[0], None, code, reduce
+    if reduce in ("max", "min"):
+        weight_graded = values[0] is not None and values[0].requires_grad
+        graded = torch.is_grad_enabled() and features.requires_grad and not weight_graded
+        out = extremum_op(*arguments, graded, *backward, values[1])[0]
+    else:
+        out = spmm_op(*arguments, *backward, values[1])
     return out.reshape(csr.num_rows, *x.shape[1:]).to(out_dtype)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import pygdist.kernels._extremum_ops as extrema
 import pygdist.kernels._operator as operator
 import pygdist.kernels._spmm_ops as ops
 from pygdist.kernels import CSR, sddmm, spmm, transpose
@@ -252,7 +253,6 @@ def _extrema_of_rows(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) ->
 @pytest.mark.parametrize("reduce", ["max", "min"])
 @pytest.mark.usefixtures("restored_isa")
 def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.dtype, level: Isa) -> None:
-    # entries of narrow rows are taken in turn (spmm.cpp: kAdditions), and up to three are left over
     if set_isa(level) != level:
         pytest.skip(f"this machine lacks {level.name}")
     torch.manual_seed(6)
@@ -271,6 +271,74 @@ def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.
         found, expected = (one(csr, nan.flatten(0, 1), weight, reduce) for one in (spmm, _extrema_of_rows))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert int(found.isnan().sum()) == length
+
+
+def _few_ties(csr: CSR, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of distinct values but for ties at a maximum, at a minimum and at 0, and a NaN."""
+    values = torch.randperm(csr.num_cols * width, generator=torch.Generator().manual_seed(3)).view(csr.num_cols, width)
+    x = values.to(dtype) - values.numel() / 2
+    x[0, 0] = x[1, 0] = x.max() + 1
+    x[0, 1] = x[1, 1] = x.min() - 1
+    x[:, 2] = -x[:, 2].abs()
+    x[3, 2] = 0
+    x[4, 3] = torch.nan
+    return x
+
+
+@needs_library
+@pytest.mark.parametrize("level", [Isa.PORTABLE, Isa.AVX2, Isa.AVX512], ids=lambda level: level.name.lower())
+@pytest.mark.parametrize("op", [None, "mul", "add"])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.usefixtures("restored_isa")
+def test_gradients_go_to_the_places_of_extrema(reduce: str, op: str | None, level: Isa) -> None:
+    if set_isa(level) != level:
+        pytest.skip(f"this machine lacks {level.name}")
+    csr = CSR(torch.tensor([0, 0, 40, 41, 200]), torch.arange(200, dtype=torch.int32), 201)
+    calls: list[Tensor] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(real(*arguments))
+        return calls[-1]
+
+    real = operator._native.extremum_scatter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator._native, "extremum_scatter", counted)
+        patch.setattr(extrema, "_few_ties", lambda _: True)
+        for dtype, width, heads in itertools.product((torch.float32, torch.float64), (11, 128, 200), (1, 2)):
+            x = _few_ties(csr, width * heads, dtype).view(201, heads, width)
+            weight = None if op is None else torch.randint(1, 3, (200, heads)).to(dtype)
+            product = {} if op is None else {"op": op}
+            graph, leaf = torch.randn(4, heads, width, dtype=dtype), x.clone().requires_grad_()
+            found = torch.autograd.grad(spmm(csr, leaf, weight, reduce, **product), leaf, graph)[0]
+            expected = torch.autograd.grad(scatter_oracle(csr, leaf, weight, reduce, **product), leaf, graph)[0]
+            assert found.isfinite().all()  # torch's gradients of a column with a NaN are NaN
+            found[:, 0, 3] = expected[:, 0, 3] = 0
+            torch.testing.assert_close(found, expected)
+    assert len(calls) == 12
+
+
+@needs_library
+def test_many_ties_are_not_looked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator._native, "extremum_scatter", lambda *_: pytest.fail("each tie by itself"))
+    csr = random_csr(20, 30, 800)
+    assert_matches_oracle(csr, torch.randint(-1, 2, (csr.num_cols, 17)).double(), None, "max")
+    places = torch.tensor([extrema.SEVERAL] + [3] * 63)
+    assert extrema._few_ties(places)
+    assert not extrema._few_ties(places[:-1])
+
+
+@needs_library
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_all_ties_by_their_places(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
+    monkeypatch.setattr(extrema, "_few_ties", lambda _: True)
+    csr = random_csr(20, 30, 800)
+    x, weight = (torch.randint(-1, 2, shape).double() for shape in ((csr.num_cols, 17), (csr.num_entries,)))
+    leaf = x.requires_grad_()
+    grads = [
+        torch.autograd.grad(one(csr, leaf, weight if weighted else None, "min").square().sum(), leaf)[0]
+        for one in (spmm, scatter_oracle)
+    ]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
@@ -385,14 +453,21 @@ def test_operators_are_well_formed(reduce: str) -> None:
     back = transpose(csr)
     matrix, transposed = (csr.indptr, csr.index), (back.indptr, back.index, back.perm)
     for op in ("copy", "mul", "add"):
-        values = None if op == "copy" else weight.unsqueeze(1)
-        torch.library.opcheck(ops.spmm_op, (*matrix, x, values, None, op, reduce, *transposed))
+        arguments = (*matrix, x, None if op == "copy" else weight.unsqueeze(1), None, op, reduce)
+        if reduce in ("sum", "mean"):
+            torch.library.opcheck(ops.spmm_op, (*arguments, *transposed))
+        else:
+            torch.library.opcheck(extrema.extremum_op, (*arguments, True, *transposed))
     if reduce in ("max", "min"):
         x, values = x.detach(), weight.detach().unsqueeze(1)
         out, grad = spmm(csr, x, values[:, 0], reduce), torch.randn(6, 3, dtype=torch.float64)
-        torch.library.opcheck(ops.share_ties_op, (*matrix, x, values, None, "mul", out, grad))
-        torch.library.opcheck(ops.extremum_grad_op, (*transposed[:2], x, values, back.perm, "mul", out, grad))
-        torch.library.opcheck(ops.extremum_value_grad_op, (*matrix, x, values, None, "mul", out, grad))
+        arguments = (*matrix, x, values, None, "mul", out)
+        torch.library.opcheck(extrema.share_ties_op, (*arguments, grad))
+        torch.library.opcheck(extrema.extremum_grad_op, (*transposed[:2], x, values, back.perm, "mul", out, grad))
+        torch.library.opcheck(extrema.extremum_value_grad_op, (*arguments, grad))
+        if load() is not None:
+            places = torch.full((6, 3), extrema.SEVERAL, dtype=torch.int32)
+            torch.library.opcheck(extrema.extremum_scatter_op, (*arguments, places, grad))
     y = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(ops.sddmm_op, (*matrix, x, y, None, 3, *transposed))
 

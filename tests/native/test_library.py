@@ -53,6 +53,7 @@ def test_unknown_type_codes_are_refused() -> None:
     matrix.value_bits = 16  # bfloat16: sums and means only
     assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) == 0
     assert native.pygdist_spmm(ctypes.byref(matrix), 2, None, None) != 0
+    assert native.pygdist_extremum(ctypes.byref(matrix), 2, None, None, None) != 0
     assert native.pygdist_sddmm(ctypes.byref(matrix), None, None, None, None) == 0
     assert native.pygdist_edge_softmax(ctypes.byref(matrix), None, None, None, 1.0, None) != 0
     matrix.op = 7
@@ -60,6 +61,8 @@ def test_unknown_type_codes_are_refused() -> None:
     matrix.op, matrix.value_bits = 0, 8
     assert native.pygdist_spmm(ctypes.byref(matrix), 0, None, None) != 0
     assert native.pygdist_sddmm(ctypes.byref(matrix), None, None, None, None) != 0
+    assert native.pygdist_extremum(ctypes.byref(matrix), 2, None, None, None) != 0
+    assert native.pygdist_extremum_scatter(ctypes.byref(matrix), *[None] * 5) != 0
     assert native.pygdist_share_ties(ctypes.byref(matrix), None, None, None, None) != 0
     assert native.pygdist_extremum_grad(ctypes.byref(matrix), None, None, None, None) != 0
 

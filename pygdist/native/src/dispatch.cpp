@@ -233,6 +233,41 @@ void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes,
   }
 }
 
+// Runs a kernel that adds to rows of the result as entries name them. A thread has a cache line of columns and, where
+// lines are fewer than threads, a part of the rows: each sum is taken in one order whatever the number of threads. Lines
+// of one column lie side by side while they are added to, and are copied to their rows in the end.
+bool run_columns(RowsKernel kernel, const Job& whole) {
+  const int64_t size = whole.csr.value_bits / 8, rows = whole.csr.num_cols, features = whole.csr.num_features;
+  const int64_t columns = kLineBytes / size, lines = (features + columns - 1) / columns;
+  const int64_t threads = std::max<int64_t>(whole.csr.num_threads, 1);
+  const int64_t parts = lines ? (threads + lines - 1) / lines : 0;
+  const int64_t at_once = std::min(threads, lines);
+  const Buffer slabs = allocate(at_once * rows * kLineBytes);
+  if (!slabs) return false;
+  for (int64_t first = 0; first < lines; first += at_once) {
+    const int64_t count = std::min(at_once, lines - first) * parts;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
+    for (int64_t task = 0; task < count; ++task) {
+      const int64_t line = first + task / parts, part = task % parts;
+      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
+      char* const slab = slabs.get() + task / parts * rows * kLineBytes;
+      Job job = whole;
+      job.first_column = line * columns;
+      job.last_column = std::min(job.first_column + columns, features);
+      job.stride = columns;
+      job.result = slab - job.first_column * size;
+      std::memset(slab + begin * kLineBytes, 0, (end - begin) * kLineBytes);
+      kernel(job, begin, end);
+      const int64_t width = (job.last_column - job.first_column) * size;
+      char* const rows_to = static_cast<char*>(whole.result) + job.first_column * size;
+      for (int64_t row = begin; row < end; ++row) {
+        std::memcpy(rows_to + row * features * size, slab + row * kLineBytes, width);
+      }
+    }
+  }
+  return true;
+}
+
 bool known_types(const pygdist_csr& csr, bool half = false, bool short_index = false) {
   const bool values = csr.value_bits == 32 || csr.value_bits == 64 || (half && csr.value_bits == 16);
   const bool perm = !csr.perm || csr.perm_bits == 32 || csr.perm_bits == 64;
@@ -279,9 +314,8 @@ int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* inde
 }
 
 int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out) {
-  if (reduce < PYGDIST_SUM || reduce > PYGDIST_ONTO) return PYGDIST_BAD_REDUCE;
-  const bool sum = reduce != PYGDIST_MAX && reduce != PYGDIST_MIN;
-  if (!pygdist::known_types(*csr, sum, sum)) return PYGDIST_BAD_TYPE;
+  if (reduce != PYGDIST_SUM && reduce != PYGDIST_MEAN && reduce != PYGDIST_ONTO) return PYGDIST_BAD_REDUCE;
+  if (!pygdist::known_types(*csr, true, true)) return PYGDIST_BAD_TYPE;
   Job job{*csr};
   job.reduce = reduce;
   job.x = x;
@@ -292,6 +326,36 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   const bool slabs = pygdist::worth_slabs(*csr, slab) || pygdist::worth_apart(*csr);
   slabs ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
+}
+
+int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, const void* x, void* out, int32_t* places) {
+  if (reduce != PYGDIST_MAX && reduce != PYGDIST_MIN) return PYGDIST_BAD_REDUCE;
+  if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
+  Job job{*csr};
+  job.reduce = reduce;
+  job.x = x;
+  job.result = out;
+  job.row_result = places;
+  const int64_t values = csr->num_rows * csr->num_features;
+  pygdist::expect_writes(out, values * csr->value_bits / 8);
+  pygdist::expect_writes(places, values * 4);
+  const auto kernel = pygdist::kernels().extremum;
+  const int64_t slab = pygdist::sum_slab(*csr);
+  pygdist::worth_slabs(*csr, slab) ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
+  return PYGDIST_OK;
+}
+
+int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out, const int32_t* places,
+                                 const void* grad_out, void* grad_x) {
+  if (!pygdist::known_types(*csr)) return PYGDIST_BAD_TYPE;
+  Job job{*csr};
+  job.x = x;
+  job.out = out;
+  job.places = places;
+  job.grad = grad_out;
+  job.result = grad_x;
+  pygdist::expect_writes(grad_x, csr->num_cols * csr->num_features * csr->value_bits / 8);
+  return pygdist::run_columns(pygdist::kernels().extremum_scatter, job) ? PYGDIST_OK : PYGDIST_NO_MEMORY;
 }
 
 int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* out, const void* grad_out, void* share) {

@@ -1,5 +1,5 @@
-// What the dispatcher (dispatch.cpp) and the kernels (spmm.cpp, attention.cpp, gat.cpp, each built once per instruction set)
-// agree on.
+// What the dispatcher (dispatch.cpp) and the kernels (spmm.cpp, extrema.cpp, attention.cpp, gat.cpp, each built once per
+// instruction set) agree on.
 #pragma once
 
 #include "pygdist_native.h"
@@ -16,6 +16,7 @@ struct Job {
   const void* x = nullptr;
   const void* out = nullptr;
   const void* grad = nullptr;
+  const int32_t* places = nullptr;
   void* result = nullptr;
   // attention
   const void* source = nullptr;
@@ -37,6 +38,8 @@ using RowsKernel = void (*)(const Job& job, int64_t begin, int64_t end);
 
 #define PYGDIST_KERNELS(KERNEL) \
   KERNEL(spmm)                  \
+  KERNEL(extremum)              \
+  KERNEL(extremum_scatter)      \
   KERNEL(share_ties)            \
   KERNEL(extremum_grad)         \
   KERNEL(sddmm)                 \

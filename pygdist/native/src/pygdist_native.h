@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 16
+#define PYGDIST_ABI_VERSION 17
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -70,8 +70,26 @@ PYGDIST_API int32_t pygdist_set_isa(int32_t level);
 // 32-bit indices; rows and entries must fit 32 bits too. Entries of a row keep their order.
 PYGDIST_API int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* index, int32_t* perm);
 
-// out[i] = reduce over entries (i, j) of their messages; rows without entries become 0. bfloat16 for sum and mean only.
+// out[i] = sum or mean over entries (i, j) of their messages; rows without entries become 0.
 PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out);
+
+// Places of extrema that not exactly one entry attains: none does (there is none, or the extremum is a NaN); more than
+// two do, or two of a row of more than 2^15; the p-th and the q-th of the row do, written as PAIRS + 2^15 p + q.
+typedef enum pygdist_place {
+  PYGDIST_NOWHERE = -1,
+  PYGDIST_SEVERAL = -2,
+  PYGDIST_PAIRS = -2 - (1 << 30),
+} pygdist_place;
+
+// out[i] = maximum or minimum over entries (i, j) of their messages; rows without entries become 0. If `places` is not
+// null, places[i] tells, feature by feature, of the entry that attains out[i], its column j, or its position in row i if
+// op multiplies. Columns and entries of a row are fewer than 2^31 then. No bfloat16.
+PYGDIST_API int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, const void* x, void* out, int32_t* places);
+
+// grad_x[j] = sum of the gradients of the extrema that j attains, by their places. Gradients are shared as by
+// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Ties are looked for among all entries of their row.
+PYGDIST_API int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out,
+                                             const int32_t* places, const void* grad_out, void* grad_x);
 
 // For max and min: share[i] = grad_out[i] / number of entries that attain out[i], feature by feature. An `out` of
 // exactly 0 counts once more, as in torch.scatter_reduce, whose initial zero takes part in the tie.

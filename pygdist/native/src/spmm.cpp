@@ -8,31 +8,7 @@ namespace PYGDIST_ISA {
 
 #include "tiles.h"
 #include "view.h"
-
-// The message of entry e, from the row that it points to; `value` is its edge value.
-template <int32_t Op, class V, class T>
-inline V message(const V& row, T value) {
-  if constexpr (Op == PYGDIST_MUL) {
-    return row * value;
-  } else if constexpr (Op == PYGDIST_ADD) {
-    return row + value;
-  } else {
-    return row;
-  }
-}
-
-// The gradient of a message with respect to the row, times `grad`.
-template <int32_t Op, class V, class T>
-inline V row_gradient(const V& grad, T value) {
-  if constexpr (Op == PYGDIST_MUL) return grad * value;
-  return grad;
-}
-
-template <int32_t Op, class View>
-inline typename View::Value edge_value(const View& view, int64_t e, int64_t head) {
-  if constexpr (Op == PYGDIST_COPY) return 1;
-  return view.weight[view.values_of(e) + head];
-}
+#include "message.h"
 
 // A compile-time flag, so that a loop without permutation or heads does not test for them at every entry.
 struct Plain {
@@ -49,39 +25,24 @@ struct General {
   }
 };
 
-// The mean is a sum until its end. `best != best` keeps a NaN once it is there, as torch's amax and amin do.
-template <int32_t Reduce, class V>
-inline V combine(const V& best, const V& value) {
-  if constexpr (Reduce == PYGDIST_MAX) {
-    return ((best >= value) | (best != best)) ? best : value;
-  } else if constexpr (Reduce == PYGDIST_MIN) {
-    return ((best <= value) | (best != best)) ? best : value;
-  } else {
-    return best + value;
-  }
-}
-
-// Entries of a narrow row go to several sums (or extrema) in turn, so that an addition need not wait for the last one.
+// Entries of a narrow row go to several sums in turn, so that an addition need not wait for the last one.
 constexpr int kAdditions = 4;
 // Rows of up to so many bytes are not prefetched if columns have 16 bits: 65,536 of them are in a near cache.
 constexpr int kNarrow = 64;
 
-template <int32_t Reduce, int32_t Op, class Values, class T, class I>
+template <bool Onto, int32_t Op, class Values, class T, class I>
 void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
   using Value = Computed<T>;
   const T* const x = static_cast<const T*>(job.x);
   T* const result = static_cast<T*>(job.result) + row * view.features;
   const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   if (begin == end) {
-    if constexpr (Reduce != PYGDIST_ONTO) __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
+    if constexpr (!Onto) __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
     return;
   }
   const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
-  constexpr bool kOnto = Reduce == PYGDIST_ONTO;
-  constexpr bool kSum = kOnto || Reduce == PYGDIST_SUM;
-  constexpr Widths kWidths = kSum ? Widths::kAny : Widths::kPowersOfTwo;
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    for_each_tile<T, kWidths>(first, last, [&](auto tile) {
+    for_each_tile<T, Widths::kAny>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
       using V = typename Tile::V;
       constexpr int kApart = kAdditions / Tile::Count;
@@ -91,101 +52,34 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
       Value value = edge_value<Op>(view, begin, head);
       for (int k = 0; k < Tile::Count; ++k) {
         total[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
-        if constexpr (kOnto) total[k] += tile.load(result, k);
+        if constexpr (Onto) total[k] += tile.load(result, k);
       }
       const auto take = [&](int64_t e, V* sums) {
         if constexpr (kAsk) tile.prefetch(view.row_ahead(x, e));
         const T* const source = view.row_of(x, e);
         if constexpr (Op != PYGDIST_COPY) value = values[Values::values_of(view, e)];
         for (int k = 0; k < Tile::Count; ++k) {
-          sums[k] = combine<Reduce>(sums[k], message<Op>(tile.load(source, k), value));
+          sums[k] += message<Op>(tile.load(source, k), value);
         }
       };
       int64_t e = begin + 1;
       if constexpr (kApart > 1) {
-        V apart[kApart][Tile::Count];
-        for (int part = 0; part < kApart; ++part) {
-          for (int k = 0; k < Tile::Count; ++k) apart[part][k] = kSum ? V{} : total[k];
-        }
+        V apart[kApart][Tile::Count] = {};
         for (; e + kApart <= end; e += kApart) {
           for (int part = 0; part < kApart; ++part) take(e + part, apart[part]);
         }
         for (int part = 0; part < kApart; ++part) {
-          for (int k = 0; k < Tile::Count; ++k) total[k] = combine<Reduce>(total[k], apart[part][k]);
+          for (int k = 0; k < Tile::Count; ++k) total[k] += apart[part][k];
         }
       }
       for (; e < end; ++e) take(e, total);
       for (int k = 0; k < Tile::Count; ++k) {
-        if constexpr (kOnto) {
+        if constexpr (Onto) {
           tile.store_own(result, k, total[k]);
         } else {
           tile.store(result, k, total[k] / divisor);
         }
       }
-    });
-  });
-}
-
-template <int32_t Op, class T, class I>
-void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
-  using Value = Computed<T>;
-  const T* const x = static_cast<const T*>(job.x);
-  const T* const out = static_cast<const T*>(job.out) + row * view.features;
-  const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
-  T* const share = static_cast<T*>(job.result) + row * view.features;
-  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    for_each_tile<T>(first, last, [&](auto tile) {
-      using Tile = decltype(tile);
-      using V = typename Tile::V;
-      const V zero = V{}, one = zero + Value{1};
-      V best[Tile::Count], count[Tile::Count];
-      for (int k = 0; k < Tile::Count; ++k) {
-        best[k] = tile.load(out, k);
-        count[k] = (best[k] == zero) ? one : zero;
-      }
-      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
-        tile.prefetch(view.row_ahead(x, e));
-        const T* source = view.row_of(x, e);
-        const Value value = edge_value<Op>(view, e, head);
-        for (int k = 0; k < Tile::Count; ++k) {
-          count[k] += (message<Op>(tile.load(source, k), value) == best[k]) ? one : zero;
-        }
-      }
-      for (int k = 0; k < Tile::Count; ++k) tile.store(share, k, tile.load(grad, k) / count[k]);
-    });
-  });
-}
-
-// `row` is a source here and the entries point to its destinations; `grad` holds their shares.
-template <int32_t Op, class T, class I>
-void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
-  using Value = Computed<T>;
-  const T* const x = static_cast<const T*>(job.x) + row * view.features;
-  const T* const out = static_cast<const T*>(job.out);
-  const T* const grad = static_cast<const T*>(job.grad);
-  T* const grad_x = static_cast<T*>(job.result) + row * view.features;
-  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
-    for_each_tile<T>(first, last, [&](auto tile) {
-      using Tile = decltype(tile);
-      using V = typename Tile::V;
-      const V zero = V{};
-      V own[Tile::Count], total[Tile::Count];
-      for (int k = 0; k < Tile::Count; ++k) {
-        own[k] = tile.load(x, k);
-        total[k] = zero;
-      }
-      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
-        tile.prefetch(view.row_ahead(out, e));
-        tile.prefetch(view.row_ahead(grad, e));
-        const T* best = view.row_of(out, e);
-        const T* share = view.row_of(grad, e);
-        const Value value = edge_value<Op>(view, e, head);
-        for (int k = 0; k < Tile::Count; ++k) {
-          const V gradient = row_gradient<Op>(tile.load(share, k), value);
-          total[k] += (message<Op>(own[k], value) == tile.load(best, k)) ? gradient : zero;
-        }
-      }
-      for (int k = 0; k < Tile::Count; ++k) tile.store(grad_x, k, total[k]);
     });
   });
 }
@@ -243,65 +137,35 @@ void sddmm_row(const View<T, I>& view, const Job& job, int64_t row) {
   }
 }
 
-template <int32_t Reduce, int32_t Op>
+template <bool Onto, int32_t Op>
 void spmm_rows(const Job& job, int64_t begin, int64_t end) {
   const auto rows = [&](const auto& view) {
     const bool plain = view.heads == 1 && !job.csr.perm;
     for (int64_t row = begin; row < end; ++row) {
-      plain ? spmm_row<Reduce, Op, Plain>(view, job, row) : spmm_row<Reduce, Op, General>(view, job, row);
+      plain ? spmm_row<Onto, Op, Plain>(view, job, row) : spmm_row<Onto, Op, General>(view, job, row);
     }
   };
-  if constexpr (Reduce == PYGDIST_SUM || Reduce == PYGDIST_ONTO) {
-    if constexpr (Op == PYGDIST_COPY) {
-      if (job.csr.index_bits == 16) {
-        return job.csr.value_bits == 32 ? rows(View<float, uint16_t>(job)) : rows(View<double, uint16_t>(job));
-      }
+  if constexpr (Op == PYGDIST_COPY) {
+    if (job.csr.index_bits == 16) {
+      return job.csr.value_bits == 32 ? rows(View<float, uint16_t>(job)) : rows(View<double, uint16_t>(job));
     }
-    if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
   }
+  if (job.csr.value_bits == 16) return with_index<bf16>(job, rows);
   with_view(job, rows);
 }
 
-template <int32_t Reduce>
-void spmm_reduce(const Job& job, int64_t begin, int64_t end) {
+template <bool Onto>
+void spmm_ops(const Job& job, int64_t begin, int64_t end) {
   switch (job.csr.op) {
-    case PYGDIST_MUL: return spmm_rows<Reduce, PYGDIST_MUL>(job, begin, end);
-    case PYGDIST_ADD: return spmm_rows<Reduce, PYGDIST_ADD>(job, begin, end);
-    default: return spmm_rows<Reduce, PYGDIST_COPY>(job, begin, end);
+    case PYGDIST_MUL: return spmm_rows<Onto, PYGDIST_MUL>(job, begin, end);
+    case PYGDIST_ADD: return spmm_rows<Onto, PYGDIST_ADD>(job, begin, end);
+    default: return spmm_rows<Onto, PYGDIST_COPY>(job, begin, end);
   }
 }
 
+// The mean is a sum until its end.
 void spmm(const Job& job, int64_t begin, int64_t end) {
-  switch (job.reduce) {
-    case PYGDIST_MAX: return spmm_reduce<PYGDIST_MAX>(job, begin, end);
-    case PYGDIST_MIN: return spmm_reduce<PYGDIST_MIN>(job, begin, end);
-    case PYGDIST_ONTO: return spmm_reduce<PYGDIST_ONTO>(job, begin, end);
-    default: return spmm_reduce<PYGDIST_SUM>(job, begin, end);
-  }
-}
-
-void share_ties(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
-    for (int64_t row = begin; row < end; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: share_ties_row<PYGDIST_MUL>(view, job, row); break;
-        case PYGDIST_ADD: share_ties_row<PYGDIST_ADD>(view, job, row); break;
-        default: share_ties_row<PYGDIST_COPY>(view, job, row);
-      }
-    }
-  });
-}
-
-void extremum_grad(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
-    for (int64_t row = begin; row < end; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: extremum_grad_row<PYGDIST_MUL>(view, job, row); break;
-        case PYGDIST_ADD: extremum_grad_row<PYGDIST_ADD>(view, job, row); break;
-        default: extremum_grad_row<PYGDIST_COPY>(view, job, row);
-      }
-    }
-  });
+  job.reduce == PYGDIST_ONTO ? spmm_ops<true>(job, begin, end) : spmm_ops<false>(job, begin, end);
 }
 
 template <bool Masked>

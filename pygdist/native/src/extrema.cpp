@@ -1,0 +1,321 @@
+// Maxima and minima, the entries that attain them, and their gradients. Built once per instruction set, as spmm.cpp.
+#include "kernels.h"
+
+namespace pygdist {
+namespace PYGDIST_ISA {
+
+#include "tiles.h"
+#include "view.h"
+#include "message.h"
+
+// A whole number beside each value of a vector: 32 bits beside a float, 64 beside a double.
+template <class V>
+struct WholeOf {
+  using type = decltype(V{} != V{});
+};
+template <>
+struct WholeOf<float> {
+  using type = int32_t;
+};
+template <>
+struct WholeOf<double> {
+  using type = int64_t;
+};
+
+// Two places in a row of at most kPairs entries take one number, from PYGDIST_PAIRS on.
+constexpr int64_t kPairs = 1 << 15;
+inline int32_t pair_of(int64_t first, int64_t second) {
+  return static_cast<int32_t>(PYGDIST_PAIRS + first * kPairs + second);
+}
+
+template <int Lanes, class Whole>
+inline void store_places(int32_t* to, const Whole& places) {
+  const auto narrow = [&] {
+    if constexpr (Lanes == 1) {
+      return static_cast<int32_t>(places);
+    } else {
+      return __builtin_convertvector(places, Vector<int32_t, Lanes>);
+    }
+  }();
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+}
+
+template <int32_t Reduce, class V>
+inline auto beats(const V& value, const V& best) {
+  if constexpr (Reduce == PYGDIST_MAX) return value > best;
+  if constexpr (Reduce == PYGDIST_MIN) return value < best;
+}
+
+template <int32_t Reduce, class V>
+inline auto reaches(const V& value, const V& best) {
+  if constexpr (Reduce == PYGDIST_MAX) return value >= best;
+  if constexpr (Reduce == PYGDIST_MIN) return value <= best;
+}
+
+// True if a comparison of vectors holds in any lane.
+template <class Mask>
+inline bool any(const Mask& mask) {
+  if constexpr (sizeof(mask) < 8) {
+    return mask;
+  } else {
+    uint64_t words[sizeof(mask) / 8], all = 0;
+    __builtin_memcpy(words, &mask, sizeof(mask));
+    for (const uint64_t word : words) all |= word;
+    return all;
+  }
+}
+
+// Corrects the extremum of one column, and its place if there is one, where vectors leave doubts: a NaN may be among the
+// messages, or more than one entry attains the extremum, first the one at `place`, last the one at `last`.
+template <int32_t Op, class T, class I>
+__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t head, int64_t f, bool nan, int64_t last, T* out,
+            int32_t* place) {
+  const T* const x = static_cast<const T*>(job.x);
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  const auto found = [&](int64_t e) { return message<Op>(view.row_of(x, e)[f], edge_value<Op>(view, e, head)); };
+  for (int64_t e = begin; nan && e < end; ++e) {
+    if (found(e) == found(e)) continue;
+    *out = found(e);
+    if (place) *place = PYGDIST_NOWHERE;
+    return;
+  }
+  if (!place) return;
+  const int64_t first = *place;
+  bool two = end - begin <= kPairs;
+  for (int64_t e = begin + first + 1; two && e < begin + last; ++e) two = found(e) != *out;
+  if (first != last) *place = two ? pair_of(first, last) : PYGDIST_SEVERAL;
+}
+
+// The extrema of a row and, if `Placed`, where each was found. Vectors compare without regard to NaN, which is lost
+// then; but a sum of all messages is NaN if one of them is (or if both infinities are among them).
+template <int32_t Reduce, bool Placed, int32_t Op, class T, class I>
+void extremum_row(const View<T, I>& view, const Job& job, int64_t row) {
+  const T* const x = static_cast<const T*>(job.x);
+  T* const result = static_cast<T*>(job.result) + row * view.features;
+  int32_t* const places = Placed ? static_cast<int32_t*>(job.row_result) + row * view.features : nullptr;
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  if (begin == end) {
+    __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
+    for (int64_t f = view.first; Placed && f < view.last; ++f) places[f] = PYGDIST_NOWHERE;
+    return;
+  }
+  view.for_each_head([&](int64_t head, int64_t first_column, int64_t last_column) {
+    for_each_tile<T>(first_column, last_column, [&](auto tile) {
+      using Tile = decltype(tile);
+      using V = typename Tile::V;
+      using Whole = typename WholeOf<V>::type;
+      V best[Tile::Count], sum[Tile::Count];
+      Whole first[Tile::Count] = {}, last[Tile::Count] = {}, here = {};
+      const T value = edge_value<Op>(view, begin, head);
+      for (int k = 0; k < Tile::Count; ++k) {
+        sum[k] = best[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
+      }
+      for (int64_t e = begin + 1; e < end; ++e) {
+        tile.prefetch(view.row_ahead(x, e));
+        const T* const source = view.row_of(x, e);
+        const T value = edge_value<Op>(view, e, head);
+        here += 1;
+        for (int k = 0; k < Tile::Count; ++k) {
+          const V found = message<Op>(tile.load(source, k), value);
+          if constexpr (Placed) {
+            first[k] = beats<Reduce>(found, best[k]) ? here : first[k];
+            last[k] = reaches<Reduce>(found, best[k]) ? here : last[k];
+          }
+          best[k] = beats<Reduce>(best[k], found) ? best[k] : found;
+          sum[k] += found;
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) {
+        tile.store(result, k, best[k]);
+        const int64_t column = tile.first + k * Tile::Lanes;
+        if constexpr (Placed) store_places<Tile::Lanes>(places + column, first[k]);
+        if (!any(sum[k] != sum[k]) && !any(first[k] != last[k])) continue;
+        int32_t lasts[Tile::Lanes];
+        T sums[Tile::Lanes];
+        store_places<Tile::Lanes>(lasts, last[k]);
+        store_vector<Tile::Lanes>(sums, sum[k]);
+        for (int lane = 0; lane < Tile::Lanes; ++lane) {
+          int32_t* const place = Placed ? places + column + lane : nullptr;
+          const bool nan = sums[lane] != sums[lane], tie = Placed && *place != lasts[lane];
+          if (nan || tie) settle<Op>(view, job, row, head, column + lane, nan, lasts[lane], result + column + lane, place);
+        }
+      }
+    });
+  });
+  if constexpr (Placed && Op != PYGDIST_MUL) {
+    for (int64_t f = view.first; f < view.last; ++f) {
+      if (places[f] >= 0) places[f] = static_cast<int32_t>(view.index[begin + places[f]]);
+    }
+  }
+}
+
+// Adds the gradients of a row's extrema to the sources begin..end-1 that attain them: one, two, or more.
+template <int32_t Op, class T, class I>
+void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, int64_t begin, int64_t end) {
+  const T* const x = static_cast<const T*>(job.x);
+  const T* const out = static_cast<const T*>(job.out) + row * view.features;
+  const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
+  const int32_t* const places = job.places + row * view.features;
+  T* const grad_x = static_cast<T*>(job.result);
+  const int64_t soon = 16 * view.features + view.first;  // a few columns of each row are too far apart to be foreseen
+  __builtin_prefetch(out + soon);
+  __builtin_prefetch(grad + soon);
+  __builtin_prefetch(places + soon);
+  const int64_t first_entry = view.indptr[row], last_entry = view.indptr[row + 1];
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for (int64_t f = first; f < last; ++f) {
+      const auto add_to = [&](int64_t source, T gradient) {
+        if (source >= begin && source < end) grad_x[source * view.stride + f] += gradient;
+      };
+      const auto add = [&](int64_t e, T share) {
+        add_to(view.index[e], row_gradient<Op>(share, edge_value<Op>(view, e, head)));
+      };
+      const auto attains = [&](int64_t e) {
+        const T source = x[view.index[e] * view.features + f];
+        return message<Op>(source, edge_value<Op>(view, e, head)) == out[f];
+      };
+      const T lost = out[f] == 0 ? 1 : 0;
+      if (places[f] >= 0) {
+        const T share = grad[f] / (1 + lost);
+        Op == PYGDIST_MUL ? add(first_entry + places[f], share) : add_to(places[f], share);
+      } else if (places[f] == PYGDIST_SEVERAL) {
+        T count = lost;
+        for (int64_t e = first_entry; e < last_entry; ++e) count += attains(e);
+        for (int64_t e = first_entry; e < last_entry; ++e) {
+          if (attains(e)) add(e, grad[f] / count);
+        }
+      } else if (places[f] != PYGDIST_NOWHERE) {
+        const int64_t pair = places[f] - PYGDIST_PAIRS;
+        add(first_entry + pair / kPairs, grad[f] / (2 + lost));
+        add(first_entry + pair % kPairs, grad[f] / (2 + lost));
+      }
+    }
+  });
+}
+
+template <int32_t Op, class T, class I>
+void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
+  using Value = Computed<T>;
+  const T* const x = static_cast<const T*>(job.x);
+  const T* const out = static_cast<const T*>(job.out) + row * view.features;
+  const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
+  T* const share = static_cast<T*>(job.result) + row * view.features;
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](auto tile) {
+      using Tile = decltype(tile);
+      using V = typename Tile::V;
+      const V zero = V{}, one = zero + Value{1};
+      V best[Tile::Count], count[Tile::Count];
+      for (int k = 0; k < Tile::Count; ++k) {
+        best[k] = tile.load(out, k);
+        count[k] = (best[k] == zero) ? one : zero;
+      }
+      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+        tile.prefetch(view.row_ahead(x, e));
+        const T* source = view.row_of(x, e);
+        const Value value = edge_value<Op>(view, e, head);
+        for (int k = 0; k < Tile::Count; ++k) {
+          count[k] += (message<Op>(tile.load(source, k), value) == best[k]) ? one : zero;
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) tile.store(share, k, tile.load(grad, k) / count[k]);
+    });
+  });
+}
+
+// `row` is a source here and the entries point to its destinations; `grad` holds their shares.
+template <int32_t Op, class T, class I>
+void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
+  using Value = Computed<T>;
+  const T* const x = static_cast<const T*>(job.x) + row * view.features;
+  const T* const out = static_cast<const T*>(job.out);
+  const T* const grad = static_cast<const T*>(job.grad);
+  T* const grad_x = static_cast<T*>(job.result) + row * view.features;
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](auto tile) {
+      using Tile = decltype(tile);
+      using V = typename Tile::V;
+      const V zero = V{};
+      V own[Tile::Count], total[Tile::Count];
+      for (int k = 0; k < Tile::Count; ++k) {
+        own[k] = tile.load(x, k);
+        total[k] = zero;
+      }
+      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+        tile.prefetch(view.row_ahead(out, e));
+        tile.prefetch(view.row_ahead(grad, e));
+        const T* best = view.row_of(out, e);
+        const T* share = view.row_of(grad, e);
+        const Value value = edge_value<Op>(view, e, head);
+        for (int k = 0; k < Tile::Count; ++k) {
+          const V gradient = row_gradient<Op>(tile.load(share, k), value);
+          total[k] += (message<Op>(own[k], value) == tile.load(best, k)) ? gradient : zero;
+        }
+      }
+      for (int k = 0; k < Tile::Count; ++k) tile.store(grad_x, k, total[k]);
+    });
+  });
+}
+
+template <int32_t Reduce, bool Placed>
+void extremum_rows(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: extremum_row<Reduce, Placed, PYGDIST_MUL>(view, job, row); break;
+        case PYGDIST_ADD: extremum_row<Reduce, Placed, PYGDIST_ADD>(view, job, row); break;
+        default: extremum_row<Reduce, Placed, PYGDIST_COPY>(view, job, row);
+      }
+    }
+  });
+}
+
+template <int32_t Reduce>
+void extremum_reduce(const Job& job, int64_t begin, int64_t end) {
+  job.row_result ? extremum_rows<Reduce, true>(job, begin, end) : extremum_rows<Reduce, false>(job, begin, end);
+}
+
+void extremum(const Job& job, int64_t begin, int64_t end) {
+  job.reduce == PYGDIST_MIN ? extremum_reduce<PYGDIST_MIN>(job, begin, end)
+                            : extremum_reduce<PYGDIST_MAX>(job, begin, end);
+}
+
+// Rows begin..end-1 are sources here; the entries of all rows are looked at.
+void extremum_scatter(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = 0; row < job.csr.num_rows; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: extremum_scatter_row<PYGDIST_MUL>(view, job, row, begin, end); break;
+        case PYGDIST_ADD: extremum_scatter_row<PYGDIST_ADD>(view, job, row, begin, end); break;
+        default: extremum_scatter_row<PYGDIST_COPY>(view, job, row, begin, end);
+      }
+    }
+  });
+}
+
+void share_ties(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: share_ties_row<PYGDIST_MUL>(view, job, row); break;
+        case PYGDIST_ADD: share_ties_row<PYGDIST_ADD>(view, job, row); break;
+        default: share_ties_row<PYGDIST_COPY>(view, job, row);
+      }
+    }
+  });
+}
+
+void extremum_grad(const Job& job, int64_t begin, int64_t end) {
+  with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      switch (job.csr.op) {
+        case PYGDIST_MUL: extremum_grad_row<PYGDIST_MUL>(view, job, row); break;
+        case PYGDIST_ADD: extremum_grad_row<PYGDIST_ADD>(view, job, row); break;
+        default: extremum_grad_row<PYGDIST_COPY>(view, job, row);
+      }
+    }
+  });
+}
+
+}  // namespace PYGDIST_ISA
+}  // namespace pygdist
