@@ -81,6 +81,7 @@ def spmm(
     backward_weight = None if backward[0] is None else transposed_weight
     code, *values = _edge_values(weight, op, torch.promote_types(work_dtype, torch.float32), backward_weight)
     features = x.reshape(csr.num_cols, x.shape[1:].numel()).to(work_dtype)
+    out: Tensor
     arguments = csr.indptr, csr.index, features, values[0], None, code, reduce
     if reduce in ("max", "min"):
         weight_graded = values[0] is not None and values[0].requires_grad
