@@ -142,15 +142,21 @@ def train(rank: int, world_size: int, store: str, case: Mapping[str, Any], every
 
 
 @torch.no_grad()
-def accuracy_of_one(case: Mapping[str, Any], store: Path, state: dict[str, Tensor]) -> float:
-    """Return the validation accuracy of parameters by ``single``: plain PyG copies rows to edges, too many here."""
+def accuracy_of_one(case: Mapping[str, Any], store: Path, state: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the validation accuracy of parameters by ``single``, and the share of nodes that rounding may move.
+
+    Plain PyG copies rows to edges, too many here. Rounding may move a node whose two best classes are nearly equal.
+    """
     shard, backend = Shard.load(str(store), 0), SingleBackend()
     backend.bind(shard, Communicator(None))
     model = model_of(case, shard.x.size(1), shard.num_classes or 0)
     model.load_state_dict(state)
     out = distribute(model, backend=backend).eval()(shard.x, shard.adjacency)
+    first, second = out.topk(2, dim=1).values.unbind(1)
+    near = first - second <= 1e-4 * out.abs().amax(1)
     assert shard.y is not None
-    return _share(out.argmax(1) == shard.y, shard.val_mask, backend.communicator)
+    right = out.argmax(1) == shard.y
+    return _share(right, shard.val_mask, backend.communicator), _share(near, shard.val_mask, backend.communicator)
 
 
 def _share(right: Tensor, mask: Tensor | None, communicator: Communicator) -> float:
@@ -169,8 +175,8 @@ def measure(pool: RankPool, options: argparse.Namespace, case: dict[str, Any], w
     best = max(range(len(scores)), key=lambda at: scores[at][0])
     whole = work / f"{case['graph']}-whole"
     partition_graph(data, whole, num_parts=1)
-    one_process = accuracy_of_one(case, whole, ranks[0]["state"])
-    if abs(one_process - scores[-1][0]) > 1e-6:
+    one_process, near = accuracy_of_one(case, whole, ranks[0]["state"])
+    if abs(one_process - scores[-1][0]) > near + 1e-6:
         raise RuntimeError(f"{case}: evaluation gives {scores[-1][0]}, one process {one_process}")
     num_rows = sum(part["num_owned"] + part["num_halo"] for part in meta["parts"])
     results = (
